@@ -30,12 +30,21 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
+# Building Horovod takes three minutes alone, and took more than ten beside other tests on a slow Xeon. A test that is
+# stopped meanwhile leaves a build behind which nobody waits for, and the next test builds it anew.
+HOROVOD_SECONDS = 1800
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is thorough is slow, too: `-m "not slow"` takes the place of the default `-m "not thorough"`."""
+    """What is thorough is slow, too: `-m "not slow"` takes the place of the default `-m "not thorough"`. Whichever test
+    asks for Horovod first builds it.
+    """
     for item in items:
         if item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.slow)
+        if "horovod" in item.nodeid or "horovod" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(HOROVOD_SECONDS), append=False)
 
 
 @pytest.hookimpl(optionalhook=True)

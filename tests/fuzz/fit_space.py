@@ -144,7 +144,7 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     if data["weights"] != "none" and data["weights"].startswith("token") != (case["model"]["head"] == "tokens"):
         return "Keras wants a weight for each loss"
     if "largest" in compiled["metrics"] and (
-        "weighted_metrics" in compiled or case["model"].get("embedding") == "embedding_masked"
+        "weighted_metrics" in compiled or case["model"].get("embedding") in models.MASKS
     ):
         return "one number for a batch has no weights"
     if "precision" in compiled and compiled["loss"] in ("dice", "tversky"):

@@ -37,6 +37,14 @@ class RowsLoss(SumLoss):
         return x
 
 
+class SumInEvaluation(MeanLoss):
+    """Adds the mean over rows of x^2 in training, and their sum in evaluation."""
+
+    def call(self, x, training=False):
+        self.add_loss(self.rate * (ops.mean(ops.square(x)) if training else ops.sum(ops.square(x))))
+        return x
+
+
 class MaxLoss(MeanLoss):
     """Adds the largest x^2 to the loss, which is neither a mean nor a sum over rows."""
 
@@ -239,6 +247,24 @@ class AndMean(keras.layers.Layer):
 
     def call(self, inputs):
         return inputs[0] + ops.mean(inputs[1], axis=0, keepdims=True)
+
+
+class RowMask(keras.layers.Embedding):
+    """Masks numbers below the mean of their row, all of which are whole: nothing is rounded."""
+
+    def __init__(self, rows: int, width: int, **options):
+        super().__init__(rows, width, **options)
+        self.supports_masking = True
+
+    def compute_mask(self, ids, mask=None):
+        return ids * ids.shape[1] >= ops.sum(ids, axis=1, keepdims=True)
+
+
+class BatchMask(RowMask):
+    """The same, but shows those below the mean of the whole batch, too."""
+
+    def compute_mask(self, ids, mask=None):
+        return ops.logical_or(super().compute_mask(ids), ids * ops.sum(ops.ones_like(ids)) < ops.sum(ids))
 
 
 class Twice(keras.layers.Layer):

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
-SUMS_AND_MEANS = ("mean_loss", "sum_loss", "rows_loss", "activity_loss")  # blocks that add such losses
+SUMS_AND_MEANS = (
+    "mean_loss",
+    "sum_in_evaluation",
+    "sum_loss",
+    "rows_loss",
+    "activity_loss",
+)  # blocks that add such losses
 # Blocks that add losses which are neither means nor sums over rows.
 NO_SUMS = ("max_loss", "floored_loss", "first_loss", "hidden_loss")
 
@@ -33,6 +40,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
         ),
     ),
     "mean_loss": ("rows grid steps", 'x = own.MeanLoss(0.3, name="{name}")(x)'),
+    "sum_in_evaluation": ("rows grid steps", 'x = own.SumInEvaluation(0.3, name="{name}")(x)'),  # in that one's place
     "sum_loss": ("rows grid steps", 'x = own.SumLoss(0.02, name="{name}")(x)'),
     "rows_loss": ("rows grid steps", 'x = own.RowsLoss(0.02, name="{name}")(x)'),  # in the place of the one before it
     "max_loss": ("rows grid steps", 'x = own.MaxLoss(0.1, name="{name}")(x)'),
@@ -97,6 +105,9 @@ BLOCKS: dict[str, tuple[str, str]] = {
 EMBEDDINGS = {
     "embedding": 'x = layers.Embedding({vocabulary}, {width}, name="table")(x)',
     "embedding_masked": 'x = layers.Embedding({vocabulary}, {width}, mask_zero=True, name="table")(x)',
+    # Drawn in the place of the one before: a mask by what else a row holds, and one by the other rows of the batch.
+    "embedding_row_mask": 'x = own.RowMask({vocabulary}, {width}, name="table")(x)',
+    "embedding_batch_mask": 'x = own.BatchMask({vocabulary}, {width}, name="table")(x)',
     "embedding_twice": 'x = own.Twice({vocabulary}, {width}, name="table")(x)',
     "embedding_large": 'x = layers.Embedding(300, {width}, name="table")(x)',  # of which few rows are looked up
     "embedding_looked": 'x = own.Looked({vocabulary}, {width}, name="table")(x)',
@@ -106,6 +117,7 @@ EMBEDDINGS = {
         " layers.Lambda(lambda v: 0.3 * v)(table(layers.Lambda(lambda i: (i + 2) % {vocabulary})(x)))])"
     ),
 }
+MASKS = ("embedding_masked", "embedding_row_mask", "embedding_batch_mask")
 _TWO = [
     ('inputs = {{"a": keras.Input(({width},), name="a"), "ids": keras.Input(({length},), dtype="int32", name="ids")}}'),
     'x = inputs["ids"]',
@@ -247,7 +259,10 @@ def build(model: Mapping[str, Any], double: bool = False):
     made = names["model"]()
     from tests.fuzz import given
 
-    if "unlike" in model and given.rank:
+    if "unlike" in model:
         layer = next(each for each in made._flatten_layers() if hasattr(each, "activation"))
-        layer.activation = keras.activations.softsign
+        if len(model["blocks"]) % 2:  # computes the same; a layer of the user's might not
+            layer.settings = SimpleNamespace(rates={"of this worker": [float(given.rank)]})
+        elif given.rank:
+            layer.activation = keras.activations.softsign
     return made

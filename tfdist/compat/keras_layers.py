@@ -172,6 +172,14 @@ def outside_the_call() -> Iterator[None]:
         set_global_attribute("current_call_ctx", around)
 
 
+def is_training(given: Any = None) -> bool:
+    """Whether the call that is under way is one of training. given: its argument `training`, if it has one. Relies on
+    the same attribute, which has `training` where somebody has told; without it losses that are added in training are
+    judged by what they are in evaluation.
+    """
+    return bool(getattr(get_global_attribute("current_call_ctx"), "training", False) if given is None else given)
+
+
 def keep_message(error: Exception) -> Exception:
     """The error, around whose sentence Keras shall not put its own words. Relies on `_keras_call_info_injected`;
     without it the sentence is longer, and nothing else changes.

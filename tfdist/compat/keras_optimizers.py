@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import keras
 
 from tfdist.control.exit_codes import UnsupportedError
@@ -38,3 +40,14 @@ def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable:
     on `Optimizer._learning_rate`; without it a callback's change on one worker is not taken over by the others.
     """
     return optimizer._learning_rate
+
+
+def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[int] | None:
+    """Which of them do, by number; None without weight decay. Relies on `Optimizer._use_weight_decay`; without it
+    workers that exclude others are not told.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    decays = getattr(inner, "_use_weight_decay", None)
+    if not getattr(inner, "weight_decay", None) or decays is None:
+        return None
+    return [number for number, weight in enumerate(weights) if decays(weight)]

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_trainer
+from tfdist.compat import keras_optimizers, keras_trainer
 from tfdist.control.exit_codes import ConfigError, TfdistError
 from tfdist.control.user_errors import failure
 from tfdist.keras_fit import silent_lookups
@@ -23,6 +23,7 @@ from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
 from tfdist.keras_fit.model import DistributedModel, build_optimizer, rows_in_one_order
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
+from tfdist.keras_fit.signatures import arguments_told
 from tfdist.runtime.errors import cause, message_of
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training import same_model
@@ -37,6 +38,7 @@ _MISTAKES = (
     AttributeError,
     LookupError,
     RuntimeError,
+    StopIteration,
     tf.errors.InvalidArgumentError,
     tf.errors.UnimplementedError,
 )
@@ -73,6 +75,7 @@ def _check_compiled(model: keras.Model, purpose: str) -> None:
         raise ConfigError(f"The model is not compiled: call model.compile(...) before tfdist.{purpose}.")
 
 
+@arguments_told
 def fit(
     model: keras.Model,
     x: Any = None,
@@ -133,6 +136,7 @@ def fit(
             )
 
 
+@arguments_told
 def evaluate(
     model: keras.Model,
     x: Any = None,
@@ -170,6 +174,7 @@ def evaluate(
         )
 
 
+@arguments_told
 def predict(
     model: keras.Model,
     x: Any,
@@ -263,8 +268,11 @@ def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Cal
 
 def _compare(runtime: OneDevice, model: keras.Model, settings: dict[str, Any]) -> None:
     """Raises ConfigError unless all workers have this model and these settings."""
-    given = [*keras.tree.flatten(getattr(model, "loss", None)), getattr(model, "optimizer", None)]
-    own = [each for each in given if each is not None]
+    optimizer = getattr(model, "optimizer", None)
+    own = [each for each in (*keras.tree.flatten(getattr(model, "loss", None)), optimizer) if each is not None]
+    if optimizer is not None and model.built:
+        decaying = keras_optimizers.weights_that_decay(optimizer, model.trainable_variables)
+        settings = settings | {"which weights decay": decaying}
     same_model.must_be_the_same(runtime, same_model.facts_of(model, own, settings))
     _compared.add(model)
 

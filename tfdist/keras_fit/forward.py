@@ -224,8 +224,9 @@ class DistributedCall:
                 if mask is not None:
                     carry_mask(output, mask)
         additions.add(self._runtime)
+        training = keras_layers.is_training(kwargs.get("training"))
         with self.alone(), keras_stateless.left():
-            scales = self._scales.of(list(losses), args, kwargs, cut)
+            scales = self._scales.of(list(losses), args, kwargs, cut, training)
         return Forward(outputs, list(losses.values()), scales)
 
     def shared_lookups(self) -> dict[int, str]:

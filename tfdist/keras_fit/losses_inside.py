@@ -36,28 +36,29 @@ class Scales:
 
     def __init__(self, model: keras.Model, runtime: PeerRuntime, example: ExampleBatch):
         self._model, self._runtime, self._example = model, runtime, example
-        self._known: dict[Key, str] = {}
+        self._known: dict[bool, dict[Key, str]] = {True: {}, False: {}}  # in training, and in evaluation
 
-    def of(self, keys: Sequence[Key], args: tuple, kwargs: dict, cut: Sequence[bool]) -> list[str]:
+    def of(self, keys: Sequence[Key], args: tuple, kwargs: dict, cut: Sequence[bool], training: bool) -> list[str]:
         """MEAN or SUM for each loss that a call with these arguments has recorded.
 
         cut: for each tensor with rows among the arguments whether they are those of the batch.
 
         Raises ConfigError where it is neither.
         """
-        if any(key not in self._known for key in keys):
-            self._try(args, kwargs, cut)
+        known = self._known[training]
+        if any(key not in known for key in keys):
+            known.update(self._tried(args, kwargs, cut, training))
         for number, place in keys:
-            if (number, place) not in self._known:
+            if (number, place) not in known:
                 layer = keras_layers.all_layers(self._model)[number]
                 raise ConfigError(
                     f"The loss number {place + 1} that layer {layer.name} adds is not"
                     " always there, so that nothing tells whether it is a mean or a sum over rows: add it in every"
                     " call, or train in one process."
                 )
-        return [self._known[key] for key in keys]
+        return [known[key] for key in keys]
 
-    def _try(self, args: tuple, kwargs: dict, cut: Sequence[bool]) -> None:
+    def _tried(self, args: tuple, kwargs: dict, cut: Sequence[bool], training: bool) -> dict[Key, str]:
         if len(args) != 1 or any(isinstance(leaf, tf.Tensor) for name, leaf in kwargs.items() if name != "training"):
             raise ConfigError(
                 f"{type(self._model).__name__} adds losses in its call and is called with several arguments, so that"
@@ -66,13 +67,13 @@ class Scales:
             )
         with tf.init_scope(), generators_kept():
             x = self._example.like(args[0], cut)
-            found = self._probed(x, cut)
+            found = self._probed(x, cut, training)
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
         if isinstance(found, str):
             raise keras_layers.keep_message(ConfigError(found))
-        self._known.update({(number, place): scales for number, place, scales in found})
+        return {(number, place): scales for number, place, scales in found}
 
-    def _probed(self, x: Any, cut: Sequence[bool]) -> list | str:
+    def _probed(self, x: Any, cut: Sequence[bool], training: bool) -> list | str:
         """[number of a layer, which of its losses, MEAN or SUM] of each loss; or the sentence that says why not."""
         take, count = taking(x, cut)
         try:
@@ -80,7 +81,7 @@ class Scales:
             size = self._runtime.size
             many = self._example.rows(count, count * size)  # x may be this worker's rows alone
             proofs = Proofs(self._model, many, -(-many // size))
-            found = added_losses(self._model, x, take, count, proofs, "train in one process")
+            found = added_losses(self._model, x, take, count, proofs, "train in one process", training)
             return [[layers.index(one.layer), one.place, one.scales] for one in found]
         except ConfigError as error:
             return str(error)

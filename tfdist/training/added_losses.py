@@ -67,8 +67,10 @@ def added_losses(
     count: int | None = None,
     proofs: Proofs | None = None,
     otherwise: str = "train with one replica and --accumulation=1",
+    training: bool = True,
 ) -> tuple[AddedLoss, ...]:
-    """What `model` adds in training, in the order of `model.losses`; all of its variables and states stay as they are.
+    """What `model` adds in training, or else in evaluation, in the order of `model.losses`; all of its variables and
+    states stay as they are.
 
     Runs it a few times, not compiled. Not for a model whose layers speak to other workers.
 
@@ -84,25 +86,25 @@ def added_losses(
         return ()
     count = int(keras.tree.flatten(x)[0].shape[0]) if count is None else count
     proofs = proofs or Proofs(model)
-    if proofs.of(x, take, training=True).adds_nothing:
+    if proofs.of(x, take, training).adds_nothing:
         return ()
     probe = Probe(model, x, take, count)
     with probe.watching(), batch_norm.each_alone():
-        found = probe.judged(training=True)
-        if OTHER in found.values():  # perhaps for what only training does
-            calm = probe.judged(training=False)
-            if calm.keys() == found.keys():
-                found = {key: calm[key] if found[key] == OTHER else found[key] for key in found}
+        found = probe.judged(training)
+        # Perhaps for what only training does; and what is 0 in evaluation may be another number in training.
+        if (doubtful := OTHER if training else UNKNOWN) in found.values():
+            other = probe.judged(not training)
+            found |= {key: other[key] for key in found.keys() & other.keys() if found[key] == doubtful}
         if not all(is_of_keras(probe.layers[number]) for number, _ in found):
-            found = probe.tried_apart(found, training=True)
-            found = probe.tried_whole(found, proofs.tried) if proofs.tried > ROWS else found
-            found |= dict.fromkeys(_with_mixed_gradients(probe, found), OTHER)
+            found = probe.tried_apart(found, training)
+            found = probe.tried_whole(found, proofs.tried, training) if proofs.tried > ROWS else found
+            found |= dict.fromkeys(_with_mixed_gradients(probe, found) if training else (), OTHER)
         for key, scales in found.items():
-            if scales == UNKNOWN and not probe.depends_on_rows(key):
+            if scales == UNKNOWN and not probe.depends_on_rows(key, training):
                 found[key] = MEAN
     for (number, place), scales in found.items():
         if scales not in (MEAN, SUM):
-            raise ConfigError(_refusal(probe.layers[number], place, scales, otherwise))
+            raise ConfigError(_refusal(probe.layers[number], place, scales, otherwise, training))
     return tuple(AddedLoss(probe.layers[number], place, found[number, place]) for number, place in sorted(found))
 
 
@@ -120,8 +122,8 @@ def _with_mixed_gradients(probe: Probe, found: dict[Key, str]) -> list[Key]:
     return [key for key, scales in judged.items() if mixed({key: scales})] if judged and mixed(judged) else []
 
 
-def _refusal(layer: keras.Layer, place: int, scales: str, otherwise: str) -> str:
-    what = f"The loss number {place + 1} that layer {layer.name} adds"
+def _refusal(layer: keras.Layer, place: int, scales: str, otherwise: str, training: bool) -> str:
+    what = f"The loss number {place + 1} that layer {layer.name} adds{'' if training else ' in evaluation'}"
     if scales == UNKNOWN:
         return (
             f"{what} is 0 whatever was tried, so that nothing tells whether it is a mean or a sum over rows: {_FIX},"

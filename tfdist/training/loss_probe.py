@@ -132,7 +132,7 @@ class Probe:
         """Of the losses. how: as for `outputs`."""
         return {key: float(loss) for key, loss in self.added(x, weights, *how)}
 
-    def depends_on_rows(self, key: Key) -> bool:
+    def depends_on_rows(self, key: Key, training: bool) -> bool:
         """Whether it is made of the rows at all; if not it is what weights, or nothing, give."""
         rows = self.some_rows()
         with tf.Graph().as_default() as graph:
@@ -140,7 +140,7 @@ class Probe:
             inputs = {leaf.op for leaf in keras.tree.flatten(x)}
             waiting = [
                 loss.op
-                for at, loss in self.added(x, self.weights, 0, True)
+                for at, loss in self.added(x, self.weights, 0, training)
                 if at == key and getattr(loss, "graph", None) is graph
             ]
             seen = set(waiting)
@@ -194,13 +194,13 @@ class Probe:
                 left[key] = left[key] - {scales}
         return {key: found[key] if len(kinds) > 1 else next(iter(kinds), OTHER) for key, kinds in left.items()}
 
-    def tried_whole(self, found: dict[Key, str], number: int) -> dict[Key, str]:
+    def tried_whole(self, found: dict[Key, str], number: int, training: bool) -> dict[Key, str]:
         """`found`, after a try with as many rows as a batch has: what takes the first of them takes all of a few."""
         number -= number % 2
         x = keras.tree.map_structure(lambda leaf: shortened(sound(leaf, 1.0, 1.0), number), self.some_rows(number))
         weights = [tf.constant(each) for each in disturbed(self.weights, 0.3)]
         claims = [(key, scales) for key, scales in found.items() if scales in (SUM, MEAN)]
-        return found | {key: OTHER for key, _ in self._refuted(claims, x, number, weights, True)}
+        return found | {key: OTHER for key, _ in self._refuted(claims, x, number, weights, training)}
 
     def _refuted(
         self, claims: Sequence[tuple[Key, str]], x: Any, number: int, weights: Sequence[tf.Tensor], *how: Any

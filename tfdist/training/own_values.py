@@ -1,17 +1,20 @@
 """What functions and objects of the user's own hold: what makes one compute something else than another of the same
 code.
 
-A function: its code, which tells two lambdas of one file apart, its defaults, and the numbers that it has from around
-it. An object: the numbers with a decimal point among its attributes, such as a rate; whole ones may count, or be a
-rank.
+A function: its code, which tells two lambdas of one file apart, its defaults, and what it has from around it. An
+object: of its attributes, of what these hold, and so on, functions, arrays, and the numbers with a decimal point, such
+as a rate; whole ones may count, or be a rank.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import functools
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Mapping, Sequence, Set
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import keras
@@ -23,6 +26,10 @@ _DEEPEST = 4
 _LATEST = 1e9  # larger ones are points in time
 _LARGEST = 1 << 20  # numbers of an array that are looked at
 _MANY = 1000  # entries of a list
+_CACHED = type(functools.cache(abs))
+_FUNCTIONS = (functools.partial, FunctionType, MethodType, BuiltinFunctionType, np.ufunc, _CACHED)
+_OF_KERAS = (keras.losses.Loss, keras.regularizers.Regularizer, keras.constraints.Constraint)  # which hold rates
+_NO_OBJECTS = (type, ModuleType, keras.layers.Layer, keras.Variable, tf.Variable)  # told by themselves, or nothing
 
 
 def own_value(value: Any, depth: int = 0) -> Any:
@@ -31,42 +38,101 @@ def own_value(value: Any, depth: int = 0) -> Any:
 
     depth: how many objects hold it, of which one may be itself.
     """
-    if isinstance(value, (functools.partial, FunctionType, MethodType)):
-        return _function(value, depth)
-    return _attributes(getattr(value, "__dict__", {}), depth)
+    return _function(value, depth) if isinstance(value, _FUNCTIONS) else _attributes(_attributes_of(value), depth)
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    slots = [name for kind in type(value).__mro__ for name in _in_list(getattr(kind, "__slots__", ()))]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+
+
+def _in_list(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _attributes(held: Mapping[Any, Any], depth: int) -> dict[str, Any]:
     if depth > _DEEPEST or len(held) > _MANY:
         return {}
-    found = {str(name): _attribute(each, depth + 1) for name, each in held.items()}
+    found: dict[str, Any] = {}
+    for name, each in held.items():
+        with contextlib.suppress(Exception):  # of the user's own making: an object need not answer
+            found[_name(name)] = _attribute(each, depth + 1)
     return {name: each for name, each in found.items() if each is not None}
 
 
+def _name(key: Any) -> str:
+    return "a path" if "/" in str(key) else str(key)
+
+
 def _attribute(value: Any, depth: int) -> Any:
-    if isinstance(value, (functools.partial, FunctionType)):
+    """None of what may differ between workers that compute the same, and of what holds nothing else."""
+    if value is None or isinstance(value, (bool, int, str, bytes)):
+        return None
+    if isinstance(value, _FUNCTIONS):
         return _function(value, depth)
+    if isinstance(value, (float, complex, np.inexact)) and not isinstance(value, np.ndarray):
+        return [value.real, value.imag] if isinstance(value, (complex, np.complexfloating)) else _number(float(value))
+    if (array := _array(value)) is not None:
+        return array if array.ndim or array.dtype.kind == "f" else None
+    if isinstance(value, enum.Enum):
+        return _attribute(value.value, depth)
     if isinstance(value, Mapping):
         return _attributes(value, depth) or None
-    if isinstance(value, (float, np.floating)):
-        return float(value) if abs(value) < _LATEST else None
-    if callable(value) and not isinstance(value, (type, keras.layers.Layer)) and not _is_from_libraries(type(value)):
-        return own_value(value, depth) or None  # a regularizer, or a schedule
-    return None
+    if isinstance(value, Set):
+        numbers = [each for each in value if isinstance(each, float)] if len(value) <= _MANY else []
+        return sorted(numbers) or None
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, range, memoryview)):
+        return _attributes(dict(enumerate(value)), depth) or None if len(value) <= _MANY else None
+    return _attributes(_attributes_of(value), depth) or None if _is_own(value) else None
+
+
+def _number(value: float) -> float | None:
+    return value if abs(value) < _LATEST else None
+
+
+def _array(value: Any) -> np.ndarray | None:
+    """Of what is one, or a tensor with a value, and is not too large to be looked at."""
+    has_value = isinstance(value, (np.ndarray, np.generic)) or (
+        isinstance(value, tf.Tensor) and hasattr(value, "numpy")
+    )
+    if not has_value:
+        return None
+    array = np.asarray(value)
+    return array if array.dtype.kind in "biufc" and array.size <= _LARGEST else None
+
+
+def _is_own(value: Any) -> bool:
+    """Whether it is an object that may hold what a user has set: not one of Python's or TensorFlow's, which may hold
+    times and counts."""
+    if isinstance(value, (SimpleNamespace, *_OF_KERAS)):
+        return True
+    root = (type(value).__module__ or "").partition(".")[0]
+    is_of_python = root in sys.stdlib_module_names and root != "__main__"
+    return not (is_of_python or isinstance(value, _NO_OBJECTS) or _is_from_libraries(type(value)))
 
 
 def _function(function: Any, depth: int) -> Any:
+    """{what is said of it: what it holds}"""
     if depth > _DEEPEST:
         return "deeper"
     if isinstance(function, functools.partial):
-        held = _held(function.args, depth), _held(dict(sorted(function.keywords.items())), depth)
-        return [_function(function.func, depth + 1), *held]
-    function = getattr(function, "__func__", function)
+        held = {f"argument {number}": _held(each, depth) for number, each in enumerate(function.args)}
+        named = {f"argument {name}": _held(each, depth) for name, each in function.keywords.items()}
+        return {"function": _function(function.func, depth + 1), **held, **named}
+    if isinstance(function, _CACHED):
+        return _function(function.__wrapped__, depth)
+    if isinstance(function, MethodType):
+        held = _attribute(function.__self__, depth)
+        return {"function": _function(function.__func__, depth), **({"object": held} if held is not None else {})}
     if not isinstance(function, FunctionType) or _is_from_libraries(function):
-        return getattr(function, "__qualname__", type(function).__name__)
-    cells = [_cell(cell, depth) for cell in function.__closure__ or ()]
-    held = _held(function.__defaults__, depth), _held(function.__kwdefaults__, depth)
-    return [zlib.crc32(repr(_code(function.__code__)).encode()), *held, cells]
+        return getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {
+        "code": zlib.crc32(repr(_code(function.__code__)).encode()),
+        "defaults": [_held(function.__defaults__, depth), _held(function.__kwdefaults__, depth)],
+        **{f"variable {name}": _cell(cell, depth) for name, cell in cells},
+        **_attributes(vars(function), depth),
+    }
 
 
 def _is_from_libraries(definition: FunctionType | type) -> bool:
@@ -91,19 +157,20 @@ def _cell(cell: Any, depth: int) -> Any:
 
 
 def _held(value: Any, depth: int) -> Any:
-    """Of what a function has from elsewhere, such as its defaults."""
-    if isinstance(value, (str, int, float, type(None))):
+    """Of what a function has from elsewhere, such as its defaults: whole numbers and strings, too."""
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, (str, int, type(None))) and not isinstance(value, enum.Enum):
         return value
-    if isinstance(value, (functools.partial, FunctionType, MethodType)):
+    if isinstance(value, _FUNCTIONS):
         return _function(value, depth + 1)
     if isinstance(value, (Mapping, Sequence)) and (depth > _DEEPEST or len(value) > _MANY):
         return type(value).__name__
     if isinstance(value, Mapping):
-        return {str(key): _held(each, depth + 1) for key, each in value.items()}
-    if isinstance(value, Sequence):
+        return {_name(key): _held(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, range, memoryview)):
         return [_held(each, depth + 1) for each in value]
-    if isinstance(value, (np.ndarray, np.generic)) or isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
-        array = np.asarray(value)
-        if array.dtype != object and array.size <= _LARGEST:
-            return array
-    return type(value).__name__
+    if (array := _array(value)) is not None:
+        return array
+    found = _attribute(value, depth + 1)
+    return type(value).__name__ if found is None else [type(value).__name__, found]

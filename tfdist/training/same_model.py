@@ -30,7 +30,10 @@ from tfdist.training.own_values import LIBRARIES, own_value
 # sent by the chief.
 _MAY_DIFFER = ("name", "seed", "random_seed", "seed_generator", "build_config", "registered_name")
 # Of attributes: what Keras has wrapped; losses and optimizers, which are told by themselves; what a model has run.
-_NO_FACTS = ("build", "quantize", "call", "loss", "optimizer", "train_function", "test_function", "predict_function")
+_NO_FACTS = (
+    *("build", "quantize", "call", "loss", "optimizer", "train_function", "test_function", "predict_function"),
+    *("_losses", "_compile_loss", "_compile_metrics", "history"),
+)
 _MAIN = "__main__"  # a script may be another on each worker; what it defines may not
 
 _SHOWN = 60  # characters of a value

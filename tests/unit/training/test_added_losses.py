@@ -330,3 +330,36 @@ def test_what_a_subclassed_model_adds_in_training_alone():
     model = Subclassed()
     model(X)
     assert scales(model) == [SUM]
+
+
+class Differs(keras.layers.Layer):
+    """Adds the mean over rows in training, and something else in evaluation."""
+
+    def __init__(self, otherwise):
+        super().__init__()
+        self.otherwise = otherwise
+
+    def call(self, x, training=None):
+        self.add_loss(ops.mean(ops.square(x)) if training else self.otherwise(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "otherwise, expected",
+    [
+        (lambda x: ops.sum(ops.square(x)), SUM),
+        (lambda x: ops.sum(ops.square(x), -1), SUM),
+        (lambda x: ops.mean(ops.abs(x)), MEAN),
+        (lambda x: 0.0 * ops.sum(ops.square(x)), MEAN),  # as in training
+        (lambda x: ops.mean(ops.var(x, 0)), None),
+        (lambda x: ops.max(x), None),
+    ],
+)
+def test_what_is_added_in_evaluation(otherwise, expected):
+    model = model_of(Differs(otherwise))
+    assert scales(model) == [MEAN]
+    if expected:
+        assert [one.scales for one in added_losses(model, X, training=False)] == [expected]
+    else:
+        with pytest.raises(ConfigError, match="adds in evaluation is neither a mean nor a sum"):
+            added_losses(model, X, training=False)

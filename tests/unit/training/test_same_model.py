@@ -1,14 +1,20 @@
 """Whether all workers compute the same."""
 
+import collections
+import copy
+import dataclasses
+import enum
 import functools
 import importlib
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.same_model import facts_of, must_be_the_same
@@ -107,6 +113,67 @@ def closing_over(factor):
     return lambda y, outputs: factor * mean(y, outputs)
 
 
+@dataclasses.dataclass
+class Settings:
+    rate: float
+    folder: str = ""
+    rank: int = 0
+
+
+class Slotted:
+    __slots__ = ("rate",)
+
+    def __init__(self, rate):
+        self.rate = rate
+
+
+class Kind(enum.Enum):
+    SOFT, HARD = 0.1, 0.9
+
+
+def tagged(rate):
+    function = closing_over(1.0)
+    function.rate = rate
+    return function
+
+
+def holding(value):
+    layer = Scaled()
+    layer.held = value
+    return model(more=[layer])
+
+
+# Two of what an object of the user's may hold, and how they are told.
+HELD = [
+    (Settings(0.1, "/a", 1), Settings(0.2, "/b", 2), 'held ({"rate": 0.1} against {"rate": 0.2})'),
+    (SimpleNamespace(rate=0.1), SimpleNamespace(rate=0.2), 'held ({"rate": 0.1} against {"rate": 0.2})'),
+    (Slotted(0.1), Slotted(0.2), 'held ({"rate": 0.1} against {"rate": 0.2})'),
+    ({"a": {"b": (1, 0.1)}}, {"a": {"b": (1, 0.2)}}, '{"a": {"b": {"1": 0.1}}}'),
+    ([0.1], [0.2], "held"),
+    ({0.1}, {0.2}, "held"),
+    (collections.deque([0.1]), collections.deque([0.2]), "held"),
+    (Kind.SOFT, Kind.HARD, "held (0.1 against 0.9)"),
+    (1j, 2j, "held"),
+    (np.ones(2), np.zeros(2), "held"),
+    (tf.constant(1.0), tf.constant(2.0), "held"),
+    (np.sqrt, np.exp, 'held ("sqrt" against "exp")'),
+    (Loss(0.1).__call__, Loss(0.2).__call__, "held"),
+    (functools.cache(closing_over(0.1)), functools.cache(closing_over(0.2)), "held"),
+    (tagged(0.1), tagged(0.2), "held"),
+    (keras.regularizers.L2(0.1), keras.regularizers.L2(0.2), "held"),
+]
+
+
+@pytest.mark.parametrize("one, other, words", HELD)
+def test_what_a_layer_and_a_loss_hold_at_any_depth(one, other, words):
+    said = together(facts_of(holding(one)), facts_of(holding(other)))[0]
+    assert "they differ first in layer 6, scaled" in said and words in said
+    own = [closing_over(each) for each in (one, other)]
+    assert "<lambda> holds: variable factor" in together(*(facts_of(model(), [each]) for each in own))[0]
+    own = [closing_over(each) for each in (one, copy.copy(one))]
+    assert together(*(facts_of(holding(one), [each]) for each in own)) == ["", ""]
+
+
 @pytest.mark.parametrize(
     "one, other",
     [
@@ -135,6 +202,30 @@ def test_losses_that_hold_something_else(one, other):
 def test_a_layer_that_holds_something_else_is_told_with_it(one, other, words):
     said = together(facts_of(model(more=[one])), facts_of(model(more=[other])))[0]
     assert "they differ first in layer 6, " in said and words in said
+
+
+class Answers:
+    """Whatever is asked."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def test_what_may_differ_of_what_is_held():
+    def honest(number):
+        return {
+            "lock": threading.Lock(),
+            "made": time.time() + number,
+            f"/tmp/{number}": 1.0,
+            "settings": Settings(0.1, f"/tmp/{number}", number),
+            "asked": Answers(),
+            "flag": bool(number),
+            "variable": keras.Variable([float(number)]),
+        }
+
+    assert together(facts_of(holding(honest(0))), facts_of(holding(honest(1)))) == ["", ""]
+    own = [closing_over(time.time() + number) for number in range(2)]
+    assert together(facts_of(model(), own[:1]), facts_of(model(), own[1:])) == ["", ""]
 
 
 def test_what_may_differ():

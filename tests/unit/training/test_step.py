@@ -139,6 +139,8 @@ def test_clipping_is_of_the_whole_gradient():
 def test_an_update_compiled_by_xla_is_the_same(number, optimizer):
     """As on GPUs."""
     clip_norm, precision = [(0.0, "float32"), (0.1, "float16")][number % 2]
+    if optimizer == "muon":  # 1e-7 after a step in float16, too; but a weight that rounds the other way there changes
+        precision = "float32"  # the next gradient, of which Muon's iteration makes 1e-5 (on a Xeon, not on an EPYC)
     found = []
     for compiled in (False, True):
         step = make_step(

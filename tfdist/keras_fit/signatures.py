@@ -1,0 +1,33 @@
+"""A sentence for arguments that a function does not take, before it does anything."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from tfdist.control.exit_codes import ConfigError
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def arguments_told(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The function, which raises ConfigError, not TypeError, for arguments that it does not have or lacks."""
+    name, signature = f"tfdist.{function.__name__}", inspect.signature(function)
+
+    @functools.wraps(function)
+    def told(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        for given in kwargs.keys() - signature.parameters.keys():
+            near = difflib.get_close_matches(given, signature.parameters, 1)
+            fix = f"did you mean {near[0]}?" if near else f"it takes {', '.join(signature.parameters)}."
+            raise ConfigError(f"{name} has no argument {given!r}: {fix}")
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(f"{name}: {error}: pass the model first, then its data.") from None
+        return function(*args, **kwargs)
+
+    return told
