@@ -95,14 +95,15 @@ def two_inputs_of_static_shape(fit, evaluate, predict, folder):
 
 
 class Adding(layers.Layer):
-    """Adds a loss of its rows."""
+    """Adds a loss of its rows; in_evaluation: another one there."""
 
-    def __init__(self, how):
+    def __init__(self, how, in_evaluation=None):
         super().__init__()
-        self.how = how
+        self.how, self.in_evaluation = how, in_evaluation or how
 
-    def call(self, x):
-        for reduce in {"mean": [ops.mean], "sum": [ops.sum], "both": [ops.sum, ops.mean], "other": [ops.max]}[self.how]:
+    def call(self, x, training=False):
+        ways = {"mean": [ops.mean], "sum": [ops.sum], "both": [ops.sum, ops.mean], "other": [ops.max]}
+        for reduce in ways[self.how if training else self.in_evaluation]:
             self.add_loss(0.03 * reduce(ops.square(x)))
         return x
 
@@ -137,7 +138,12 @@ def losses_added_as_sums(fit, evaluate, predict, folder):
     with tfdist.spread(model, optimizer):
         step = tf.function(lambda x: (ops.mean(model(x, training=True)), model.losses))
         found["spread"] = [float(step(tf.constant(x[:9]))[1][0])]
+    model = dense(Adding("mean", "sum"))
+    found["evaluation"] = fit(model, x, y, batch_size=16, validation_data=(x[:7], y[:7])).history
+    model = dense(Adding("mean", "other"))
+    found["predict"] = predict(model, x)
     found["refused"] = is_refused(lambda: fit(dense(Adding("other")), x, y, epochs=1), "neither a mean nor a sum")
+    found["not evaluated"] = is_refused(lambda: evaluate(model, x, y), "adds in evaluation is neither a mean nor a sum")
     return found
 
 

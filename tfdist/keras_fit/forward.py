@@ -224,6 +224,8 @@ class DistributedCall:
                 if mask is not None:
                     carry_mask(output, mask)
         additions.add(self._runtime)
+        if self._gradients.without_losses.is_here:
+            return Forward(outputs, [], [])
         training = keras_layers.is_training(kwargs.get("training"))
         with self.alone(), keras_stateless.left():
             scales = self._scales.of(list(losses), args, kwargs, cut, training)

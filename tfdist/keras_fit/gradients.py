@@ -46,17 +46,18 @@ class Gradients:
 
     Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; of_own_rows, one in
     which a forward pass over own rows is traced: a tape there belongs to it, and gradients are those of its rows;
-    alone, one in which each worker computes all rows itself, whatever models it calls; share, the weight of this
-    worker's loss in the mean while a step sees own rows only, else None; called, how often models have been called over
-    the workers; taken, how often gradients with respect to weights have been taken; of_values, whether a model has been
-    called with values for its weights, so that these may be what a gradient is with respect to; calls, those of all
-    models (forward.py).
+    alone, one in which each worker computes all rows itself, whatever models it calls; without_losses, one in which
+    nobody asks for what layers add; share, the weight of this worker's loss in the mean while a step sees own rows
+    only, else None; called, how often models have been called over the workers; taken, how often gradients with respect
+    to weights have been taken; of_values, whether a model has been called with values for its weights, so that these
+    may be what a gradient is with respect to; calls, those of all models (forward.py).
     """
 
     def __init__(self, runtime: PeerRuntime):
         self._runtime = runtime
         self.of_own_rows = ThreadScope()
         self.alone = ThreadScope()
+        self.without_losses = ThreadScope()
         self.share: tf.Tensor | None = None
         self.called = self.taken = 0
         self.of_values = False

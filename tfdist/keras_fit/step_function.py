@@ -205,6 +205,9 @@ class StepFunction:
         step = self.loop.step_of(self._with.model)
         if self._rows is Rows.OWN:
             return self._step_of_own_rows(step, batch)
+        if self.loop is Loop.PREDICT:
+            with self._with.gradients.without_losses():
+                return step(batch)
         return self._checked_train_step(step, batch) if self.loop is Loop.TRAIN else step(batch)
 
     def _checked_train_step(self, train_step: Callable[[Any], Any], batch: Any) -> Any:
