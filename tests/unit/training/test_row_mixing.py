@@ -162,6 +162,9 @@ def test_what_looks_at_other_rows_on_the_way_back_is_found(name):
 
 MANY = {
     "a place beyond the first rows": lambda x, training, seeds: ops.concatenate([x[:80], 0.5 * x[80:]]),
+    "a row in the middle looks at the next, in inference": lambda x, training, seeds: (
+        x if training else ops.concatenate([x[:2], x[2:3] + x[3:4], x[3:]])
+    ),
     "rolled by many": lambda x, training, seeds: x + 0.3 * ops.concatenate([x[70:], x[:70]]),
     "fails with fewer rows": lambda x, training, seeds: x - tf.reduce_mean(tf.math.top_k(ops.sum(x, 1), 90)[0]),
     "fails outside of a graph": lambda x, training, seeds: (
