@@ -12,13 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
-SUMS_AND_MEANS = (
-    "mean_loss",
-    "sum_in_evaluation",
-    "sum_loss",
-    "rows_loss",
-    "activity_loss",
-)  # blocks that add such losses
+# Blocks that add losses which are means or sums over rows.
+SUMS_AND_MEANS = ("mean_loss", "sum_in_evaluation", "sum_loss", "rows_loss", "activity_loss")
 # Blocks that add losses which are neither means nor sums over rows.
 NO_SUMS = ("max_loss", "floored_loss", "first_loss", "hidden_loss")
 

@@ -20,7 +20,7 @@ def arguments_told(function: Callable[_Arguments, _Result]) -> Callable[_Argumen
 
     @functools.wraps(function)
     def told(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        for given in kwargs.keys() - signature.parameters.keys():
+        for given in (each for each in kwargs if each not in signature.parameters):  # the same first on all workers
             near = difflib.get_close_matches(given, signature.parameters, 1)
             fix = f"did you mean {near[0]}?" if near else f"it takes {', '.join(signature.parameters)}."
             raise ConfigError(f"{name} has no argument {given!r}: {fix}")

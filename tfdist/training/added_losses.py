@@ -94,7 +94,8 @@ def added_losses(
         # Perhaps for what only training does; and what is 0 in evaluation may be another number in training.
         if (doubtful := OTHER if training else UNKNOWN) in found.values():
             other = probe.judged(not training)
-            found |= {key: other[key] for key in found.keys() & other.keys() if found[key] == doubtful}
+            if other.keys() == found.keys():  # else the same place may be that of another loss
+                found = {key: other[key] if found[key] == doubtful else found[key] for key in found}
         if not all(is_of_keras(probe.layers[number]) for number, _ in found):
             found = probe.tried_apart(found, training)
             found = probe.tried_whole(found, proofs.tried, training) if proofs.tried > ROWS else found

@@ -70,7 +70,7 @@ def _attribute(value: Any, depth: int) -> Any:
         return None
     if isinstance(value, _FUNCTIONS):
         return _function(value, depth)
-    if isinstance(value, (float, complex, np.inexact)) and not isinstance(value, np.ndarray):
+    if isinstance(value, (float, complex, np.inexact)):
         return [value.real, value.imag] if isinstance(value, (complex, np.complexfloating)) else _number(float(value))
     if (array := _array(value)) is not None:
         return array if array.ndim or array.dtype.kind == "f" else None
@@ -158,9 +158,11 @@ def _cell(cell: Any, depth: int) -> Any:
 
 def _held(value: Any, depth: int) -> Any:
     """Of what a function has from elsewhere, such as its defaults: whole numbers and strings, too."""
+    if isinstance(value, enum.Enum):
+        return _held(value.value, depth)
     if isinstance(value, float):
         return _number(value)
-    if isinstance(value, (str, int, type(None))) and not isinstance(value, enum.Enum):
+    if isinstance(value, (str, int, type(None))):
         return value
     if isinstance(value, _FUNCTIONS):
         return _function(value, depth + 1)

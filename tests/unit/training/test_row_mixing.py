@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from tests.fuzz.layers import BatchMask, RowMask
 from tfdist.compat import tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
@@ -134,25 +135,13 @@ def test_a_mask_counts_as_what_the_model_returns(limit, expected):
     assert row_mixing.mixes(model, np.random.default_rng(0).normal(size=(6, 4, 5)).astype("float32")) == expected
 
 
-class MasksNumbers(layers.Embedding):
-    """Masks numbers below the mean of their row; not those that are below the mean of other numbers, too."""
-
-    def __init__(self, others):
-        super().__init__(11, 6)
-        self.others, self.supports_masking = others, True
-
-    def compute_mask(self, ids, mask=None):
-        by_row = ids * ids.shape[1] >= ops.sum(ids, axis=1, keepdims=True)
-        return ops.logical_or(by_row, ids * ops.sum(ops.ones_like(ids)) < ops.sum(ids)) if self.others else by_row
-
-
-@pytest.mark.parametrize("others", (False, True))
-def test_whole_numbers_that_hang_on_a_few_other_rows(others):
+@pytest.mark.parametrize("mask, expected", [(RowMask, False), (BatchMask, True)])
+def test_whole_numbers_that_hang_on_a_few_other_rows(mask, expected):
     """Four rows of four numbers: by far not each shows it."""
     x = layers.Input((4,), dtype="int32")
-    model = keras.Model(x, layers.GlobalAveragePooling1D()(MasksNumbers(others)(x)))
+    model = keras.Model(x, layers.GlobalAveragePooling1D()(mask(11, 6)(x)))
     drawn = [np.random.default_rng(seed).integers(0, 11, (4, 4)).astype("int32") for seed in range(6)]
-    assert [row_mixing.mixes(model, ids) for ids in drawn] == [others] * 6
+    assert [row_mixing.mixes(model, ids) for ids in drawn] == [expected] * 6
 
 
 @pytest.mark.parametrize("name", MIXING_BACKWARDS)

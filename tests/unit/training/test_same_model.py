@@ -131,6 +131,10 @@ class Kind(enum.Enum):
     SOFT, HARD = 0.1, 0.9
 
 
+class Count(enum.IntEnum):
+    ONE, TWO = 1, 2
+
+
 def tagged(rate):
     function = closing_over(1.0)
     function.rate = rate
@@ -180,6 +184,8 @@ def test_what_a_layer_and_a_loss_hold_at_any_depth(one, other, words):
         (lambda y, outputs: mean(y, outputs), lambda y, outputs: 2 * mean(y, outputs)),
         (closing_over(1.0), closing_over(2.0)),
         (closing_over(np.ones(2)), closing_over(np.zeros(2))),
+        (closing_over(Count.ONE), closing_over(Count.TWO)),
+        (closing_over(Kind.SOFT), closing_over(Kind.HARD)),
         (functools.partial(keras.losses.huber, delta=1.0), functools.partial(keras.losses.huber, delta=2.0)),
         (Loss(1.0), Loss(2.0)),
         (keras.losses.Huber(1.0), keras.losses.Huber(2.0)),
