@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tests.fuzz import gpu_form
 from tests.fuzz.space import strategy_flags
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
@@ -43,6 +44,8 @@ class Runtimes:
     def _start(self, **options: Any) -> Any:
         from tfdist import build
 
+        if options["strategy"] == "multi_worker" and gpu_form.is_real():  # NCCL takes one process of a GPU only
+            options["communication"] = "ring"
         config = Config().replace(steps=1, **PATIENCE, **options)
         if options["strategy"] == "parameter_server":
             from tfdist.runtime import parameter_server

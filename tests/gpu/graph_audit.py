@@ -3,6 +3,7 @@
 TensorFlow registers the kernels of all devices in one table, in the wheel for CPUs, too. A function is traced within
 `tf.device("GPU:0")`; every operation of its graph, and of the graphs that it calls, must then
   - have a kernel for GPUs for its dtypes, or be pinned to the CPU, or stand in ON_THE_HOST with the reason;
+  - sum no int32 over workers, which TensorFlow refuses on GPUs though it has a kernel (BaseCollectiveExecutor);
   - not call Python, unless it is pinned to the CPU;
   - take nothing large through an argument that a kernel wants in the host's memory;
   - make nothing large in float64, in which GPUs are up to 64 times slower;
@@ -22,6 +23,7 @@ from tensorflow.python.framework import kernels, op_def_registry
 LARGE_BYTES = 64 * 2**10
 _PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _CALLS = ("StatefulPartitionedCall", "PartitionedCall", "While", "StatelessWhile")
+_SUMS_OVER_WORKERS = ("CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "CollectiveReduceScatterV2")
 _TRIVIAL = ("NoOp", "Const", "Placeholder", "Identity")
 
 # Operations without a kernel for GPUs that no device runs, or that cost a GPU nothing.
@@ -97,6 +99,8 @@ def _findings(operation: tf.Operation, host: str) -> Iterator[Finding]:
         return
     if operation.type in _PYTHON:
         yield Finding("Python", operation.type, operation.name, "its tensors pass through Python")
+    elif operation.type in _SUMS_OVER_WORKERS and operation.get_attr("T") == tf.int32:
+        yield Finding("no kernel", operation.type, operation.name, "none for GPUs for sums of int32 over workers")
     elif kernel is None and operation.type not in ON_THE_HOST:
         dtypes = ", ".join(sorted({tensor.dtype.base_dtype.name for tensor in (*operation.inputs, *operation.outputs)}))
         yield Finding("no kernel", operation.type, operation.name, f"none for GPUs for {dtypes}")

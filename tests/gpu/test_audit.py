@@ -92,6 +92,11 @@ def _pinned(x):
         return x + 1
 
 
+def _summed_over_workers(x):
+    keys = {"group_size": 2, "group_key": 1, "instance_key": 1, "ordering_token": []}
+    return tf.raw_ops.CollectiveReduceV2(input=tf.cast(x, tf.int32), merge_op="Add", final_op="Id", **keys)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -102,6 +107,7 @@ def _pinned(x):
         (lambda x: tf.reshape(x, tf.cast(tf.reshape(x, [-1]), tf.int32)), "large on the host: Reshape"),
         (lambda x: tf.while_loop(lambda y: True, _through_text, [x]), "no kernel: AsString"),
         (_pinned, "large on the CPU: AddV2"),
+        (_summed_over_workers, "no kernel: CollectiveReduceV2"),
     ],
 )
 def test_what_would_not_run_on_a_gpu_is_found(function, words):

@@ -74,6 +74,25 @@ def table_beside_the_batch(fit, evaluate, predict, folder):
     return found
 
 
+class Louder(layers.Layer):
+    """Computes something else in training."""
+
+    def call(self, x, training=False):
+        return 1.5 * x if training else x
+
+
+class HalfInTraining(keras.Model):
+    """Leaves it to Keras to tell its layers whether they are training, and tells one in their middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.louder, self.frozen, self.out = Louder(), Louder(), layers.Dense(2)
+
+    def call(self, inputs, training=False):
+        a, b = inputs
+        return self.out(ops.concatenate([self.louder(a), self.frozen(b, training=False)], -1))
+
+
 @case
 def two_inputs_of_static_shape(fit, evaluate, predict, folder):
     """Both hold rows; and two towers, each row of one against each of the other."""
@@ -83,7 +102,7 @@ def two_inputs_of_static_shape(fit, evaluate, predict, folder):
     a, b = keras.Input((8,)), keras.Input((4,))
     towers = keras.Model([a, b], layers.Dot(-1)([layers.Dense(2)(a), layers.Dense(2)(b)]))
     found = {}
-    for name, model in {"summed": summed, "towers": towers}.items():
+    for name, model in {"summed": summed, "towers": towers, "half": HalfInTraining()}.items():
         dataset = tf.data.Dataset.from_tensor_slices(((x, x[:, :4]), x[:, :1])).batch(8, drop_remainder=True)
         model.compile(keras.optimizers.SGD(0.1), "mse")
         found[name] = {

@@ -172,6 +172,23 @@ def outside_the_call() -> Iterator[None]:
         set_global_attribute("current_call_ctx", around)
 
 
+@contextlib.contextmanager
+def in_the_call_as_it_is() -> Iterator[None]:
+    """Within it layers can be called in the call that is under way, which afterwards is as it was: each layer that is
+    told whether it is training tells those that come after it. Relies on the same attribute, an object that holds what
+    was told; without it they take training for inference.
+    """
+    around = get_global_attribute("current_call_ctx")
+    told = dict(vars(around)) if around is not None else {}
+    try:
+        yield
+    finally:
+        if around is not None:
+            vars(around).clear()
+            vars(around).update(told)
+        set_global_attribute("current_call_ctx", around)
+
+
 def is_training(given: Any = None) -> bool:
     """Whether the call that is under way is one of training. given: its argument `training`, if it has one. Relies on
     the same attribute, which has `training` where somebody has told; without it losses that are added in training are

@@ -21,7 +21,7 @@ from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
-from tfdist.keras_fit.model import DistributedModel, build_optimizer, rows_in_one_order
+from tfdist.keras_fit.model import DistributedModel, build_optimizer, every_row_checked, rows_in_one_order
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.keras_fit.signatures import arguments_told
 from tfdist.runtime.errors import cause, message_of
@@ -281,7 +281,8 @@ def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if purpose == "fit" and not keras_trainer.built_under_a_strategy(model):
         build_optimizer(model)  # as with several workers: Keras' ScheduleFreeAdamW is another one otherwise
         # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
-        if not model.jit_compile and not tf.config.list_logical_devices("GPU"):
-            with rows_in_one_order(model.optimizer):
-                return loop()
+        keeps_keras = model.jit_compile or bool(tf.config.list_logical_devices("GPU"))
+        ordered = contextlib.nullcontext() if keeps_keras else rows_in_one_order(model.optimizer)
+        with ordered, every_row_checked(model.optimizer):
+            return loop()
     return loop()

@@ -70,7 +70,8 @@ class DistributedCall:
                 return self._call(*args, **kwargs)
         # Callbacks call models with NumPy arrays; Keras' functional models make tensors of them inside the call.
         args, kwargs = _with_tensors((args, kwargs))
-        self._refuse_mixed_rows(args, kwargs)
+        with keras_layers.in_the_call_as_it_is():
+            self._refuse_mixed_rows(args, kwargs)
         with keras_stateless.float_values(self._values_for_own_rows):
             outputs, losses = self._over_workers(args, kwargs)
         for layer in keras_layers.all_layers(self._model):
@@ -177,7 +178,7 @@ class DistributedCall:
     def _without_a_trace(self) -> Iterator[None]:
         """Inside, the forward pass may be traced for what can be learned from it."""
         layers = keras_layers.all_layers(self._model)
-        with keras_stateless.left():
+        with keras_stateless.left(), keras_layers.in_the_call_as_it_is():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
             try:
                 with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), batch_norm.each_alone():
@@ -227,7 +228,7 @@ class DistributedCall:
         if self._gradients.without_losses.is_here:
             return Forward(outputs, [], [])
         training = keras_layers.is_training(kwargs.get("training"))
-        with self.alone(), keras_stateless.left():
+        with self.alone(), keras_stateless.left(), keras_layers.in_the_call_as_it_is():
             scales = self._scales.of(list(losses), args, kwargs, cut, training)
         return Forward(outputs, list(losses.values()), scales)
 

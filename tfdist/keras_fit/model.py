@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -97,6 +97,7 @@ class DistributedModel:
             stack.enter_context(self._random_numbers.installed())
             for each in self._optimizers():
                 stack.enter_context(rows_in_one_order(each))
+                stack.enter_context(every_row_checked(each))
             for layer in keras_layers.all_layers(model):
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
@@ -216,4 +217,20 @@ def rows_in_one_order(optimizer: keras.Optimizer) -> Iterator[None]:
         stack.enter_context(replaced(inner, "update_step", update_step))
         if with_xla:
             stack.enter_context(replaced(inner, "assign_sub", subtracting_rows(inner)))
+        yield
+
+
+@contextlib.contextmanager
+def every_row_checked(optimizer: keras.Optimizer) -> Iterator[None]:
+    """A LossScaleOptimizer leaves out a step in which any gradient of a table's row overflows. Keras looks at the last
+    one alone of a row that was looked up several times, and of several workers another one is last."""
+    own: Any = getattr(type(optimizer), "check_finite", None)
+    if own is not keras.optimizers.LossScaleOptimizer.check_finite:
+        yield
+        return
+
+    def check_finite(gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> tf.Tensor:
+        return own(optimizer, [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients])
+
+    with replaced(optimizer, "check_finite", check_finite):
         yield

@@ -156,7 +156,9 @@ def _refused_by_gpus(text: str) -> str:
     if "NCCL: invalid usage" in text:
         return (
             "NCCL refuses these GPUs, most often because two workers share one: start one worker for each GPU, and see"
-            f" that CUDA_VISIBLE_DEVICES names another to each. TensorFlow says: {_first_line(text)}"
+            " that CUDA_VISIBLE_DEVICES names another to each; or let them share it with --strategy=sockets"
+            ' --communication=socket (tfdist.fit: tfdist.init(communication="socket")). TensorFlow says:'
+            f" {_first_line(text)}"
         )
     return ""
 

@@ -20,7 +20,10 @@ from tfdist.runtime.collective_timeout import Overdue
 from tfdist.runtime.defaults import RuntimeDefaults
 from tfdist.runtime.reducer import RingReducer, suits
 
-_CHUNK = 1 << 24  # int32 elements (64 MiB) per host collective, to bound its memory
+_CHUNK = 1 << 23  # words (64 MiB) per collective between steps, to bound its memory
+# As what 32 bits travel between steps: exact, and not for our ring, which is set up with it. On GPUs TensorFlow neither
+# sums int32, by NCCL or by its own ring, nor splits int64.
+CARRIER = tf.float64
 
 
 class StrategyRuntime(RuntimeDefaults):
@@ -108,7 +111,7 @@ class StrategyRuntime(RuntimeDefaults):
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)
         words = _to_words([array])
-        rows = np.zeros((self.size, words.size), np.int32)
+        rows = np.zeros((self.size, words.size), np.uint32)
         rows[self.rank] = words
         gathered = self._sum(rows.reshape(-1)).reshape(rows.shape)
         return np.stack([from_bytes(row.tobytes(), [array])[0] for row in gathered])
@@ -118,7 +121,7 @@ class StrategyRuntime(RuntimeDefaults):
         return from_bytes(self._sum(words if self.rank == 0 else np.zeros_like(words)).tobytes(), arrays)
 
     def barrier(self) -> None:
-        self._sum(np.zeros(1, np.int32))
+        self._sum(np.zeros(1, np.uint32))
 
     def waiting_for(self) -> int | None:
         return self._reducer.ring.waiting_for if self._reducer else None
@@ -133,17 +136,16 @@ class StrategyRuntime(RuntimeDefaults):
         pass
 
     def _sum(self, words: np.ndarray) -> np.ndarray:
-        """Sum of int32 [n] over workers: exact, and of any dtype when all but one worker pass zeros."""
+        """Sum of uint32 [n] over workers, of which all but one pass zeros."""
         if self.size == 1:
             return words
         chunks = [
-            self._sum_function(tf.constant(words[start : start + _CHUNK])).numpy()
+            self._sum_function(tf.constant(words[start : start + _CHUNK], CARRIER)).numpy().astype(np.uint32)
             for start in range(0, words.size, _CHUNK)
         ]
         return np.concatenate(chunks) if chunks else words
 
     def _sum_of_first_replicas(self, words: tf.Tensor) -> tf.Tensor:
-        # int32, so never through the ring: that is set up with this.
         first = self.per_replica(
             [words if index == 0 else tf.zeros_like(words) for index in range(self.local_replicas)]
         )
@@ -195,4 +197,4 @@ def communication_options(config: StrategyConfig) -> tf.distribute.experimental.
 
 def _to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:
     data = to_bytes(arrays)
-    return np.frombuffer(data + bytes(-len(data) % 4), np.int32)
+    return np.frombuffer(data + bytes(-len(data) % 4), np.uint32)

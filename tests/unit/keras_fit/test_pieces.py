@@ -15,6 +15,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, DataError
 from tfdist.keras_fit import backup_file, backup_place, epoch_backup, joining, own_rows
 from tfdist.keras_fit.batches import END, Batches, digest
+from tfdist.keras_fit.model import every_row_checked
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.keras_fit.rows import Part
 from tfdist.runtime.one_device import OneDevice
@@ -395,3 +396,18 @@ def test_what_is_compared_is_spread_over_all_rows_and_inputs():
         assert set(columns) == set(range(shaped[name][1])) or shaped[name][1] > 1024
         assert np.diff(np.sort(columns)).max() <= 8
     assert len(Part(OneDevice(), [tf.zeros([8, 2]), tf.ones([8, 5])]).sample) == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_overflow_in_a_row_that_was_looked_up_twice_leaves_the_step_out(first):
+    table = keras.Variable(np.zeros([3, 2], "float32"))
+    values = [[np.inf, 1], [1, 1]] if first else [[1, 1], [np.inf, 1]]
+    gradient = tf.IndexedSlices(tf.constant(values), tf.constant([1, 1]), tf.constant([3, 2]))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0)
+    with every_row_checked(optimizer):
+        optimizer.apply([gradient], [table])
+        assert float(optimizer.dynamic_scale) == 2 and not np.any(table.numpy())
+        fine = tf.IndexedSlices(tf.ones([2, 2]), gradient.indices, gradient.dense_shape)
+        optimizer.apply([fine], [table])
+    assert float(optimizer.dynamic_scale) == 2 and np.any(table.numpy())
+    assert "check_finite" not in vars(optimizer)
