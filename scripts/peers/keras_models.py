@@ -119,7 +119,7 @@ def _transformer(keras, layers: int, width: int, heads: int, length: int, vocabu
         name = f"block_{index}"
         y = Attention()(dense(keras, f"{name}/qkv", 3 * width)(norm(f"{name}_norm_1")(x)))
         x = keras.layers.Add()([x, dense(keras, f"{name}/out", width)(y)])
-        y = dense(keras, f"{name}/up", 4 * width, activation=lambda h: tf.nn.gelu(h, approximate=True))(
+        y = dense(keras, f"{name}/up", 4 * width, activation=lambda h: keras.activations.gelu(h, approximate=True))(
             norm(f"{name}_norm_2")(x)
         )
         x = keras.layers.Add()([x, dense(keras, f"{name}/down", width)(y)])

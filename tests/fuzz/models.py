@@ -45,7 +45,10 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "inner_metric": ("rows grid steps", 'x = own.InnerMetric(name="{name}")(x)'),
     "batch_norm": ("rows grid steps", 'x = layers.BatchNormalization(momentum=0.8, name="{name}")(x)'),
     "frozen_batch_norm": ("rows grid", 'x = layers.BatchNormalization(trainable=False, name="{name}")(x)'),
-    "layer_norm": ("rows steps", 'x = layers.LayerNormalization(name="{name}")(x)'),
+    "layer_norm": (
+        "rows steps",
+        'x = layers.Activation("gelu", name="{name}_gelu")(layers.LayerNormalization(name="{name}")(x))',
+    ),
     "frozen": ("rows steps", 'x = layers.Dense({width}, activation="tanh", trainable=False, name="{name}")(x)'),
     "shared": (
         "rows steps",

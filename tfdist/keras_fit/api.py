@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_optimizers, keras_trainer
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import ConfigError, TfdistError
 from tfdist.control.user_errors import failure
 from tfdist.keras_fit import silent_lookups
@@ -24,6 +25,7 @@ from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, in
 from tfdist.keras_fit.model import DistributedModel, build_optimizer, every_row_checked, rows_in_one_order
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.keras_fit.signatures import arguments_told
+from tfdist.models.compiled_functions import in_steps
 from tfdist.runtime.errors import cause, message_of
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training import same_model
@@ -277,12 +279,20 @@ def _compare(runtime: OneDevice, model: keras.Model, settings: dict[str, Any]) -
     _compared.add(model)
 
 
+def _in_steps(train_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def step(data: Any) -> Any:
+        with in_steps():
+            return train_step(data)
+
+    return step
+
+
 def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if purpose == "fit" and not keras_trainer.built_under_a_strategy(model):
         build_optimizer(model)  # as with several workers: Keras' ScheduleFreeAdamW is another one otherwise
         # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
         keeps_keras = model.jit_compile or bool(tf.config.list_logical_devices("GPU"))
         ordered = contextlib.nullcontext() if keeps_keras else rows_in_one_order(model.optimizer)
-        with ordered, every_row_checked(model.optimizer):
+        with ordered, every_row_checked(model.optimizer), replaced(model, "train_step", _in_steps(model.train_step)):
             return loop()
     return loop()

@@ -24,6 +24,7 @@ from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together, used_by_all
 from tfdist.models import missing_rows
+from tfdist.models.compiled_functions import in_steps
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training import row_mixing
@@ -202,6 +203,7 @@ class DistributedCall:
                 self._random_numbers.of_own_rows(),
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
+                in_steps(),
             ):
                 outputs = missing_rows.told(self._call(*args, **kwargs))
             losses = recorded(layers)

@@ -18,6 +18,7 @@ from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.startup_deadline import connecting
 from tfdist.control.token import with_token
 from tfdist.keras_fit.local_gpus import CHOICES, use_all
+from tfdist.models.compiled_functions import compile_functions
 from tfdist.models.fused_attention import fuse_attention
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.errors import explain
@@ -58,6 +59,7 @@ def init(*, local_gpus: str = "all", **options: float | str) -> OneDevice:
     global _runtime
     if _runtime is None:
         fuse_attention()
+        compile_functions()
         for name in options:
             if name not in _OPTIONS:
                 raise ConfigError(f"tfdist.init({name}=...) is not an option: use local_gpus, {', '.join(_OPTIONS)}.")

@@ -18,6 +18,7 @@ from tfdist.compat import keras_layers
 from tfdist.config import ModelConfig, parse_args
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.user_errors import without_internals
+from tfdist.models.compiled_functions import compile_functions
 from tfdist.models.fused_attention import fuse_attention
 from tfdist.models.model_names import MODELS
 from tfdist.plugins import own_code, resolve
@@ -44,6 +45,7 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
     Raises ConfigError for an unknown model or option, one that does not fit the data, or half-precision outputs.
     """
     fuse_attention()
+    compile_functions()
     builder = resolve("model", config.model, MODELS)
     input_shape = tuple(x_spec.shape) if isinstance(x_spec, tf.TensorSpec) else None
     arguments = _arguments(config, builder, {"x_spec": x_spec, "input_shape": input_shape, "num_outputs": num_outputs})

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist.control.exit_codes import PeerLostError
 from tfdist.data.reading import masked
 from tfdist.models import missing_rows
+from tfdist.models.compiled_functions import in_steps
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.scores import Scores
@@ -111,7 +112,7 @@ class Evaluator:
         )[1]
 
     def _sums(self, x, y, w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
-        with missing_rows.as_nan(missing_rows.are_silent()):
+        with missing_rows.as_nan(missing_rows.are_silent()), in_steps():
             scores = self._scores(self.model(x, training=False), y, w, real)
             weights = tf.cast(scores.weights, tf.float64)
             values = [scores.losses, *(scores.metrics[name] for name in self._names)]

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models import missing_rows
+from tfdist.models.compiled_functions import in_steps
 from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.backward_order import weights_first
@@ -72,7 +73,7 @@ class ReplicaGradients:
         """Of all micro-batches of a step, at once."""
         assert self.pipeline is not None
         replica = self.runtime.replica_id()
-        with self._counting(batches[0][2]), missing_rows.as_nan(self._lookups_are_silent):
+        with self._counting(batches[0][2]), missing_rows.as_nan(self._lookups_are_silent), in_steps():
             gradients, sums = self.pipeline(
                 batches,
                 lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
@@ -92,7 +93,7 @@ class ReplicaGradients:
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> Accumulated:
         """Of a micro-batch, as the tape gives them."""
         sources = self.update.sources()
-        with self._counting(w), missing_rows.as_nan(self._lookups_are_silent):
+        with self._counting(w), missing_rows.as_nan(self._lookups_are_silent), in_steps():
             with tf.GradientTape(persistent=True) as tape:
                 total = self.total(missing_rows.told(self.model(x, training=True)), y, w, scale)
             begin = missing_rows.told(self.begin_backward(total))
