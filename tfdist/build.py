@@ -27,6 +27,7 @@ from tfdist.data.sources.split import SPLITS, Split
 from tfdist.models.build_model import build_model
 from tfdist.models.embedding_rows import read_rows
 from tfdist.models.fused_batch_norm import fuse_batch_norm
+from tfdist.models.nested_functions import refuse_batch_norm
 from tfdist.models.short_softmax import keep_softmax_short
 from tfdist.planner import memory_check
 from tfdist.planner.memory_check import MemoryLimits
@@ -184,6 +185,8 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
 def _build_whole(config: Config, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer) -> None:
     """Makes ready a model and an optimizer that every replica holds all of."""
     read_rows(model)
+    if runtime.replicas > 1 and config.model.sync_batchnorm:
+        refuse_batch_norm(model)
     if config.model.fused_batchnorm and (runtime.replicas == 1 or not config.model.sync_batchnorm):
         fuse_batch_norm(model)
     if tf.config.list_logical_devices("GPU"):  # unlike a CPU it is held up by memory

@@ -74,6 +74,26 @@ def table_beside_the_batch(fit, evaluate, predict, folder):
     return found
 
 
+class Traced(keras.Model):
+    """Its call is a function of its own, which would keep its traces, as would that of a layer in it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.out = inner, keras.Sequential([keras.Input((12,)), layers.Dense(2)])
+        self.inner.build((None, 8))
+
+    @tf.function
+    def call(self, inputs, training=False):
+        a, b = inputs
+        return self.out(ops.concatenate([self.inner(a, training=training), b], -1))
+
+
+class TracedLayer(layers.Layer):
+    @tf.function
+    def call(self, x, training=False):
+        return 1.5 * x if training else x
+
+
 class Louder(layers.Layer):
     """Computes something else in training."""
 
@@ -102,7 +122,12 @@ def two_inputs_of_static_shape(fit, evaluate, predict, folder):
     a, b = keras.Input((8,)), keras.Input((4,))
     towers = keras.Model([a, b], layers.Dot(-1)([layers.Dense(2)(a), layers.Dense(2)(b)]))
     found = {}
-    for name, model in {"summed": summed, "towers": towers, "half": HalfInTraining()}.items():
+    for name, model in {
+        "summed": summed,
+        "towers": towers,
+        "half": HalfInTraining(),
+        "traced": Traced(TracedLayer()),
+    }.items():
         dataset = tf.data.Dataset.from_tensor_slices(((x, x[:, :4]), x[:, :1])).batch(8, drop_remainder=True)
         model.compile(keras.optimizers.SGD(0.1), "mse")
         found[name] = {
@@ -110,6 +135,9 @@ def two_inputs_of_static_shape(fit, evaluate, predict, folder):
             "weights": weights(model),
             "predict": predict(model, dataset),
         }
+    model = Traced(layers.BatchNormalization())
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    found["refused"] = is_refused(lambda: fit(model, dataset), "take @tf.function off")
     return found
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tfdist.compat.temporary_attributes import replaced
+
 
 def _context() -> Any:
     return context.context()
@@ -55,3 +57,12 @@ def holder_of_the_seed() -> tuple[object, str]:
     if tf.executing_eagerly():
         return _context(), "_seed"
     return tf.compat.v1.get_default_graph(), "seed"
+
+
+@contextlib.contextmanager
+def seeded_graphs(seed: int) -> Iterator[None]:
+    """Functions that are traced inside draw the numbers of this seed, each from the first on. Relies on
+    `Context._seed`; without it a layer that mixes rows by what it draws is not found.
+    """
+    with replaced(_context(), "_seed", seed):
+        yield

@@ -25,6 +25,7 @@ from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, Part, together, used_by_all
 from tfdist.models import missing_rows
 from tfdist.models.compiled_functions import in_steps
+from tfdist.models.nested_functions import traced_anew
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training import row_mixing
@@ -50,7 +51,7 @@ class DistributedCall:
         compiled_as: keras.Model | None = None,
     ):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
-        self._call: Callable = model.call
+        self._call: Callable = traced_anew(model.call) or model.call
         self.alone, self.asked = gradients.alone, 0
         self._compiled_as = model if compiled_as is None else compiled_as
         self.example = ExampleBatch()

@@ -31,6 +31,7 @@ from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.refusals import inner_models
 from tfdist.keras_fit.step_function import Loop, Replacements, StepFunction
+from tfdist.models.nested_functions import traced_anew
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.optimizer import updates_rows
@@ -99,6 +100,8 @@ class DistributedModel:
                 stack.enter_context(rows_in_one_order(each))
                 stack.enter_context(every_row_checked(each))
             for layer in keras_layers.all_layers(model):
+                if layer is not model and (anew := traced_anew(layer.call)):
+                    stack.enter_context(replaced(layer, "call", anew))
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
             stack.enter_context(keras_tensors.argmax_within_gpus())

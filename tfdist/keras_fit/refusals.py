@@ -8,6 +8,7 @@ import keras
 
 from tfdist.compat import keras_layers, keras_trainer
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.nested_functions import refuse_batch_norm
 
 
 def refuse_unsupported(model: keras.Model) -> None:
@@ -22,6 +23,7 @@ def refuse_unsupported(model: keras.Model) -> None:
             f"{type(model).__name__} has no call(), and no keras.Model inside it that tfdist could spread in its place:"
             " give the class a call() that its train_step uses, or make models of what the train_step calls."
         )
+    refuse_batch_norm(model)
     for layer in keras_layers.all_layers(model):
         if getattr(layer, "stateful", False):
             raise ConfigError(

@@ -21,6 +21,7 @@ from tfdist.control.user_errors import without_internals
 from tfdist.models.compiled_functions import compile_functions
 from tfdist.models.fused_attention import fuse_attention
 from tfdist.models.model_names import MODELS
+from tfdist.models.nested_functions import trace_anew
 from tfdist.plugins import own_code, resolve
 
 
@@ -64,6 +65,7 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
         )
     if not model.trainable_variables:
         raise ConfigError(f"--model={config.model} returned a model that has no variables to train.")
+    trace_anew(model)
     _check_output_types(config.model, model, x_spec)
     synchronize_batchnorm(model, config.sync_batchnorm)
     return model

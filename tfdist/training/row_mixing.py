@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_layers
+from tfdist.compat import keras_layers, tensorflow_random
 from tfdist.compat.keras_tensors import mask_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
@@ -112,7 +112,8 @@ def mixes(
     """Whether the outputs of `model` for a row, in inference or in training, change with the other rows.
 
     Runs it a few times, not compiled, where its graph does not prove that they do not; all of its variables and states
-    stay as they are. False where it draws random numbers that cannot be repeated, which tells nothing.
+    stay as they are. False where it draws random numbers that cannot be repeated (of NumPy's and Python's generators),
+    which tells nothing.
 
     Args:
       proofs: of this model, if its graphs are of use elsewhere or its batches have more than a few rows.
@@ -141,7 +142,8 @@ def _one_tells(attempts: Sequence[Attempt], probe: Probe, weights: Sequence[np.n
 
 def _tells(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], many: int) -> bool:
     """Whether it tells that rows are mixed. What fails with a few rows, or outside of a graph, is tried with as many as
-    a batch has, and in a graph, as it will be trained. What fails there, too, tells nothing: it cannot be trained.
+    a batch has, and in a graph, as it will be trained; so is what draws from TensorFlow's global generator, which can
+    be repeated in a graph alone. What fails there, too, tells nothing: it cannot be trained.
     """
     # As they are, all rows that there are: what one of them alone holds, such as a token, may change the others.
     few = many if attempt.moves else max(ROWS, min(many, probe.count)) if not attempt.noise else ROWS
@@ -164,7 +166,11 @@ def _told(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], number: 
             leaves = keras.tree.flatten(probe.outputs(x, weights, draw, attempt.training, attempt.disturbed))
             return [*leaves, *(mask for leaf in leaves if (mask := mask_of(leaf)) is not None)]
 
-        found: Any = tf.function(compute, autograph=False)() if in_graph else compute()
+        if in_graph:
+            with tensorflow_random.seeded_graphs(2 * _ATTEMPTS.index(attempt) + draw):  # each draws others
+                found: Any = tf.function(compute, autograph=False)()
+        else:
+            found = compute()
         leaves = [leaf for leaf in found if leaf.shape.rank and leaf.shape[0] == len(places)]
         return [tf.cast(leaf, tf.float64).numpy() for leaf in leaves]
 
@@ -204,6 +210,8 @@ def _depends_on_others(
     copies of the first of them.
 
     of_row: the tolerance in parts of what is largest in the row itself, where rows are of different sizes.
+
+    Raises _Unrepeatable where it would be another one in any case.
     """
     found = any(
         differ(one[place], other[place], *(of_row, one[place]) if of_row else (_TOLERANCE, one))
@@ -217,7 +225,13 @@ def _depends_on_others(
         return False
     # Only where something differs: most models do not mix rows.
     repeated = outputs(list(range(number)))
-    return not any(differ(a, b, _TOLERANCE) for a, b in zip(together, repeated, strict=True))
+    if any(differ(a, b, _TOLERANCE) for a, b in zip(together, repeated, strict=True)):
+        raise _Unrepeatable
+    return True
+
+
+class _Unrepeatable(Exception):
+    """The model draws other random numbers each time."""
 
 
 def _depends_on_its_place(

@@ -76,6 +76,10 @@ MIXING = {
     "above a value": lambda x, training, seeds: ops.where(ops.max(x) > 2.95, 2 * x, x),
     "above a norm": lambda x, training, seeds: x / ops.maximum(1.0, ops.norm(x) / 60.0),
     "what is far": lambda x, training, seeds: ops.where(ops.abs(x) > 50.0, ops.mean(x, axis=0), x),
+    "shuffled by TensorFlow": lambda x, training, seeds: tf.random.shuffle(x) if training else x,
+    "pairs drawn by TensorFlow": lambda x, training, seeds: (
+        x + tf.gather(x, tf.argsort(tf.random.uniform(tf.shape(x)[:1]))) if training else x
+    ),
     "random and mixing": lambda x, training, seeds: keras.random.dropout(x, 0.3, seed=seeds) - ops.mean(x, axis=0),
 }
 APART = {
@@ -85,6 +89,8 @@ APART = {
     "dropout": lambda x, training, seeds: keras.random.dropout(x, 0.5, seed=seeds) if training else x,
     "positions": lambda x, training, seeds: x + ops.cast(ops.arange(ops.shape(x)[1]), "float32"),
     "dropout in inference": lambda x, training, seeds: keras.random.dropout(x, 0.5, seed=seeds),
+    "dropout of TensorFlow's": lambda x, training, seeds: tf.nn.dropout(x, 0.3) if training else x,
+    "one number for all": lambda x, training, seeds: x * tf.random.uniform([]),
     "noise of its own": lambda x, training, seeds: x + tf.random.normal(tf.shape(x)),
     "not finite": lambda x, training, seeds: ops.log(x),
 }

@@ -1,0 +1,48 @@
+"""A tf.function that is the `call` of a layer or a model: it would keep what a trial made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import keras_layers
+from tfdist.control.exit_codes import ConfigError
+
+
+def traced_anew(call: Any) -> Callable | None:
+    """What stands for a tf.function, and is another one at each call; None if it is no tf.function.
+
+    In a trial of a model no Dropout drops anything, and BatchNormalization takes moments of a worker's own rows: if the
+    function kept that trace, a step with the same shapes would do so, too.
+    """
+    if not isinstance(call, tf.types.experimental.PolymorphicFunction):
+        return None
+    function: Any = call
+    return lambda *args, **kwargs: tf.function(function.python_function)(*args, **kwargs)
+
+
+def trace_anew(model: keras.Model) -> None:
+    """From now on, in all layers of the model."""
+    for layer in keras_layers.all_layers(model):
+        if anew := traced_anew(layer.call):
+            object.__setattr__(layer, "call", anew)
+
+
+def refuse_batch_norm(model: keras.Model) -> None:
+    """Raises ConfigError where BatchNormalization would meet other replicas inside such a function, of which nothing
+    says in what order they run."""
+    for layer in keras_layers.all_layers(model):
+        if _is_in_a_function(layer) and any(
+            isinstance(inner, keras.layers.BatchNormalization) for inner in keras_layers.all_layers(layer)
+        ):
+            raise ConfigError(
+                f"The call of {type(layer).__name__} {layer.name} is a tf.function, and BatchNormalization in it cannot"
+                " take its moments over several workers: take @tf.function off, as the whole step is one anyway."
+            )
+
+
+def _is_in_a_function(layer: keras.Layer) -> bool:
+    return isinstance(getattr(type(layer), "call", None), tf.types.experimental.PolymorphicFunction)
