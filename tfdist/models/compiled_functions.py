@@ -22,9 +22,7 @@ from tfdist.compat import keras_functions, tensorflow_vectorized, tensorflow_xla
 LEAST = 1 << 14  # elements: below that a call of what XLA has compiled costs what it gains
 _ROWS = 8  # that are assumed where a batch may have any number
 _compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
-_under_way = (
-    0  # steps that are being traced; one number for all threads, as replicas are traced in threads of their own
-)
+_under_way = 0  # steps that are being traced, in all threads: replicas are traced in threads of their own
 
 
 def compile_functions() -> None:

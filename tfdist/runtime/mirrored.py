@@ -89,10 +89,12 @@ class StrategyRuntime(RuntimeDefaults):
             # Arguments of `run` that pass straight through fail with "destinations can not be empty" without the
             # identity.
             sums = tf.distribute.get_replica_context().all_reduce(
-                tf.distribute.ReduceOp.SUM, [tf.identity(tensors[place]) for place in places], options=self.options
+                tf.distribute.ReduceOp.SUM,
+                [_with_short_indices(tf.identity(tensors[place])) for place in places],
+                options=self.options,
             )
             for place, total in zip(places, sums, strict=True):
-                reduced[place] = total
+                reduced[place] = _with_indices_of(tensors[place], total)
         return reduced
 
     def assign(self, variable: tf.Variable, value: Any) -> None:
@@ -198,3 +200,17 @@ def communication_options(config: StrategyConfig) -> tf.distribute.experimental.
 def _to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:
     data = to_bytes(arrays)
     return np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
+
+
+def _with_short_indices(tensor: Any) -> Any:
+    """Slices of a table of fewer than 2^31 rows: TensorFlow pads those of one replica, and int64 not on GPUs."""
+    rows = tensor.shape[0] if isinstance(tensor, tf.IndexedSlices) else None
+    if rows is None or rows >= 2**31:
+        return tensor
+    return tf.IndexedSlices(tensor.values, tf.cast(tensor.indices, tf.int32), tensor.dense_shape)
+
+
+def _with_indices_of(like: Any, total: Any) -> Any:
+    if not isinstance(total, tf.IndexedSlices):
+        return total
+    return tf.IndexedSlices(total.values, tf.cast(total.indices, like.indices.dtype), like.dense_shape)

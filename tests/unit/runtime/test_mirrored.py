@@ -1,5 +1,7 @@
 """What workers of tf.distribute's strategies tell each other between steps."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -47,3 +49,21 @@ def test_arrays_of_any_type_are_summed_as_one_that_gpus_sum(dtype):
     np.testing.assert_array_equal(told, array)
     runtime.barrier()
     assert runtime.dtypes == {CARRIER}
+
+
+def test_rows_of_tables_travel_under_numbers_that_gpus_pad():
+    runtime, seen = _Alone(), []
+    values, indices = tf.ones([2, 3]), tf.constant([4, 1], tf.int64)
+
+    class Context:
+        def all_reduce(self, _, tensors, options):
+            seen.extend(tensors)
+            return tensors
+
+    slices = tf.IndexedSlices(values, indices, tf.constant([9, 3], tf.int64))
+    with mock.patch.object(tf.distribute, "get_replica_context", Context):
+        total, whole = runtime.all_reduce([slices, values])
+    assert [each.indices.dtype for each in seen if isinstance(each, tf.IndexedSlices)] == [tf.int32]
+    assert total.indices.dtype == tf.int64 and total.dense_shape is slices.dense_shape
+    np.testing.assert_array_equal(total.indices, indices)
+    np.testing.assert_array_equal(whole, values)
