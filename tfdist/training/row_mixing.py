@@ -168,7 +168,8 @@ def _told(attempt: Attempt, probe: Probe, weights: Sequence[tf.Tensor], number: 
 
         if in_graph:
             with tensorflow_random.seeded_graphs(2 * _ATTEMPTS.index(attempt) + draw):  # each draws others
-                found: Any = tf.function(compute, autograph=False)()
+                # Not called itself: TensorFlow would warn of functions that are traced again and again.
+                found: Any = tf.function(compute, autograph=False).get_concrete_function()()
         else:
             found = compute()
         leaves = [leaf for leaf in found if leaf.shape.rank and leaf.shape[0] == len(places)]
