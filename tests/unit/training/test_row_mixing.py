@@ -76,10 +76,6 @@ MIXING = {
     "above a value": lambda x, training, seeds: ops.where(ops.max(x) > 2.95, 2 * x, x),
     "above a norm": lambda x, training, seeds: x / ops.maximum(1.0, ops.norm(x) / 60.0),
     "what is far": lambda x, training, seeds: ops.where(ops.abs(x) > 50.0, ops.mean(x, axis=0), x),
-    "shuffled by TensorFlow": lambda x, training, seeds: tf.random.shuffle(x) if training else x,
-    "pairs drawn by TensorFlow": lambda x, training, seeds: (
-        x + tf.gather(x, tf.argsort(tf.random.uniform(tf.shape(x)[:1]))) if training else x
-    ),
     "random and mixing": lambda x, training, seeds: keras.random.dropout(x, 0.3, seed=seeds) - ops.mean(x, axis=0),
 }
 APART = {
@@ -89,8 +85,6 @@ APART = {
     "dropout": lambda x, training, seeds: keras.random.dropout(x, 0.5, seed=seeds) if training else x,
     "positions": lambda x, training, seeds: x + ops.cast(ops.arange(ops.shape(x)[1]), "float32"),
     "dropout in inference": lambda x, training, seeds: keras.random.dropout(x, 0.5, seed=seeds),
-    "dropout of TensorFlow's": lambda x, training, seeds: tf.nn.dropout(x, 0.3) if training else x,
-    "one number for all": lambda x, training, seeds: x * tf.random.uniform([]),
     "noise of its own": lambda x, training, seeds: x + tf.random.normal(tf.shape(x)),
     "not finite": lambda x, training, seeds: ops.log(x),
 }
@@ -153,6 +147,21 @@ def test_whole_numbers_that_hang_on_a_few_other_rows(mask, expected):
 @pytest.mark.parametrize("name", MIXING_BACKWARDS)
 def test_what_looks_at_other_rows_on_the_way_back_is_found(name):
     assert row_mixing.mixes(model_of(layers.Dense(4), Own(backwards(MIXING_BACKWARDS[name]))), X)
+
+
+DRAWN_BY_TENSORFLOW = {  # from its global generator, and whether that mixes
+    "shuffled": (lambda x: tf.random.shuffle(x), True),
+    "pairs": (lambda x: x + tf.gather(x, tf.argsort(tf.random.uniform(tf.shape(x)[:1]))), True),
+    "dropout": (lambda x: tf.nn.dropout(x, 0.3), False),
+    "one number for all": (lambda x: x * tf.random.uniform([]), False),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN_BY_TENSORFLOW)
+def test_what_tensorflow_draws_is_repeated_in_a_graph(name):
+    function, expected = DRAWN_BY_TENSORFLOW[name]
+    model = model_of(layers.Dense(4), Own(lambda x, training, seeds: function(x) if training else x))
+    assert row_mixing.mixes(model, X) == expected
 
 
 MANY = {
