@@ -279,20 +279,12 @@ def _compare(runtime: OneDevice, model: keras.Model, settings: dict[str, Any]) -
     _compared.add(model)
 
 
-def _in_steps(train_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def step(data: Any) -> Any:
-        with in_steps():
-            return train_step(data)
-
-    return step
-
-
 def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if purpose == "fit" and not keras_trainer.built_under_a_strategy(model):
         build_optimizer(model)  # as with several workers: Keras' ScheduleFreeAdamW is another one otherwise
         # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
         keeps_keras = model.jit_compile or bool(tf.config.list_logical_devices("GPU"))
         ordered = contextlib.nullcontext() if keeps_keras else rows_in_one_order(model.optimizer)
-        with ordered, every_row_checked(model.optimizer), replaced(model, "train_step", _in_steps(model.train_step)):
+        with ordered, every_row_checked(model.optimizer), replaced(model, "train_step", in_steps()(model.train_step)):
             return loop()
     return loop()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,15 @@ from tfdist.compat import keras_functions, tensorflow_vectorized, tensorflow_xla
 LEAST = 1 << 14  # elements: below that a call of what XLA has compiled costs what it gains
 _ROWS = 8  # that are assumed where a batch may have any number
 _compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
-_under_way = 0  # steps that are being traced, in all threads: replicas are traced in threads of their own
+
+
+class _Steps(threading.local):
+    """Those that this thread is tracing, one within the other: replicas are traced by threads of their own."""
+
+    under_way = 0
+
+
+_steps = _Steps()
 
 
 def compile_functions() -> None:
@@ -35,16 +44,15 @@ def compile_functions() -> None:
 @contextlib.contextmanager
 def in_steps() -> Iterator[None]:
     """Inside, a step is traced. Elsewhere a graph may be exported, and would need XLA where it is served."""
-    global _under_way
-    _under_way += 1
+    _steps.under_way += 1
     try:
         yield
     finally:
-        _under_way -= 1
+        _steps.under_way -= 1
 
 
 def _suits(x: Any) -> bool:
-    if not (_under_way and isinstance(x, tf.Tensor) and x.dtype == tf.float32) or tf.executing_eagerly():
+    if not (_steps.under_way and isinstance(x, tf.Tensor) and x.dtype == tf.float32) or tf.executing_eagerly():
         return False
     if x.shape.rank is None or x.shape.rank < 2 or not x.shape[1:].is_fully_defined():
         return False  # XLA would compile for each length anew
