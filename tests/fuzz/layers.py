@@ -146,7 +146,9 @@ class Around(keras.layers.Layer):
 
 
 class Withheld(keras.Model):
-    """A model with a call of its own, which leaves it to Keras to tell the layers whether they are in training."""
+    """A model with a call of its own, which does not tell its layers that they are in training: these compute as in
+    evaluation.
+    """
 
     def call(self, inputs, training=False, mask=None):
         return super().call(inputs, mask=mask)

@@ -28,7 +28,7 @@ def main(out: Path, chosen: list[str]) -> None:
 
     lean.prepare()
     runtime: Any = tfdist.init(communication="ring", collective_timeout=120.0)
-    runtime._nccl = runtime._group._nccl = runtime._rows._group._nccl = True  # as they are where tensors live on GPUs
+    runtime._nccl = runtime._group.nccl = runtime._rows._group.nccl = True  # as they are where tensors live on GPUs
     for name, make in _rows().items():
         if chosen and name not in chosen:
             continue

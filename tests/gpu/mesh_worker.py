@@ -41,7 +41,7 @@ def main(out: Path, chosen: list[str]) -> None:
         runtime = MeshRuntime(Mesh.parse(row.mesh, cluster.size), cluster, world, 120.0)
         job = build.compose(config, runtime)
         for group in runtime._groups.values():
-            group._nccl = True  # as they are where tensors live on GPUs
+            group.nccl = True  # as they are where tensors live on GPUs
         with recorded() as launches:
             found = of_step(job)
         report = {"audit": dataclasses.asdict(found), "launches": launches}

@@ -10,8 +10,10 @@ from tfdist import flags
 from tfdist.runtime.environment import prepare_environment
 
 
-@pytest.mark.parametrize(("gpus", "given", "soft"), [(1, "", False), (1, "--soft_placement", True), (0, "", True)])
-def test_soft_placement_is_off_on_gpus_and_host_memory_pinned(gpus, given, soft, monkeypatch):
+@pytest.mark.parametrize(
+    ("gpus", "given", "soft"), [(1, "", True), (1, "--nosoft_placement", False), (0, "--nosoft_placement", True)]
+)
+def test_soft_placement_is_as_asked_on_gpus_and_host_memory_pinned(gpus, given, soft, monkeypatch):
     monkeypatch.delenv("TF_GPU_HOST_MEM_LIMIT_IN_MB", raising=False)
     monkeypatch.setattr(context.context(), "_config", None)
     config = flags.parse(["--steps=1", *filter(None, [given])]).config

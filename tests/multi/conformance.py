@@ -17,6 +17,7 @@ def check(runtime) -> None:
     from tfdist.control.exit_codes import ConfigError
     from tfdist.control.strategies import STRATEGIES
     from tfdist.data import input_pipeline
+    from tfdist.runtime.host import own_devices
 
     rank, size = runtime.rank, runtime.size
     assert (
@@ -24,6 +25,11 @@ def check(runtime) -> None:
         and runtime.replicas == size * runtime.local_replicas
         and runtime.first_replica == rank * runtime.local_replicas
     )
+
+    # A process asks TensorFlow about its own devices only: of those of others it knows nothing but the name.
+    own, worker = own_devices("CPU"), tf.constant(0).device.rpartition("/device:")[0]
+    assert len(own) == max(runtime.local_replicas, 1)
+    assert all("/job:" not in name or name.startswith(f"{worker}/") for name in own)
 
     # Host collectives are exact for every type, bit for bit.
     for array in (

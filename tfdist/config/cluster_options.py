@@ -47,7 +47,9 @@ class ClusterConfig:
     intra_op_threads: int = option(0, "Threads within one TensorFlow operation. 0: TensorFlow decides.", least=0)
     inter_op_threads: int = option(0, "Operations run at the same time. 0: TensorFlow decides.", least=0)
     soft_placement: bool = option(
-        False, "On GPUs: operations that no GPU can run are run on the host, slowly, instead of ending the run."
+        True,
+        "On GPUs: operations that no GPU can run are run on the host. --nosoft_placement: one for which a GPU was asked"
+        " ends the run.",
     )
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdist.runtime.host import known_dims, on_host
+from tfdist.runtime.host import HOST, known_dims
 from tfdist.runtime.launch_order import Launch, note, ordering_token
 from tfdist.runtime.own_gradient import with_gradient
 
@@ -48,7 +48,7 @@ class Group:
       ranks: the members, in the order in which results are laid out.
       rank: this worker's own, one of `ranks`.
       tasks: TensorFlow's name of each member ("/job:worker/replica:0/task:3"), in the order of `ranks`.
-      nccl: whether tensors live on GPUs.
+      nccl: whether members exchange tensors from GPU to GPU; else through the memory of their hosts.
       salt: keeps groups of the same ranks apart.
     """
 
@@ -56,7 +56,7 @@ class Group:
         assert rank in ranks and len(ranks) == len(tasks)
         self.ranks, self.rank = tuple(ranks), rank
         self.size, self.index = len(self.ranks), self.ranks.index(rank)
-        self._tasks, self._nccl = tuple(tasks), nccl
+        self._tasks, self.nccl = tuple(tasks), nccl
         self._key = _FIRST_KEY + zlib.crc32(f"{salt}{self.ranks}".encode()) % _FIRST_KEY
         self._instances = _calls.setdefault(self._key, itertools.count(1))
         # TensorFlow orders members by the *text* of their task: 0, 1, 10, 11, 2, ...
@@ -72,9 +72,7 @@ class Group:
         """
 
         def first_call() -> tf.Tensor:
-            # Placed as all later ones are: TensorFlow holds a group to the kind of device that it first met on.
-            with contextlib.nullcontext() if self._nccl else on_host():
-                return self._all_reduce(tf.constant(1.0), timeout=timeout)
+            return self._all_reduce(tf.constant(1.0), timeout=timeout)
 
         if self.size > 1:
             with tf.init_scope():
@@ -161,7 +159,10 @@ class Group:
         if self.size == 1:
             return x
         arguments = self._arguments("all_reduce") | {"timeout_seconds": timeout}
-        return tf.raw_ops.CollectiveReduceV2(input=x, merge_op=merge, final_op="Id", **arguments, **self._ordering())
+        with self._placed():
+            return tf.raw_ops.CollectiveReduceV2(
+                input=x, merge_op=merge, final_op="Id", **arguments, **self._ordering()
+            )
 
     def _all_gather(self, x: tf.Tensor, axis: int, number: tf.Tensor | None = None) -> tf.Tensor:
         """The collective itself concatenates along dim 0."""
@@ -171,7 +172,8 @@ class Group:
         arguments = self._arguments("all_gather")
         if number is not None:
             arguments["instance_key"] = number
-        rows = tf.raw_ops.CollectiveGatherV2(input=carried, **arguments, **self._ordering())
+        with self._placed():
+            rows = tf.raw_ops.CollectiveGatherV2(input=carried, **arguments, **self._ordering())
         rows = self._reordered(_uncarried(rows, x.dtype), self._from_wire)
         if axis == 0:
             return (
@@ -190,7 +192,7 @@ class Group:
             )  # the same without a copy
         else:
             rows = tf.stack(tf.split(x, self.size, axis))  # [n, ...]
-        if self._nccl:
+        if self.nccl:
             rows = self._reordered(rows, self._to_wire)
             own = tf.raw_ops.CollectiveReduceScatterV2(
                 input=rows, merge_op="Add", final_op="Id", **self._arguments("reduce_scatter"), **self._ordering()
@@ -202,7 +204,8 @@ class Group:
         if self.size == 1:
             return x
         carried = self._reordered(_carried(x), self._to_wire)
-        rows = tf.raw_ops.CollectiveAllToAllV2(input=carried, **self._arguments(kind), **self._ordering())
+        with self._placed():
+            rows = tf.raw_ops.CollectiveAllToAllV2(input=carried, **self._arguments(kind), **self._ordering())
         return self._reordered(_uncarried(rows, x.dtype), self._from_wire)
 
     def _broadcast(self, x: tf.Tensor, root: int) -> tf.Tensor:
@@ -218,7 +221,7 @@ class Group:
     ) -> tf.Tensor:
         """The bare broadcast: the root sends x, the others take a tensor of static `shape`."""
         arguments = self._arguments("broadcast" if self.size > 2 else f"send_from_{root}")
-        with self._after_the_others():
+        with self._after_the_others(), self._placed():
             if self.rank == root:
                 assert x is not None
                 return self._before_the_others(tf.raw_ops.CollectiveBcastSendV2(input=_carried(x), **arguments))
@@ -241,20 +244,25 @@ class Group:
             "group_size": self.size,
             "group_key": self._key,
             "instance_key": number,
-            "communication_hint": "nccl" if self._nccl else "auto",
+            "communication_hint": "nccl" if self.nccl else "auto",
             "name": f"tfdist_{kind}_of_ranks_{ranks}_end",
         }
 
+    def _placed(self) -> contextlib.AbstractContextManager:
+        """TensorFlow holds a group to the kind of device that it first met on."""
+        # With its whole name: a function's results must be in one place, and others in the cluster have a CPU, too.
+        return contextlib.nullcontext() if self.nccl else tf.device(f"{self._tasks[self.index]}/device:{HOST}")
+
     def _ordering(self) -> dict:
-        return {"ordering_token": [ordering_token().handle] if self._nccl else []}
+        return {"ordering_token": [ordering_token().handle] if self.nccl else []}
 
     def _after_the_others(self) -> contextlib.AbstractContextManager:
         """For operations that take no token: within it all wait for what was traced before with the token."""
-        return tf.control_dependencies([ordering_token().assign(0.0)] if self._nccl else [])
+        return tf.control_dependencies([ordering_token().assign(0.0)] if self.nccl else [])
 
     def _before_the_others(self, out: tf.Tensor) -> tf.Tensor:
         """The same tensor; what is traced later with the token waits for it."""
-        if not self._nccl:
+        if not self.nccl:
             return out
         with tf.control_dependencies([out]), tf.control_dependencies([ordering_token().assign(0.0)]):
             return tf.identity(out)
@@ -273,7 +281,7 @@ class Group:
                 [self.ranks[place] for place in places],
                 self.rank,
                 tasks=[self._tasks[place] for place in places],
-                nccl=self._nccl,
+                nccl=self.nccl,
                 salt=f"{self._key} {source} to {to} {salt} ",
             )
         return self._pairs[source, to, salt]

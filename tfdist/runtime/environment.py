@@ -26,7 +26,7 @@ def prepare_environment(config: Config) -> None:
         tf.config.experimental.set_memory_growth(gpu, True)
     if gpus:
         _pin_host_memory()
-        # Else an operation without a kernel would make a run 500 times slower, and nothing would tell.
+        # TensorFlow's strategies ask for a GPU for all that a replica computes, and none holds text or int32 variables.
         tf.config.set_soft_device_placement(config.cluster.soft_placement)
     if config.run.deterministic:
         tf.config.experimental.enable_op_determinism()

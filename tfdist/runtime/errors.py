@@ -151,7 +151,7 @@ def _refused_by_gpus(text: str) -> str:
     if found := _NO_KERNEL.search(text):
         return (
             f"The operation {found[1]} has no kernel for GPUs: replace it in the model or objective, place it on the"
-            ' host with tf.device("CPU:0"), or let such operations run there with --soft_placement.'
+            ' host with tf.device("CPU:0"), or let such operations run there: without --nosoft_placement.'
         )
     if "NCCL: invalid usage" in text:
         return (

@@ -1,4 +1,4 @@
-"""What stays on the host: values in its memory, and operations that no GPU has a kernel for."""
+"""What stays on the host: values in its memory, and operations that no GPU has a kernel for; and whose a device is."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def on_host() -> AbstractContextManager:
     clock, Python functions), and what is small and wanted by the host. Without it they would be errors on a GPU.
     """
     return tf.device(HOST)
+
+
+def own_devices(kind: str) -> list[str]:
+    """Names of the devices of this process ("GPU" or "CPU"), as TensorFlow wants them. In a cluster that
+    MultiWorkerMirroredStrategy has started it lists those of all workers.
+    """
+    worker = tf.constant(0.0).device.rpartition("/device:")[0]  # "/job:worker/replica:0/task:1"
+    devices = [device.name for device in tf.config.list_logical_devices(kind)]
+    return [name for name in devices if "/job:" not in name or name.startswith(f"{worker}/")]
 
 
 def onto_gpu(tensor: tf.Tensor) -> tf.Tensor:

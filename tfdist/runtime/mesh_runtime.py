@@ -44,7 +44,6 @@ class MeshRuntime(RuntimeDefaults):
         self.coordinates = mesh.coordinates(self.rank)
         self.replicas, self.first_replica = mesh.replicas, mesh.index(self.rank, *REPLICA_AXES)
         self.leads = not any(self.coordinates[axis] for axis in AXES if axis not in REPLICA_AXES)
-        self._nccl = bool(tf.config.list_logical_devices("GPU"))
         self._groups: dict[tuple[int, ...], Group] = {}
 
     @classmethod
@@ -62,7 +61,7 @@ class MeshRuntime(RuntimeDefaults):
         ranks = tuple(ranks)
         if ranks not in self._groups:
             tasks = [self._cluster.task(rank) if self.size > 1 else "" for rank in ranks]
-            self._groups[ranks] = Group(ranks, self.rank, tasks=tasks, nccl=self._nccl)
+            self._groups[ranks] = Group(ranks, self.rank, tasks=tasks, nccl=self._world.uses_nccl)
             self._groups[ranks].meet(self._timeout)
         return self._groups[ranks]
 

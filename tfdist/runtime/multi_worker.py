@@ -77,6 +77,12 @@ class MultiWorker(StrategyRuntime):
         """Whether gradients travel through runtime/ring.py."""
         return self._reducer is not None
 
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether TensorFlow's collectives go from GPU to GPU."""
+        ring = tf.distribute.experimental.CommunicationImplementation.RING
+        return bool(tf.config.list_logical_devices("GPU")) and self.options.implementation != ring
+
     def collectives(self) -> dict[str, Collective]:
         """all_reduce and all_gather are those of tf.distribute, or of the ring where gradients travel through it.
 
@@ -85,15 +91,14 @@ class MultiWorker(StrategyRuntime):
         found = {}
         if self.local_replicas == 1:
             tasks = [self.cluster.task(rank) for rank in range(self.size)]
-            nccl = bool(tf.config.list_logical_devices("GPU"))
-            found = of_group(Group(range(self.size), self.rank, tasks=tasks, nccl=nccl))
+            found = of_group(Group(range(self.size), self.rank, tasks=tasks, nccl=self.uses_nccl))
         return {
             **found,
             "all_reduce": Collective(
-                OUR_RING if self.uses_ring else through_tensorflow(), lambda x: self.all_reduce([x])[0]
+                OUR_RING if self.uses_ring else through_tensorflow(self.uses_nccl), lambda x: self.all_reduce([x])[0]
             ),
             "all_gather": Collective(
-                through_tensorflow(),
+                through_tensorflow(self.uses_nccl),
                 lambda x: tf.distribute.get_replica_context().all_gather(x, axis=0, options=self.options),
             ),
         }

@@ -26,7 +26,7 @@ class Collective:
 
 def of_group(group: Group) -> dict[str, Collective]:
     """TensorFlow's operations, as the mesh uses them."""
-    through = through_tensorflow()
+    through = through_tensorflow(group.nccl)
     return {
         "all_reduce": Collective(through, group.all_reduce),
         "all_gather": Collective(through, group.all_gather),
@@ -36,6 +36,6 @@ def of_group(group: Group) -> dict[str, Collective]:
     }
 
 
-def through_tensorflow() -> str:
+def through_tensorflow(nccl: bool) -> str:
     """What carries the bytes of TensorFlow's own collectives."""
-    return "TensorFlow, NCCL" if tf.config.list_logical_devices("GPU") else "TensorFlow, gRPC"
+    return "TensorFlow, NCCL" if nccl else "TensorFlow, gRPC"

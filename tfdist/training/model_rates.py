@@ -17,6 +17,7 @@ from tfdist.planner.formulas import shape_of
 from tfdist.planner.hardware import DEVICES
 from tfdist.planner.shapes import Sample
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.host import own_devices
 from tfdist.telemetry.rates import Rates, host_memory
 from tfdist.training.model_cost import forward_flops
 
@@ -90,10 +91,7 @@ def baseline(text: str) -> float:
 def memory() -> dict[str, float]:
     """Bytes in use, now and at most so far: of the host and, where there are GPUs, of this worker's fullest one."""
     found = host_memory()
-    devices = [
-        tf.config.experimental.get_memory_info(device.name.removeprefix("/device:"))
-        for device in tf.config.list_logical_devices("GPU")
-    ]
+    devices = [tf.config.experimental.get_memory_info(name.removeprefix("/device:")) for name in own_devices("GPU")]
     if devices:
         found |= {
             "memory/device_bytes": float(max(each["current"] for each in devices)),

@@ -86,7 +86,7 @@ CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
                 " '/device:GPU:0' because no supported kernel for GPU devices is available.\nColocation Debug Info:",
             ),
             ConfigError,
-            ["The operation model/AsString has no kernel for GPUs", "--soft_placement"],
+            ["The operation model/AsString has no kernel for GPUs", "--nosoft_placement"],
         ),
         (
             tf.errors.InvalidArgumentError(

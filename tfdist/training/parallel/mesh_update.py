@@ -17,12 +17,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.runtime.collectives import Group
+from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.connected import Connected, apply_connected
 from tfdist.training.dtypes import at_least_float32, norm_dtype
 from tfdist.training.optimizer import ema_variables, swapped_in
-from tfdist.training.parallel.buckets import make_buckets
+from tfdist.training.parallel.buckets import Bucket, make_buckets
 from tfdist.training.parallel.compression import Compression
 from tfdist.training.parallel.shards import build_optimizer, empty_like
 from tfdist.training.update import DataParallel
@@ -95,6 +96,14 @@ class MeshUpdate(DataParallel):
             self._count_copies(variable, placement.parts.get(id(variable)), axes)
             for variable, axes in zip(self.trainable, sums, strict=True)
         ]
+        # GPUs add up in another order each time, so that ranks of `model` get another gradient from the same numbers.
+        model_ranks = runtime.group("model")
+        on_gpus = bool(tf.config.list_logical_devices("GPU"))
+        self._alike_over = model_ranks if on_gpus and model_ranks.size > 1 else None
+        self._to_be_alike = [
+            "model" not in (placement.parts.get(id(variable)), *axes)
+            for variable, axes in zip(self.trainable, sums, strict=True)
+        ]
         self.compression = (
             None
             if compression == "none"
@@ -162,7 +171,22 @@ class MeshUpdate(DataParallel):
             scalars = everyone.all_reduce(tf.concat([sums, signals], 0))
         else:
             scalars = tf.concat([self.replicas.all_reduce(sums), everyone.all_reduce(signals)], 0)
-        return self.reduce_gradients(kept), scalars
+        return self.reduce_gradients(self._alike(kept)), scalars
+
+    def _alike(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The first rank's gradient of what all ranks of `model` have whole, on all of them."""
+        group = self._alike_over
+        if group is None:
+            return kept
+        pieces, wanted = dict(enumerate(kept)), [place for place, alike in enumerate(self._to_be_alike) if alike]
+        for dtype in dict.fromkeys(kept[place].dtype for place in wanted):
+            places = tuple(place for place in wanted if kept[place].dtype == dtype)
+            bucket = Bucket(places, tuple(tuple(known_dims(kept[place].shape)) for place in places), group)
+            firsts = bucket.all_reduce(
+                bucket.take(kept), lambda own: group.all_reduce(own if group.index == 0 else tf.zeros_like(own))
+            )
+            bucket.put(firsts, pieces)
+        return [pieces[place] for place in range(len(kept))]
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         """The pieces of the sum over replicas."""
