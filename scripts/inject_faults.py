@@ -209,9 +209,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "number of rows": Fault(
         "a model that goes by the number of rows of its batch trains on a worker's part of them",
-        "training/row_mixing.py",
-        "_depends_on_its_place(outputs, together, number, tolerance)\n",
-        "False\n",
+        "training/mixing_trial.py",
+        "_depends_on_its_place(outputs, together, number, tolerance) or",
+        "False or",
         ("tests/unit/training/test_row_mixing.py",),
     ),
     "faded in": Fault(
@@ -272,17 +272,38 @@ FAULTS: dict[str, Fault] = {
     ),
     "some rows": Fault(
         "a trial looks at the first and the last row alone",
-        "training/row_mixing.py",
+        "training/mixing_trial.py",
         "by_halves=(number + training) % 2 == 1",
         "by_halves=False",
         ("tests/unit/training/test_row_mixing.py",),
     ),
     "drawn numbers": Fault(
         "rows of whole numbers that a model is tried with are alike in all of their places",
-        "training/row_mixing.py",
+        "training/mixing_trial.py",
         "draw = None if attempt.moves else",
         "draw = None if attempt.training or not attempt.training else",
         ("tests/unit/training/test_row_mixing.py",),
+    ),
+    "now and then": Fault(
+        "what mixes a few rows by what it draws is looked at in one step",
+        "training/mixing_trial.py",
+        "return attempt.moves and self._told_by_many_runs(many)",
+        "return False",
+        ("tests/unit/training/test_row_mixing.py",),
+    ),
+    "model ranks": Fault(
+        "on GPUs each rank of `model` updates what all of them hold by its own sum of the gradient",
+        "training/parallel/mesh_update.py",
+        "return self.reduce_gradients(self._alike(kept)), scalars",
+        "return self.reduce_gradients(kept), scalars",
+        ("tests/unit/training/parallel/test_mesh_update.py",),
+    ),
+    "devices of others": Fault(
+        "a process takes the devices of all workers for its own",
+        "runtime/host.py",
+        """if "/job:" not in name or name""",
+        "if name or name",
+        ("tests/multi/test_conformance.py",),
     ),
     "another model": Fault(
         "a worker with another activation trains along",

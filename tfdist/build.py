@@ -47,6 +47,7 @@ from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
+from tfdist.training.seeds import with_generator
 from tfdist.training.step import TrainStep
 from tfdist.training.step_options import Parallelism, StepOptions
 
@@ -140,7 +141,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     objective = make_objective(config.model, train_split.element_spec[1])
     batch_norm.synchronize_with(runtime)
     with runtime.scope():
-        model = build_model(config.model, train_split.element_spec[0], train_split.num_classes)
+        model = with_generator(build_model(config.model, train_split.element_spec[0], train_split.num_classes))
         composition_checks.check_same(config, runtime, model)
         config = composition_checks.with_xla(config, runtime, model)
         options = _step_options(config, runtime, plan, train_split)

@@ -134,6 +134,16 @@ class Louder(keras.layers.Layer):
         return 1.25 * x if training else x
 
 
+class Draws(keras.layers.Layer):
+    """Draws random numbers without a generator, and makes nothing of them."""
+
+    supports_masking = True
+
+    def call(self, x):
+        drawn = ops.cast(keras.random.normal(ops.shape(x)), "float32") + tf.random.normal(tf.shape(x))
+        return x + ops.cast(0.0 * drawn, x.dtype)
+
+
 class Around(keras.layers.Layer):
     """Calls a layer, and leaves it to Keras to tell it whether it is training."""
 

@@ -44,6 +44,7 @@ INSTEAD = {  # drawn in their place
     "attention": "attention_causal",
     "counter": "long_counter",
     "residual": "twins",
+    "louder": "draws",
     "mean_loss": "sum_in_evaluation",
     "max_loss": "first_loss",
     "sum_loss": "rows_loss",

@@ -26,6 +26,23 @@ def is_seed_state(variable: Any) -> bool:
     return getattr(variable, "path", "").endswith("seed_generator_state")
 
 
+def made_global_seed_generator() -> keras.random.SeedGenerator | None:
+    """The same, made now if it is not there. Relies on the function that Keras makes it with; without it workers of
+    which one has drawn without a generator, in a trial, and another has not, do not find together.
+    """
+    if make := getattr(seed_generator, "global_seed_generator", None):
+        make()
+    return global_seed_generator()
+
+
+def use_generator(generator: keras.random.SeedGenerator | None) -> None:
+    """From now on what this thread draws without a generator is drawn from this one: for Keras each thread has its own.
+    None: as it is. Relies on the same attribute.
+    """
+    if generator is not None:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+
+
 def global_seed_generator() -> keras.random.SeedGenerator | None:
     """The one of all that is drawn without a generator, if it has been made. Relies on the global attribute
     GLOBAL_SEED_GENERATOR of keras.src.random.seed_generator.

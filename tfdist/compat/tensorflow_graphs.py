@@ -16,6 +16,13 @@ def operation_number(operation: tf.Operation) -> int:
     return operation._id
 
 
+def kinds_of_operations(graph: tf.Graph) -> tuple[set[str], set[str]]:
+    """(the types of a graph's own operations, those of operations in the functions that it calls)"""
+    definition = graph.as_graph_def()
+    inside = {node.op for function in definition.library.function for node in function.node_def}
+    return {node.op for node in definition.node}, inside
+
+
 def compute_after(operation: tf.Operation, first: tf.Operation) -> None:
     """From now on `operation` waits for `first`, of the same graph. Relies on `Operation._add_control_input`."""
     operation._add_control_input(first)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tfdist.compat.keras_random import global_seed_generator
 from tfdist.compat.temporary_attributes import replaced
 
 
@@ -66,3 +67,59 @@ def seeded_graphs(seed: int) -> Iterator[None]:
     """
     with replaced(_context(), "_seed", seed):
         yield
+
+
+@contextlib.contextmanager
+def redrawn(by: int) -> Iterator[None]:
+    """Within it, functions that are traced outside of a graph draw other numbers, if tf.random.set_seed was called;
+    else they do in any case. Relies on `Context._seed`.
+    """
+    seed = context.global_seed()
+    with replaced(_context(), "_seed", seed + by) if by and seed is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def draws_undone() -> Iterator[list[tf.Variable]]:
+    """The states of generators with which is drawn inside, a tf.random.Generator's wherever it is kept, and that of
+    what Keras draws without one. When it ends they are as before. Relies on `Generator.skip`, with which each draw
+    begins.
+    """
+    states: list[tf.Variable] = []
+    before: list[tf.Tensor] = []
+    skip = tf.random.Generator.skip
+
+    def keep(state: tf.Variable) -> None:
+        if not any(state is each for each in states):
+            with tf.init_scope():
+                before.append(tf.identity(state))
+            states.append(state)
+
+    def kept_first(generator: tf.random.Generator, delta: Any) -> tf.Tensor:
+        keep(generator.state)
+        return skip(generator, delta)
+
+    of_keras = global_seed_generator()
+    if of_keras is not None:
+        keep(of_keras.state.value)
+    try:
+        with replaced(tf.random.Generator, "skip", kept_first):
+            yield states
+    finally:
+        for state, value in zip(states, before, strict=True):
+            state.assign(value)
+
+
+@contextlib.contextmanager
+def moved(states: Sequence[tf.Variable], by: int) -> Iterator[None]:
+    """Within it, generators with these states draw other numbers, the same for the same `by`; after it they are as
+    before.
+    """
+    before = [tf.identity(state) for state in states]
+    try:
+        for state, value in zip(states, before, strict=True):
+            state.assign(value + tf.cast(by, value.dtype))
+        yield
+    finally:
+        for state, value in zip(states, before, strict=True):
+            state.assign(value)

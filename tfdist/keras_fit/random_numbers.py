@@ -21,6 +21,7 @@ from tfdist.keras_fit.lookups import mark
 from tfdist.keras_fit.scopes import Once, ThreadScope
 from tfdist.keras_fit.variables import take_the_chiefs
 from tfdist.runtime.base import PeerRuntime
+from tfdist.training.loss_probe import is_this_workers_own
 
 _STEP = 0x9E3779B1  # between the seeds of two ranks
 
@@ -58,7 +59,7 @@ class RandomNumbers:
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
         self._agree_on_tensorflows_seed()
-        drawn_without_one = keras_random.global_seed_generator()  # made when first needed
+        drawn_without_one = keras_random.made_global_seed_generator()
         self.hold_the_chiefs([drawn_without_one] if drawn_without_one is not None else [])
         take_the_chiefs(self._runtime, [generator.state for generator in self._generators])
         draw, make_default_seed = keras.random.SeedGenerator.next, keras_random.make_default_seed()
@@ -82,6 +83,8 @@ class RandomNumbers:
 
     def _runs_alike(self) -> bool:
         """Whether all workers are at this place of the program: in a step of Keras' loops, or tracing a function."""
+        if is_this_workers_own():
+            return False
         return self.in_lockstep.is_here or (self._program.is_here and not tf.executing_eagerly())
 
     def _meet(self, generator: keras.random.SeedGenerator) -> None:

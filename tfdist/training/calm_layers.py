@@ -38,6 +38,15 @@ def is_of_keras(layer: keras.Layer) -> bool:
     return type(layer).__module__.partition(".")[0] == "keras"
 
 
+def has_own_code(model: keras.Model) -> bool:
+    """Whether layers, or what layers are made with, are the user's own."""
+    layers = keras_layers.all_layers(model)
+    return any(
+        type(layer).__module__.partition(".")[0] not in ("keras", "tfdist") or holds_own_function(layer)
+        for layer in layers
+    )
+
+
 def holds_own_function(layer: keras.Layer) -> bool:
     """Such as an activation of the user's own, or the function of a Lambda."""
     return any(

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.keras_random import global_seed_generator, use_generator
 from tfdist.control.exit_codes import PeerLostError
 from tfdist.data.reading import masked
 from tfdist.models import missing_rows
@@ -45,6 +46,7 @@ class Evaluator:
         self.runtime, self.model, self.objective, self.datasets = runtime, model, objective, datasets
         self.failed_together = False  # the last one, on one worker or more, and all of them know
         self._names: tuple[str, ...] = ()
+        self._without_one = global_seed_generator()
         self._cuts = False  # padding off before the objective: nobody knows which row a loss is of
         self._function = tf.function(self._steps, autograph=False)
 
@@ -112,6 +114,7 @@ class Evaluator:
         )[1]
 
     def _sums(self, x, y, w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
+        use_generator(self._without_one)  # replicas are threads
         with missing_rows.as_nan(missing_rows.are_silent()), in_steps():
             scores = self._scores(self.model(x, training=False), y, w, real)
             weights = tf.cast(scores.weights, tf.float64)

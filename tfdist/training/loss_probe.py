@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from tfdist.compat import keras_layers, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.calm_layers import calmed
+from tfdist.training.seeds import states_beside
 from tfdist.training.stateless_call import stateless_call
 from tfdist.training.trial_values import APART, disturbed, shortened, sound, spread, with_rows_apart
 
@@ -35,17 +37,27 @@ Key = tuple[
 Take = Callable[[Any, Sequence[int]], Any]
 
 
+_here = threading.local()
+
+
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """What is drawn inside from Python's, NumPy's and TensorFlow's global generators is not missed later. To be entered
     by all workers, also by those that try nothing: a layer may draw from them when the step is traced.
     """
-    before = state.generator_states()
+    before, around = state.generator_states(), is_this_workers_own()
+    _here.is_own = True
     try:
         with tensorflow_random.state_kept():
             yield
     finally:
+        _here.is_own = around
         state.restore_generator_states(before)
+
+
+def is_this_workers_own() -> bool:
+    """Whether what this thread computes is a trial that other workers need not make: no place to wait for them."""
+    return getattr(_here, "is_own", False)
 
 
 class Probe:
@@ -99,20 +111,23 @@ class Probe:
         self._added.append(((number, place), tf.reduce_sum(loss)))  # one value for each row is their sum, as in Keras
 
     def outputs(
-        self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], draw: int, training: bool, states_off: float = 0.0
+        self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], draw: Any, training: bool, states_off: float = 0.0
     ) -> Any:
-        """What the model returns; `draw`: of its random numbers. Tensors as weights are not copied.
+        """What the model returns; `draw`: of its random numbers, an int or uint32 []. Weights that are tensors are not
+        copied.
 
         states_off: by how much variables that are not trained are larger than they are: what fades in with one that a
         callback sets is not there yet.
         """
         states = [
-            value + draw if is_seed_state(variable) else value
+            value + tf.cast(draw, value.dtype) if is_seed_state(variable) else value
             for variable, value in zip(self.model.non_trainable_variables, self._states(states_off), strict=True)
         ]
         self._added = []
-        given = [*map(tf.constant, weights)], [*map(tf.constant, states)]
-        return stateless_call(self.model, *given, x, training).outputs
+        given = [*map(tf.constant, weights)], [*map(tf.convert_to_tensor, states)]
+        beside = [(state, state.value + tf.cast(draw, state.dtype)) for state in states_beside()]
+        with tensorflow_random.redrawn(draw if isinstance(draw, int) else 0):
+            return stateless_call(self.model, *given, x, training, beside).outputs
 
     def _states(self, off: float) -> Sequence[np.ndarray]:
         if off not in self._states_off:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdist.compat.keras_random import global_seed_generator, use_generator
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models import missing_rows
 from tfdist.models.compiled_functions import in_steps
@@ -51,13 +52,13 @@ class ReplicaGradients:
     ):
         self.runtime, self.model, self.total, self.update, self.options = runtime, model, total, update, options
         self.pipeline, self.added = parallelism.pipeline, parallelism.added or SumsAsMeans(())
-        self.seeds = seed_states(model)
+        self.seeds, self._without_one = seed_states(model), global_seed_generator()
         self.begin_backward: Callable[[Total], tf.Tensor] = ones_of
         self._lookups_are_silent = missing_rows.are_silent(options.jit_compile)
         self._differentiate = compiled(self._gradients, update) if options.jit_compile else self._gradients
 
     def of_micro_batch(self, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor, batch: tuple) -> Accumulated:
-        reseed(self.seeds, self.options.seed, step, micro, self.runtime.replica_id())
+        self._reseed(step, micro, self.runtime.replica_id())
         x, y, w = batch
         gradients, of_added, sums = self._differentiate(x, y, w, scale)
         return Accumulated(self._kept(gradients), self._kept(of_added), sums)
@@ -76,12 +77,16 @@ class ReplicaGradients:
         with self._counting(batches[0][2]), missing_rows.as_nan(self._lookups_are_silent), in_steps():
             gradients, sums = self.pipeline(
                 batches,
-                lambda micro: reseed(self.seeds, self.options.seed, step, tf.constant(micro), replica),
+                lambda micro: self._reseed(step, tf.constant(micro), replica),
                 lambda outputs, y, w, losses: _in_one_pass(self.total(outputs, y, w, scale, losses)),
                 lambda w, losses: _in_one_pass(self.total.of_added(w, scale, losses)),
                 self.total.sums_count,
             )
         return Accumulated(self.update.keep(gradients), [], sums)
+
+    def _reseed(self, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> None:
+        use_generator(self._without_one)  # replicas are threads
+        reseed(self.seeds, self.options.seed, step, micro, replica)
 
     def _kept(self, gradients: list[Gradient]) -> list[Gradient]:
         return self.update.keep(gradients) if gradients else []

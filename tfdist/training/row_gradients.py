@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdist.compat import tensorflow_tapes
 from tfdist.runtime.host import known_dims
 from tfdist.training.loss_probe import MEAN, ROWS, SUM, Key, Probe
+from tfdist.training.random_mixing import REDRAWN
 from tfdist.training.trial_values import differ_beyond_noise, sound, spread
 
 _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
@@ -79,7 +80,9 @@ def _mixed(
     # No more than so much: what depends on the place of a row is mixed.
     known = [max(_LEAST_NOISE * largest, min(_NOISES * noise, probe.tolerance * largest)) for noise in noises]
     # What is random tells nothing.
-    return _differ(together, sums, rounded, known) and not _differ(together, gradients(every, 1), rounded, known)
+    return _differ(together, sums, rounded, known) and not any(
+        _differ(together, gradients(every, draw), rounded, known) for draw in REDRAWN
+    )
 
 
 def _numbers(gradients: Any) -> list[np.ndarray]:

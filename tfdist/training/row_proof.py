@@ -25,6 +25,7 @@ from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.runtime import batch_norm
 from tfdist.training.calm_layers import calmed
 from tfdist.training.loss_probe import ROWS, Take
+from tfdist.training.random_mixing import Draws, what_is_drawn
 from tfdist.training.row_rules import FREE, MIXED, SIZES, Kind, Rows, shape_of
 from tfdist.training.row_shape_rules import RULES
 from tfdist.training.stateless_call import stateless_call
@@ -53,11 +54,12 @@ class Proof(NamedTuple):
     """Of a model, in training or in inference.
 
     apart: its outputs for a row are made of that row alone, and gradients are TensorFlow's own. adds_nothing: no layer
-    adds a loss.
+    adds a loss. draws: what is random, if it is known; not of Keras' own layers.
     """
 
     apart: bool
     adds_nothing: bool
+    draws: Draws | None = None
 
 
 class Proofs:
@@ -109,7 +111,8 @@ def _prove(model: keras.Model, x: Any, take: Take, training: bool, counts: Seque
             specs = keras.tree.map_structure(functools.partial(_spec, rows), one, two)
             with _nothing_left(layers):
                 traces.append(_traced(model, layers, specs, rows, training))
-    return Proof(_are_apart(traces), not any(trace.losses for trace in traces))
+    drawn = what_is_drawn(traces[0].operations[0].graph) if traces[0].operations else None
+    return Proof(_are_apart(traces), not any(trace.losses for trace in traces), drawn)
 
 
 def _spec(rows: int, one: tf.Tensor, two: tf.Tensor) -> tf.TensorSpec:

@@ -7,15 +7,32 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras_random import is_seed_state
+from tfdist.compat.keras_random import global_seed_generator, is_seed_state, made_global_seed_generator
+from tfdist.training.calm_layers import has_own_code
 
 # TensorFlow's stubs know it as one of whole numbers.
 _fold_in: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.random.fold_in  # type: ignore[assignment]
 
 
 def seed_states(model: keras.Model) -> list[tf.Variable]:
-    """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order."""
-    return [variable.value for variable in model.variables if is_seed_state(variable)]
+    """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order. The last is
+    that of Keras' own, from which layers of the user's may draw; `with_generator` has made it.
+    """
+    states = [variable.value for variable in model.variables if is_seed_state(variable)]
+    return [*states, *(state.value for state in states_beside())] if has_own_code(model) else states
+
+
+def with_generator(model: keras.Model) -> keras.Model:
+    """The model; that of what layers of the user's own may draw without one is there. Where its variables are made."""
+    if has_own_code(model):
+        made_global_seed_generator()
+    return model
+
+
+def states_beside() -> list[keras.Variable]:
+    """Of generators that are no model's: that of Keras, if it has been made."""
+    generator = global_seed_generator()
+    return [] if generator is None else [generator.state]
 
 
 def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:

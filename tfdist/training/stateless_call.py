@@ -31,9 +31,15 @@ class Called(NamedTuple):
 
 
 def stateless_call(
-    model: keras.Model, trainable: Sequence[Any], non_trainable: Sequence[Any], x: Any, training: bool
+    model: keras.Model,
+    trainable: Sequence[Any],
+    non_trainable: Sequence[Any],
+    x: Any,
+    training: bool,
+    beside: Sequence[tuple[keras.Variable, Any]] = (),
 ) -> Called:
-    """trainable, non_trainable: tensors for the variables of these lists. x: the first argument, or Arguments.
+    """trainable, non_trainable: tensors for the variables of these lists. x: the first argument, or Arguments. beside:
+    tensors for other variables that the model reads.
 
     Raises ValueError if there are other variables.
     """
@@ -41,6 +47,7 @@ def stateless_call(
     mapping = [
         *zip(model.trainable_variables, trainable, strict=True),
         *zip(model.non_trainable_variables, non_trainable, strict=True),
+        *beside,
     ]
     scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True)
     with keras_layers.outside_the_call(), scope:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tests.e2e.job import ENVIRONMENT
 from tfdist import build
+from tfdist.compat.keras_random import made_global_seed_generator
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
@@ -49,6 +50,23 @@ def result(kind, precision="float32"):
 def _float32_policy():
     yield
     keras.config.set_dtype_policy("float32")
+
+
+def test_what_is_drawn_without_a_generator_is_drawn_again():
+    keras.utils.set_random_seed(1)
+    made_global_seed_generator()
+    x, owner = tf.ones([2, 3]), keras.layers.Dense(3)
+
+    @tf.function(autograph=False)
+    def run():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = recomputed(lambda given: given * keras.random.normal([2, 3]), x, [], [], owner)
+        return y, tape.gradient(y, x)
+
+    first, second = run(), run()
+    np.testing.assert_array_equal(*first)
+    assert np.any(first[0] != second[0])
 
 
 @pytest.mark.slow
@@ -255,6 +273,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from tfdist import build
+from tfdist.compat.keras_random import made_global_seed_generator
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 

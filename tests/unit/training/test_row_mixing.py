@@ -149,19 +149,49 @@ def test_what_looks_at_other_rows_on_the_way_back_is_found(name):
     assert row_mixing.mixes(model_of(layers.Dense(4), Own(backwards(MIXING_BACKWARDS[name]))), X)
 
 
-DRAWN_BY_TENSORFLOW = {  # from its global generator, and whether that mixes
+GENERATOR = tf.random.Generator.from_seed(3)
+
+
+def turned_or_not(row):
+    return tf.cond(tf.random.uniform([]) < 0.5, lambda: row[::-1], lambda: row)
+
+
+DRAWN = {  # at random, and whether that mixes
     "shuffled": (lambda x: tf.random.shuffle(x), True),
     "pairs": (lambda x: x + tf.gather(x, tf.argsort(tf.random.uniform(tf.shape(x)[:1]))), True),
+    "some rows, now and then": (
+        lambda x: tf.where(tf.random.uniform([tf.shape(x)[0], 1]) < 0.05, tf.random.shuffle(x), x),
+        True,
+    ),
+    "some steps": (lambda x: tf.cond(tf.random.uniform([]) < 0.15, lambda: x[::-1], lambda: x), True),
+    "by a generator": (lambda x: tf.gather(x, tf.argsort(GENERATOR.uniform(tf.shape(x)[:1]))), True),
+    "some rows, by Keras without a generator": (
+        lambda x: ops.where(keras.random.uniform([ops.shape(x)[0], 1]) < 0.05, keras.random.shuffle(x), x),
+        True,
+    ),
     "dropout": (lambda x: tf.nn.dropout(x, 0.3), False),
     "one number for all": (lambda x: x * tf.random.uniform([]), False),
+    "one place for all": (lambda x: x * x[:, tf.random.uniform([], 0, 4, tf.int32)][:, None], False),
+    "noise by a generator": (lambda x: x + GENERATOR.normal(tf.shape(x)), False),
+    "dropout by Keras without a generator": (lambda x: keras.random.dropout(x, 0.3), False),
+    "noise for each row, in a loop": (lambda x: tf.map_fn(lambda row: row + tf.random.normal([4]), x), False),
+    "turned around or not, each row": (lambda x: tf.map_fn(turned_or_not, x), False),
+    "noise for each row, vectorized": (
+        lambda x: tf.vectorized_map(lambda row: row + tf.random.normal([4]), x),
+        False,
+    ),
 }
 
 
-@pytest.mark.parametrize("name", DRAWN_BY_TENSORFLOW)
-def test_what_tensorflow_draws_is_repeated_in_a_graph(name):
-    function, expected = DRAWN_BY_TENSORFLOW[name]
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_is_repeated(name, seed):
+    function, expected = DRAWN[name]
+    keras.utils.set_random_seed(seed)
+    before = GENERATOR.state.numpy().tolist()
     model = model_of(layers.Dense(4), Own(lambda x, training, seeds: function(x) if training else x))
     assert row_mixing.mixes(model, X) == expected
+    assert GENERATOR.state.numpy().tolist() == before or "generator" not in name
 
 
 MANY = {

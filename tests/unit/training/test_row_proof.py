@@ -10,9 +10,13 @@ from tests.unit.training.row_programs import TOKENS, WIDTH, Program
 from tests.unit.training.test_row_mixing import APART, MIXING, Own, X, model_of
 from tfdist.training import row_mixing
 from tfdist.training.added_losses import take_rows
+from tfdist.training.random_mixing import Draws
 from tfdist.training.row_proof import Proof, Proofs
 
 PROGRAMS = 100
+
+
+NOTHING = Draws(some=False, in_loops=False)
 
 
 def proof_of(model, x=X, training=False) -> Proof:
@@ -141,7 +145,7 @@ def test_of_what_models_are_made_of_there_is_one(name):
     own = Own(lambda x, *_: ops.silu(x) + ops.gelu(ops.clip(x, -1, 1)))
     model = keras.Model(inputs, own(made(inputs)))
     for training in (False, True):
-        assert proof_of(model, x, training) == Proof(True, True)
+        assert proof_of(model, x, training) == Proof(True, True, NOTHING)
 
 
 @pytest.mark.parametrize("name", sorted(set(APART) - {"noise of its own", "dropout", "dropout in inference"}))
@@ -157,8 +161,8 @@ def test_what_an_own_layer_adds():
         return x
 
     own = Own(lambda x, *_: adding(own, x))
-    assert proof_of(model_of(own), training=True) == Proof(True, False)
-    assert proof_of(model_of(Own(MIXING["centered"])), training=True) == Proof(False, True)
+    assert proof_of(model_of(own), training=True) == Proof(True, False, NOTHING)
+    assert proof_of(model_of(Own(MIXING["centered"])), training=True) == Proof(False, True, NOTHING)
 
 
 def test_a_model_that_is_not_built_yet_stays_so():

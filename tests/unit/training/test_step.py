@@ -1,11 +1,14 @@
 """The step on one device and on two virtual devices, against plain Keras and against closed forms."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.marks import slow_but
+from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator, use_generator
 from tfdist.config import OptimizerConfig, PrecisionConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
@@ -16,7 +19,7 @@ from tfdist.training.optimizer import OPTIMIZERS, FusedAdam, make_optimizer, swi
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.requests import Requests
 from tfdist.training.schedule import Schedule
-from tfdist.training.seeds import reseed, seed_states
+from tfdist.training.seeds import reseed, seed_states, with_generator
 from tfdist.training.step import TrainStep
 from tfdist.training.step_options import StepOptions
 
@@ -225,6 +228,48 @@ def test_dropout_masks_depend_on_seed_step_micro_batch_and_replica_only():
     ]
     assert len(set(seen)) == len(seen)
     assert state(1, 1, 1, 1) == seen[-1]
+
+
+class Noisy(keras.layers.Layer):
+    """Draws without a generator."""
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x))
+
+
+def test_what_is_drawn_without_a_generator_depends_on_the_same():
+    """So that workers draw others, and a run that goes on the same. Of Keras' own layers there is no such."""
+    keras.utils.set_random_seed(0)
+    model = with_generator(keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), Noisy()]))
+    states = seed_states(model)
+    of_a_model = states[:1]
+
+    def drawn(*numbers):
+        reseed(states, 7, *(tf.constant(number) for number in numbers))
+        return tuple(model.layers[-1](tf.zeros([2, 3])).numpy().ravel())
+
+    seen = [drawn(*numbers) for numbers in np.ndindex(2, 2, 2)]
+    assert len(set(seen)) == len(seen) and drawn(1, 1, 1) == seen[-1]
+    reseed(of_a_model, 7, *(tf.constant(number) for number in (1, 1, 1)))
+    assert states[0].numpy().tolist() == of_a_model[0].numpy().tolist()
+    assert len(seed_states(keras.Sequential(model.layers[:1]))) == 1
+
+
+def test_a_thread_draws_from_the_generator_that_it_is_given():
+    """For Keras each has its own, whose variable a replica could not make."""
+    keras.utils.set_random_seed(0)
+    generator, found = made_global_seed_generator(), []
+
+    def draw(given):
+        use_generator(given)
+        keras.random.normal([2])
+        found.append(global_seed_generator())
+
+    for given in (generator, None):
+        thread = threading.Thread(target=draw, args=(given,))
+        thread.start()
+        thread.join()
+    assert found[0] is generator and found[1] is not generator
 
 
 def test_optimizer_options():

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras_variables import autocast_dtype, autocast_to
+from tfdist.training.seeds import states_beside
 
 Bind = Callable[[list[tf.Tensor], bool, tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]
 OnGradients = Callable[[list[tf.Tensor]], None]
@@ -42,6 +43,7 @@ def recomputed(
       on_gradients: gets the gradients of `parameters`, when the backward pass is traced.
     Returns: what function returns, a nest of tensors.
     """
+    states = [*states, *states_beside()]
     made = _Recomputed(function, inputs, parameters, states, bind, on_gradients)
     results = made.run()
     for place, end in zip(made.changed, results[len(results) - len(made.changed) :], strict=True):

@@ -1,0 +1,210 @@
+"""One attempt to find out whether what a model returns for a row depends on the other rows of its batch.
+
+The model is called with some rows, and again with some of them in the same places and all others replaced by copies of
+one of these: its outputs for those rows must not change. The same shapes run the same kernels, so that rounding changes
+nothing. Nor may it change where the row stands elsewhere among fewer: a layer that divides by the number of rows of its
+batch divides by those of a worker. There rounding is allowed for. Rows of different sizes show what begins above some
+value, gradients what is mixed on their way back (row_gradients.py), and many runs what is mixed now and then
+(random_mixing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import tensorflow_random
+from tfdist.compat.keras_tensors import mask_of
+from tfdist.training import random_mixing, row_gradients
+from tfdist.training.loss_probe import ROWS, Probe
+from tfdist.training.random_mixing import Draws, of_rows
+from tfdist.training.trial_values import differ, shortened, sound, spread
+
+_TOLERANCE = 1e-5  # of the largest output
+_ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe
+
+
+class Attempt(NamedTuple):
+    """By how much weights are disturbed, how much of the rows is kept, how much noise is added to them, and whether
+    rows are of different sizes then. by_halves: whether every other row stays, or the first or the last alone."""
+
+    disturbed: float
+    kept: float
+    noise: float
+    spread: bool
+    training: bool
+    by_halves: bool
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows are moved, too, and are as many as in a whole batch, and gradients are looked at: once is
+        enough."""
+        return 0.0 < self.disturbed < 1.0 and not self.spread
+
+
+ATTEMPTS = [
+    Attempt(*how, training, by_halves=(number + training) % 2 == 1)
+    for number, how in enumerate(
+        ((0.0, 1.0, 0.0, False), (0.3, 1.0, 1.0, False), (0.3, 1.0, 1.0, True), (1.0, 0.0, 1.0, False))
+    )
+    for training in (False, True)
+]
+_SMALLEST, _LARGEST = 1e-3, 1e3  # of rows of different sizes
+
+
+class Trial(NamedTuple):
+    """draws: what the model draws at random when it computes so; None: not known."""
+
+    attempt: Attempt
+    probe: Probe
+    weights: Sequence[tf.Tensor]
+    draws: Draws | None
+
+    def tells(self, many: int) -> bool:
+        """Whether it tells that rows are mixed. What fails with a few rows, or outside of a graph, is tried with as
+        many as a batch has, and in a graph, as it will be trained; so is what draws from TensorFlow's global generator,
+        which can be repeated in a graph alone. What fails there, too, tells nothing: it cannot be trained.
+        """
+        attempt = self.attempt
+        # As they are, all rows that there are: what one of them alone holds, such as a token, may change the others.
+        few = many if attempt.moves else max(ROWS, min(many, self.probe.count)) if not attempt.noise else ROWS
+        for number, in_graph in dict.fromkeys([(few, False), (many, False), (many, True)]):
+            try:
+                told = self._told(number, in_graph) and (in_graph or self._told_again_in_a_graph(number))
+            except Exception:  # noqa: BLE001, S112 - of the user's own making
+                continue
+            if told:
+                return True
+            break
+        return attempt.moves and self._told_by_many_runs(many)
+
+    def _told_again_in_a_graph(self, number: int) -> bool:
+        """Numbers that are drawn can be alike twice and then another, as those of a coin; not so in a graph."""
+        try:
+            return self._told(number, in_graph=True)
+        except _Unrepeatable:
+            return False
+        except Exception:  # noqa: BLE001 - it computes outside of graphs only
+            return True
+
+    def _told_by_many_runs(self, number: int) -> bool:
+        if self.draws is not None and (not self.draws.some or self.draws.in_loops):
+            return False
+
+        def outputs(x: Any, draw: tf.Tensor) -> list[tf.Tensor]:
+            return _in_float64(self._outputs(x, draw))
+
+        try:
+            return random_mixing.mixes(outputs, self.probe.take, self._rows(number), number, _TOLERANCE)
+        except Exception:  # noqa: BLE001 - of the user's own making
+            return False
+
+    def _outputs(self, x: Any, draw: Any) -> list[tf.Tensor]:
+        """And their masks."""
+        how = self.attempt.training, self.attempt.disturbed
+        leaves = keras.tree.flatten(self.probe.outputs(x, self.weights, draw, *how))
+        return [*leaves, *(mask for leaf in leaves if (mask := mask_of(leaf)) is not None)]
+
+    def _rows(self, number: int) -> Any:
+        attempt = self.attempt
+        draw = None if attempt.moves else 2 * attempt.spread + attempt.training
+        x = self.probe.some_rows(number)
+        return keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise, draw), x)
+
+    def _told(self, number: int, in_graph: bool) -> bool:
+        """The same with so many rows."""
+        attempt, rows = self.attempt, self._rows(number)
+
+        def outputs(places: list[int], draw: int = 0) -> list[np.ndarray]:
+            x = self.probe.take(rows, places)
+            if in_graph:
+                with tensorflow_random.seeded_graphs(2 * ATTEMPTS.index(attempt) + draw):  # each draws others
+                    function = tf.function(lambda: self._outputs(x, draw), autograph=False)
+                    # Not called itself: TensorFlow would warn of functions that are traced again and again.
+                    found: Any = function.get_concrete_function()()
+            else:
+                found = self._outputs(x, draw)
+            return of_rows(_in_float64(found), len(places))
+
+        kept = (
+            [range(0, number, 2), range(1, number, 2)] if attempt.by_halves else [range(1), range(number - 1, number)]
+        )
+        tolerance = max(_ROUNDED, self.probe.tolerance)
+        if attempt.spread:
+            sizes = np.geomspace(_SMALLEST, _LARGEST, number)
+            rows = keras.tree.map_structure(lambda leaf: shortened(spread(leaf, sizes), number), rows)
+            mixed = _depends_on_others(outputs, outputs(list(range(number))), number, kept, tolerance)
+        else:
+            together = outputs(list(range(number)))
+            mixed = _depends_on_others(outputs, together, number, kept) or (
+                attempt.moves
+                and (_depends_on_its_place(outputs, together, number, tolerance) or self._gradients_tell())
+            )
+        if mixed and in_graph and self.draws is not None and self.draws.in_loops:
+            raise _Unrepeatable  # the rounds of a loop draw in any order
+        return mixed
+
+    def _gradients_tell(self) -> bool:
+        """One that has none for a few rows tells nothing."""
+        try:
+            return self.attempt.training and row_gradients.mix(self.probe, self.weights, self.attempt.disturbed)
+        except Exception:  # noqa: BLE001 - of the user's own making
+            return False
+
+
+def _in_float64(leaves: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    return [tf.cast(leaf, tf.float64) for leaf in leaves]
+
+
+def _depends_on_others(
+    outputs: Callable[[list[int]], list[np.ndarray]],
+    together: list[np.ndarray],
+    number: int,
+    kept: Iterable[Sequence[int]],
+    of_row: float | None = None,
+) -> bool:
+    """Whether the output for one of the rows that are kept, in turn these or those, is another where all others are
+    copies of the first of them.
+
+    of_row: the tolerance in parts of what is largest in the row itself, where rows are of different sizes.
+
+    Raises _Unrepeatable where it would be another one in any case.
+    """
+    found = any(
+        differ(one[place], other[place], *(of_row, one[place]) if of_row else (_TOLERANCE, one))
+        for places in kept
+        for one, other in zip(
+            together, outputs([row if row in places else places[0] for row in range(number)]), strict=True
+        )
+        for place in places
+    )
+    if not found:
+        return False
+    # Only where something differs: most models do not mix rows.
+    repeated = outputs(list(range(number)))
+    if any(differ(a, b, _TOLERANCE) for a, b in zip(together, repeated, strict=True)):
+        raise _Unrepeatable
+    return True
+
+
+class _Unrepeatable(Exception):
+    """The model draws other random numbers each time."""
+
+
+def _depends_on_its_place(
+    outputs: Callable[..., list[np.ndarray]], together: list[np.ndarray], number: int, tolerance: float
+) -> bool:
+    """Whether the output for a row is another where it stands elsewhere, among fewer; of a model that draws no random
+    numbers, which are of a place."""
+    places = [number - 1, 0]
+    moved = outputs(places)
+    if len(moved) != len(together) or not any(
+        differ(a[places], b, tolerance, a) for a, b in zip(together, moved, strict=True)
+    ):
+        return False
+    redrawn = (outputs(list(range(number)), draw) for draw in random_mixing.REDRAWN)
+    return not any(differ(a, b, _TOLERANCE) for each in redrawn for a, b in zip(together, each, strict=True))

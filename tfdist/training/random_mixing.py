@@ -1,0 +1,93 @@
+"""Whether a model mixes rows by what it draws at random, now and then: a swap of 5 % of the rows, a shuffle in one step
+of ten.
+
+One try does not show it. So the model is traced three times with the same seeds, and the graphs are run side by side,
+again and again: the n-th runs of all three draw the same numbers, whoever they come from (`keras.random` with a
+generator and without, `tf.random`, a `tf.random.Generator`). Two are given the same rows, and the third other rows
+beside those that are looked at. What NumPy or Python draws is another number in each graph, which tells nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.tensorflow_graphs import kinds_of_operations
+from tfdist.compat.tensorflow_random import draws_undone, moved, seeded_graphs
+from tfdist.training.trial_values import differ
+
+REDRAWN = (1, 2, 3)  # more than one: a coin can fall alike
+_MOST_RUNS, _FEWEST_RUNS = 64, 8  # a step of twenty is in 64 runs with a chance of 96 %
+_SECONDS = 3.0  # of a large model fewer
+_DRAWING = re.compile("Random|Rng|StatefulUniform|StatefulStandard|Multinomial|TruncatedNormal")  # types of operations
+_LOOPS = ("While", "StatelessWhile")
+
+
+class Draws(NamedTuple):
+    """Whether something of a graph is random; in_loops: and drawn in a function, where there are loops, whose rounds
+    TensorFlow makes side by side."""
+
+    some: bool
+    in_loops: bool
+
+
+def what_is_drawn(graph: tf.Graph) -> Draws:
+    operations, in_functions = kinds_of_operations(graph)
+    loops = any(kind in _LOOPS for kind in (*operations, *in_functions))
+    inside = any(map(_DRAWING.search, in_functions))
+    return Draws(inside or any(map(_DRAWING.search, operations)), inside and loops)
+
+
+def mixes(
+    outputs: Callable[[Any, tf.Tensor], list[tf.Tensor]],
+    take: Callable[[Any, Sequence[int]], Any],
+    rows: Any,
+    number: int,
+    tolerance: float,
+) -> bool:
+    """Whether `outputs` for a row change with the other rows in one of the runs.
+
+    Args:
+      outputs: (so many rows, uint32 [] by how much the seeds are moved on) -> tensors.
+      take: (rows, numbers of rows) -> a nest of these rows.
+    """
+    every = list(range(number))
+    with draws_undone() as states:
+        functions = [_traced(outputs, take(rows, every)) for _ in range(3)]
+    drawn = what_is_drawn(functions[0].graph)
+    if not drawn.some or drawn.in_loops:
+        return False
+    found, begun = False, time.monotonic()
+    for run in range(_MOST_RUNS):
+        if run >= _FEWEST_RUNS and time.monotonic() - begun > _SECONDS:
+            break
+        kept = every[run % 2 :: 2]
+        given = [every, every, [row if row in kept else kept[0] for row in every]]
+        one, same, other = (
+            of_rows(_run(function, take(rows, places), states, run), number)
+            for function, places in zip(functions, given, strict=True)
+        )
+        if any(differ(a, b, tolerance) for a, b in zip(one, same, strict=True)):
+            return False
+        found = found or any(differ(a[kept], b[kept], tolerance, a) for a, b in zip(one, other, strict=True))
+    return found
+
+
+def _traced(outputs: Callable, rows: Any) -> Any:
+    with seeded_graphs(1):
+        return tf.function(outputs, autograph=False).get_concrete_function(rows, tf.zeros([], tf.uint32))
+
+
+def _run(function: Any, rows: Any, states: Sequence[tf.Variable], run: int) -> list[tf.Tensor]:
+    with moved(states, run):
+        return function(rows, tf.constant(run, tf.uint32))
+
+
+def of_rows(tensors: Sequence[tf.Tensor], number: int) -> list[np.ndarray]:
+    """Those that have so many rows."""
+    return [leaf.numpy() for leaf in tensors if leaf.shape.rank and leaf.shape[0] == number]
