@@ -27,7 +27,6 @@ from tfdist.data.sources.split import SPLITS, Split
 from tfdist.models.build_model import build_model
 from tfdist.models.embedding_rows import read_rows
 from tfdist.models.fused_batch_norm import fuse_batch_norm
-from tfdist.models.nested_functions import refuse_batch_norm
 from tfdist.models.short_softmax import keep_softmax_short
 from tfdist.planner import memory_check
 from tfdist.planner.memory_check import MemoryLimits
@@ -142,7 +141,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     batch_norm.synchronize_with(runtime)
     with runtime.scope():
         model = with_generator(build_model(config.model, train_split.element_spec[0], train_split.num_classes))
-        composition_checks.check_same(config, runtime, model)
+        composition_checks.check_model(config, runtime, model)
         config = composition_checks.with_xla(config, runtime, model)
         options = _step_options(config, runtime, plan, train_split)
         composition_checks.check_added(runtime, model, options.weighted, spec[0])
@@ -186,8 +185,6 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
 def _build_whole(config: Config, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer) -> None:
     """Makes ready a model and an optimizer that every replica holds all of."""
     read_rows(model)
-    if runtime.replicas > 1 and config.model.sync_batchnorm:
-        refuse_batch_norm(model)
     if config.model.fused_batchnorm and (runtime.replicas == 1 or not config.model.sync_batchnorm):
         fuse_batch_norm(model)
     if tf.config.list_logical_devices("GPU"):  # unlike a CPU it is held up by memory

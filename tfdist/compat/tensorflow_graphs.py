@@ -17,10 +17,23 @@ def operation_number(operation: tf.Operation) -> int:
 
 
 def kinds_of_operations(graph: tf.Graph) -> tuple[set[str], set[str]]:
-    """(the types of a graph's own operations, those of operations in the functions that it calls)"""
+    """(the types of all operations of a graph and of the functions that it calls, of these those in loops)"""
     definition = graph.as_graph_def()
-    inside = {node.op for function in definition.library.function for node in function.node_def}
-    return {node.op for node in definition.node}, inside
+    bodies = {function.signature.name: function.node_def for function in definition.library.function}
+    every = [*definition.node, *(node for nodes in bodies.values() for node in nodes)]
+    waiting = [name for node in every if node.op in ("While", "StatelessWhile") for name in _called(node)]
+    in_loops: dict[str, None] = {}
+    while waiting:
+        if (name := waiting.pop()) in bodies and name not in in_loops:
+            in_loops[name] = None
+            waiting += [called for node in bodies[name] for called in _called(node)]
+    return {node.op for node in every}, {node.op for name in in_loops for node in bodies[name]}
+
+
+def _called(node: Any) -> list[str]:
+    """The names of functions."""
+    values = node.attr.values()
+    return [function.name for value in values for function in (value.func, *value.list.func) if function.name]
 
 
 def compute_after(operation: tf.Operation, first: tf.Operation) -> None:

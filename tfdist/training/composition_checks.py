@@ -13,6 +13,7 @@ from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.strategies import asked_for
+from tfdist.models.nested_functions import refuse_batch_norm
 from tfdist.planner import memory_check
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory_check import MemoryLimits
@@ -33,8 +34,12 @@ def check_best(config: Config, metrics: Sequence[str] | None) -> None:
         )
 
 
-def check_same(config: Config, runtime: Runtime, model: keras.Model) -> None:
-    """Whether all workers have this model, and the same code of the user's own. A collective."""
+def check_model(config: Config, runtime: Runtime, model: keras.Model) -> None:
+    """Whether its BatchNormalization can take the moments of all replicas, and all workers have this model, and the
+    same code of the user's own. A collective.
+    """
+    if runtime.replicas > 1 and config.model.sync_batchnorm:
+        refuse_batch_norm(model)
     if runtime.size == 1:
         return
     named = {

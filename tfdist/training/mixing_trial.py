@@ -84,6 +84,8 @@ class Trial(NamedTuple):
 
     def _told_again_in_a_graph(self, number: int) -> bool:
         """Numbers that are drawn can be alike twice and then another, as those of a coin; not so in a graph."""
+        if self.draws is not None and not self.draws.some:
+            return True
         try:
             return self._told(number, in_graph=True)
         except _Unrepeatable:

@@ -25,22 +25,17 @@ REDRAWN = (1, 2, 3)  # more than one: a coin can fall alike
 _MOST_RUNS, _FEWEST_RUNS = 64, 8  # a step of twenty is in 64 runs with a chance of 96 %
 _SECONDS = 3.0  # of a large model fewer
 _DRAWING = re.compile("Random|Rng|StatefulUniform|StatefulStandard|Multinomial|TruncatedNormal")  # types of operations
-_LOOPS = ("While", "StatelessWhile")
 
 
 class Draws(NamedTuple):
-    """Whether something of a graph is random; in_loops: and drawn in a function, where there are loops, whose rounds
-    TensorFlow makes side by side."""
+    """Whether something of a graph is random; in_loops: also in loops, whose rounds TensorFlow makes side by side."""
 
     some: bool
     in_loops: bool
 
 
 def what_is_drawn(graph: tf.Graph) -> Draws:
-    operations, in_functions = kinds_of_operations(graph)
-    loops = any(kind in _LOOPS for kind in (*operations, *in_functions))
-    inside = any(map(_DRAWING.search, in_functions))
-    return Draws(inside or any(map(_DRAWING.search, operations)), inside and loops)
+    return Draws(*(any(map(_DRAWING.search, kinds)) for kinds in kinds_of_operations(graph)))
 
 
 def mixes(

@@ -1,11 +1,15 @@
 """Layers whose `call` is a tf.function."""
 
+from types import SimpleNamespace
+
 import keras
 import pytest
 import tensorflow as tf
 
+from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.nested_functions import refuse_batch_norm, trace_anew
+from tfdist.training import composition_checks
 
 
 class Traced(keras.layers.Layer):
@@ -32,3 +36,13 @@ def test_batch_normalization_in_it_cannot_meet_other_workers():
     layer.norm = keras.layers.BatchNormalization()
     with pytest.raises(ConfigError, match="take @tf.function off"):
         refuse_batch_norm(keras.Sequential([keras.Input((3,)), layer]))
+
+
+def test_a_job_is_asked_for_it_on_any_strategy():
+    layer = Traced()
+    layer.norm = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((3,)), layer])
+    composition_checks.check_model(Config(), SimpleNamespace(replicas=1, size=1), model)
+    composition_checks.check_model(Config().replace(sync_batchnorm=False), SimpleNamespace(replicas=2, size=1), model)
+    with pytest.raises(ConfigError, match="take @tf.function off"):
+        composition_checks.check_model(Config(), SimpleNamespace(replicas=2, size=1), model)

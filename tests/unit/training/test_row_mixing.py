@@ -156,6 +156,10 @@ def turned_or_not(row):
     return tf.cond(tf.random.uniform([]) < 0.5, lambda: row[::-1], lambda: row)
 
 
+def mixed_or_noisy(x):
+    return tf.cond(tf.random.uniform([]) < 0.15, lambda: x[::-1], lambda: x + tf.random.normal([]))
+
+
 DRAWN = {  # at random, and whether that mixes
     "shuffled": (lambda x: tf.random.shuffle(x), True),
     "pairs": (lambda x: x + tf.gather(x, tf.argsort(tf.random.uniform(tf.shape(x)[:1]))), True),
@@ -164,6 +168,7 @@ DRAWN = {  # at random, and whether that mixes
         True,
     ),
     "some steps": (lambda x: tf.cond(tf.random.uniform([]) < 0.15, lambda: x[::-1], lambda: x), True),
+    "some steps, beside a loop": (lambda x: mixed_or_noisy(x) + 0.0 * tf.map_fn(lambda row: row, x), True),
     "by a generator": (lambda x: tf.gather(x, tf.argsort(GENERATOR.uniform(tf.shape(x)[:1]))), True),
     "some rows, by Keras without a generator": (
         lambda x: ops.where(keras.random.uniform([ops.shape(x)[0], 1]) < 0.05, keras.random.shuffle(x), x),
