@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -27,20 +28,21 @@ def is_seed_state(variable: Any) -> bool:
 
 
 def made_global_seed_generator() -> keras.random.SeedGenerator | None:
-    """The same, made now if it is not there. Relies on the function that Keras makes it with; without it workers of
-    which one has drawn without a generator, in a trial, and another has not, do not find together.
+    """That of all that is drawn without one, made now if it is not there, while nothing is drawn from Python's. Relies
+    on the function that Keras makes it with; without it replicas would make variables in a step, and fail.
     """
+    before = random.getstate()
     if make := getattr(seed_generator, "global_seed_generator", None):
         make()
+    random.setstate(before)
     return global_seed_generator()
 
 
 def use_generator(generator: keras.random.SeedGenerator | None) -> None:
     """From now on what this thread draws without a generator is drawn from this one: for Keras each thread has its own.
-    None: as it is. Relies on the same attribute.
+    None: from one that is made when it is needed. Relies on the same attribute.
     """
-    if generator is not None:
-        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
 def global_seed_generator() -> keras.random.SeedGenerator | None:

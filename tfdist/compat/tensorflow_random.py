@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -80,23 +81,40 @@ def redrawn(by: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def draws_undone() -> Iterator[list[tf.Variable]]:
+def repeated(seed: int) -> Iterator[None]:
+    """What is drawn inside outside of graphs, and in those that are traced there, are the numbers of this seed, from
+    the first on. Relies on `Context._seed`, `Context._rng` and `Context.clear_kernel_cache`; without them a layer that
+    mixes rows is not found where something is drawn in loops.
+    """
+    this = _context()
+    with contextlib.ExitStack() as stack:
+        stack.callback(this.clear_kernel_cache)
+        stack.enter_context(replaced(this, "_seed", seed))
+        stack.enter_context(replaced(this, "_rng", random.Random(seed)))
+        this.clear_kernel_cache()  # each kernel has a generator of its own, which goes on where it was left
+        yield
+
+
+@contextlib.contextmanager
+def draws_undone(by: int = 0) -> Iterator[list[tf.Variable]]:
     """The states of generators with which is drawn inside, a tf.random.Generator's wherever it is kept, and that of
-    what Keras draws without one. When it ends they are as before. Relies on `Generator.skip`, with which each draw
-    begins.
+    what Keras draws without one. When it ends they are as before. by: each tf.random.Generator draws others, the same
+    for the same `by`. Relies on `Generator.skip`, with which each draw begins.
     """
     states: list[tf.Variable] = []
     before: list[tf.Tensor] = []
     skip = tf.random.Generator.skip
 
     def keep(state: tf.Variable) -> None:
-        if not any(state is each for each in states):
-            with tf.init_scope():
-                before.append(tf.identity(state))
-            states.append(state)
+        before.append(tf.identity(state))
+        states.append(state)
 
     def kept_first(generator: tf.random.Generator, delta: Any) -> tf.Tensor:
-        keep(generator.state)
+        state = generator.state
+        if not any(state is each for each in states):
+            with tf.init_scope():
+                keep(state)
+                state.assign(state + by)
         return skip(generator, delta)
 
     of_keras = global_seed_generator()

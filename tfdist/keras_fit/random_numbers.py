@@ -59,7 +59,7 @@ class RandomNumbers:
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
         self._agree_on_tensorflows_seed()
-        drawn_without_one = keras_random.made_global_seed_generator()
+        drawn_without_one = keras_random.global_seed_generator()  # made when first needed
         self.hold_the_chiefs([drawn_without_one] if drawn_without_one is not None else [])
         take_the_chiefs(self._runtime, [generator.state for generator in self._generators])
         draw, make_default_seed = keras.random.SeedGenerator.next, keras_random.make_default_seed()

@@ -114,7 +114,8 @@ class Evaluator:
         )[1]
 
     def _sums(self, x, y, w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
-        use_generator(self._without_one)  # replicas are threads
+        if self._without_one is not None:  # replicas are threads
+            use_generator(self._without_one)
         with missing_rows.as_nan(missing_rows.are_silent()), in_steps():
             scores = self._scores(self.model(x, training=False), y, w, real)
             weights = tf.cast(scores.weights, tf.float64)

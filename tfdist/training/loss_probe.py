@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.compat import keras_layers, tensorflow_random
+from tfdist.compat import keras_layers, keras_random, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.calm_layers import calmed
@@ -45,13 +45,14 @@ def generators_kept() -> Iterator[None]:
     """What is drawn inside from Python's, NumPy's and TensorFlow's global generators is not missed later. To be entered
     by all workers, also by those that try nothing: a layer may draw from them when the step is traced.
     """
-    before, around = state.generator_states(), is_this_workers_own()
+    before, around, of_keras = state.generator_states(), is_this_workers_own(), keras_random.global_seed_generator()
     _here.is_own = True
     try:
         with tensorflow_random.state_kept():
             yield
     finally:
         _here.is_own = around
+        keras_random.use_generator(of_keras)  # one that a trial has made is on this worker alone
         state.restore_generator_states(before)
 
 

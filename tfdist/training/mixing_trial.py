@@ -66,15 +66,15 @@ class Trial(NamedTuple):
 
     def tells(self, many: int) -> bool:
         """Whether it tells that rows are mixed. What fails with a few rows, or outside of a graph, is tried with as
-        many as a batch has, and in a graph, as it will be trained; so is what draws from TensorFlow's global generator,
-        which can be repeated in a graph alone. What fails there, too, tells nothing: it cannot be trained.
+        many as a batch has, and in a graph, as it will be trained. What fails there, too, tells nothing: it cannot be
+        trained.
         """
         attempt = self.attempt
         # As they are, all rows that there are: what one of them alone holds, such as a token, may change the others.
         few = many if attempt.moves else max(ROWS, min(many, self.probe.count)) if not attempt.noise else ROWS
         for number, in_graph in dict.fromkeys([(few, False), (many, False), (many, True)]):
             try:
-                told = self._told(number, in_graph) and (in_graph or self._told_again_in_a_graph(number))
+                told = self._told(number, in_graph)
             except Exception:  # noqa: BLE001, S112 - of the user's own making
                 continue
             if told:
@@ -82,19 +82,8 @@ class Trial(NamedTuple):
             break
         return attempt.moves and self._told_by_many_runs(many)
 
-    def _told_again_in_a_graph(self, number: int) -> bool:
-        """Numbers that are drawn can be alike twice and then another, as those of a coin; not so in a graph."""
-        if self.draws is not None and not self.draws.some:
-            return True
-        try:
-            return self._told(number, in_graph=True)
-        except _Unrepeatable:
-            return False
-        except Exception:  # noqa: BLE001 - it computes outside of graphs only
-            return True
-
     def _told_by_many_runs(self, number: int) -> bool:
-        if self.draws is not None and (not self.draws.some or self.draws.in_loops):
+        if self.draws is not None and not self.draws.some:
             return False
 
         def outputs(x: Any, draw: tf.Tensor) -> list[tf.Tensor]:
@@ -128,6 +117,10 @@ class Trial(NamedTuple):
                     function = tf.function(lambda: self._outputs(x, draw), autograph=False)
                     # Not called itself: TensorFlow would warn of functions that are traced again and again.
                     found: Any = function.get_concrete_function()()
+            elif self.draws is None or self.draws.some:
+                seed = 2 * ATTEMPTS.index(attempt) + draw
+                with tensorflow_random.repeated(seed), tensorflow_random.draws_undone(by=draw):
+                    found = self._outputs(x, draw)
             else:
                 found = self._outputs(x, draw)
             return of_rows(_in_float64(found), len(places))

@@ -85,7 +85,8 @@ class ReplicaGradients:
         return Accumulated(self.update.keep(gradients), [], sums)
 
     def _reseed(self, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> None:
-        use_generator(self._without_one)  # replicas are threads
+        if self._without_one is not None:  # replicas are threads
+            use_generator(self._without_one)
         reseed(self.seeds, self.options.seed, step, micro, replica)
 
     def _kept(self, gradients: list[Gradient]) -> list[Gradient]:

@@ -168,6 +168,10 @@ DRAWN = {  # at random, and whether that mixes
         True,
     ),
     "some steps": (lambda x: tf.cond(tf.random.uniform([]) < 0.15, lambda: x[::-1], lambda: x), True),
+    "in the rounds of a loop": (
+        lambda x: tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, tf.random.shuffle(x)), (0, x))[1],
+        True,
+    ),
     "some steps, beside a loop": (lambda x: mixed_or_noisy(x) + 0.0 * tf.map_fn(lambda row: row, x), True),
     "by a generator": (lambda x: tf.gather(x, tf.argsort(GENERATOR.uniform(tf.shape(x)[:1]))), True),
     "some rows, by Keras without a generator": (
