@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tfdist.compat.keras_random import global_seed_generator
 from tfdist.compat.temporary_attributes import replaced
 
 
@@ -97,29 +96,22 @@ def repeated(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def draws_undone(by: int = 0) -> Iterator[list[tf.Variable]]:
-    """The states of generators with which is drawn inside, a tf.random.Generator's wherever it is kept, and that of
-    what Keras draws without one. When it ends they are as before. by: each tf.random.Generator draws others, the same
-    for the same `by`. Relies on `Generator.skip`, with which each draw begins.
+    """The states of each tf.random.Generator with which is drawn inside, wherever it is kept. When it ends they are as
+    before. by: they draw others, the same for the same `by`. Relies on `Generator.skip`, with which each draw begins.
     """
     states: list[tf.Variable] = []
     before: list[tf.Tensor] = []
     skip = tf.random.Generator.skip
 
-    def keep(state: tf.Variable) -> None:
-        before.append(tf.identity(state))
-        states.append(state)
-
     def kept_first(generator: tf.random.Generator, delta: Any) -> tf.Tensor:
         state = generator.state
         if not any(state is each for each in states):
             with tf.init_scope():
-                keep(state)
+                before.append(tf.identity(state))
+                states.append(state)
                 state.assign(state + by)
         return skip(generator, delta)
 
-    of_keras = global_seed_generator()
-    if of_keras is not None:
-        keep(of_keras.state.value)
     try:
         with replaced(tf.random.Generator, "skip", kept_first):
             yield states

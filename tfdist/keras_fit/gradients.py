@@ -32,8 +32,8 @@ from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import Lookup, lookups
 from tfdist.keras_fit.rows import every_row, total
-from tfdist.keras_fit.scopes import Once, ThreadScope
 from tfdist.runtime.base import PeerRuntime
+from tfdist.runtime.scopes import Once, ThreadScope
 
 if TYPE_CHECKING:
     from tfdist.keras_fit.forward import DistributedCall

@@ -18,10 +18,10 @@ import tensorflow as tf
 from tfdist.compat import keras_random, tensorflow_random
 from tfdist.compat.temporary_attributes import replaced
 from tfdist.keras_fit.lookups import mark
-from tfdist.keras_fit.scopes import Once, ThreadScope
 from tfdist.keras_fit.variables import take_the_chiefs
 from tfdist.runtime.base import PeerRuntime
-from tfdist.training.loss_probe import is_this_workers_own
+from tfdist.runtime.scopes import Once, ThreadScope
+from tfdist.training.loss_probe import in_trials
 
 _STEP = 0x9E3779B1  # between the seeds of two ranks
 
@@ -83,7 +83,7 @@ class RandomNumbers:
 
     def _runs_alike(self) -> bool:
         """Whether all workers are at this place of the program: in a step of Keras' loops, or tracing a function."""
-        if is_this_workers_own():
+        if in_trials.is_here:  # of which another worker may make others
             return False
         return self.in_lockstep.is_here or (self._program.is_here and not tf.executing_eagerly())
 

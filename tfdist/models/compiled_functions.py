@@ -9,29 +9,20 @@ Legend: N rows, D their width.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.compat import keras_functions, tensorflow_vectorized, tensorflow_xla
+from tfdist.runtime.scopes import ThreadScope
 
 LEAST = 1 << 14  # elements: below that a call of what XLA has compiled costs what it gains
 _ROWS = 8  # that are assumed where a batch may have any number
 _compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
-
-
-class _Steps(threading.local):
-    """Those that this thread is tracing, one within the other: replicas are traced by threads of their own."""
-
-    under_way = 0
-
-
-_steps = _Steps()
+in_steps = ThreadScope()  # a step is traced. Elsewhere a graph may be exported, and would need XLA where it is served
 
 
 def compile_functions() -> None:
@@ -41,18 +32,8 @@ def compile_functions() -> None:
     keras_functions.replace_layer_normalization(_normalization_where_possible)
 
 
-@contextlib.contextmanager
-def in_steps() -> Iterator[None]:
-    """Inside, a step is traced. Elsewhere a graph may be exported, and would need XLA where it is served."""
-    _steps.under_way += 1
-    try:
-        yield
-    finally:
-        _steps.under_way -= 1
-
-
 def _suits(x: Any) -> bool:
-    if not (_steps.under_way and isinstance(x, tf.Tensor) and x.dtype == tf.float32) or tf.executing_eagerly():
+    if not (in_steps.is_here and isinstance(x, tf.Tensor) and x.dtype == tf.float32) or tf.executing_eagerly():
         return False
     if x.shape.rank is None or x.shape.rank < 2 or not x.shape[1:].is_fully_defined():
         return False  # XLA would compile for each length anew

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras_random import global_seed_generator, use_generator
+from tfdist.compat.keras_random import global_seed_generator
 from tfdist.control.exit_codes import PeerLostError
 from tfdist.data.reading import masked
 from tfdist.models import missing_rows
@@ -22,6 +22,7 @@ from tfdist.models.compiled_functions import in_steps
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.scores import Scores
+from tfdist.training.seeds import draw_from
 
 
 class Evaluator:
@@ -114,8 +115,7 @@ class Evaluator:
         )[1]
 
     def _sums(self, x, y, w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
-        if self._without_one is not None:  # replicas are threads
-            use_generator(self._without_one)
+        draw_from(self._without_one)
         with missing_rows.as_nan(missing_rows.are_silent()), in_steps():
             scores = self._scores(self.model(x, training=False), y, w, real)
             weights = tf.cast(scores.weights, tf.float64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from tfdist.artifacts import state
 from tfdist.compat import keras_layers, keras_random, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
+from tfdist.runtime.scopes import ThreadScope
 from tfdist.training.calm_layers import calmed
 from tfdist.training.seeds import states_beside
 from tfdist.training.stateless_call import stateless_call
@@ -35,9 +35,7 @@ Key = tuple[
     int, int
 ]  # (place of a layer among all of the model, which of the losses that it adds in a call of the model)
 Take = Callable[[Any, Sequence[int]], Any]
-
-
-_here = threading.local()
+in_trials = ThreadScope()  # of a model, that other workers need not make: no place to wait for them
 
 
 @contextlib.contextmanager
@@ -45,20 +43,13 @@ def generators_kept() -> Iterator[None]:
     """What is drawn inside from Python's, NumPy's and TensorFlow's global generators is not missed later. To be entered
     by all workers, also by those that try nothing: a layer may draw from them when the step is traced.
     """
-    before, around, of_keras = state.generator_states(), is_this_workers_own(), keras_random.global_seed_generator()
-    _here.is_own = True
+    before, of_keras = state.generator_states(), keras_random.global_seed_generator()
     try:
-        with tensorflow_random.state_kept():
+        with in_trials(), tensorflow_random.state_kept():
             yield
     finally:
-        _here.is_own = around
         keras_random.use_generator(of_keras)  # one that a trial has made is on this worker alone
         state.restore_generator_states(before)
-
-
-def is_this_workers_own() -> bool:
-    """Whether what this thread computes is a trial that other workers need not make: no place to wait for them."""
-    return getattr(_here, "is_own", False)
 
 
 class Probe:

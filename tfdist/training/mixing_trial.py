@@ -10,7 +10,8 @@ value, gradients what is mixed on their way back (row_gradients.py), and many ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -112,18 +113,14 @@ class Trial(NamedTuple):
 
         def outputs(places: list[int], draw: int = 0) -> list[np.ndarray]:
             x = self.probe.take(rows, places)
-            if in_graph:
-                with tensorflow_random.seeded_graphs(2 * ATTEMPTS.index(attempt) + draw):  # each draws others
-                    function = tf.function(lambda: self._outputs(x, draw), autograph=False)
-                    # Not called itself: TensorFlow would warn of functions that are traced again and again.
-                    found: Any = function.get_concrete_function()()
-            elif self.draws is None or self.draws.some:
-                seed = 2 * ATTEMPTS.index(attempt) + draw
-                with tensorflow_random.repeated(seed), tensorflow_random.draws_undone(by=draw):
-                    found = self._outputs(x, draw)
-            else:
-                found = self._outputs(x, draw)
-            return of_rows(_in_float64(found), len(places))
+
+            def compute() -> list[tf.Tensor]:
+                return _in_float64(self._outputs(x, draw))
+
+            with self._drawn_again(draw):
+                # Not called itself: TensorFlow would warn of functions that are traced again and again.
+                function: Any = tf.function(compute, autograph=False).get_concrete_function() if in_graph else compute
+                return of_rows(function(), len(places))
 
         kept = (
             [range(0, number, 2), range(1, number, 2)] if attempt.by_halves else [range(1), range(number - 1, number)]
@@ -142,6 +139,16 @@ class Trial(NamedTuple):
         if mixed and in_graph and self.draws is not None and self.draws.in_loops:
             raise _Unrepeatable  # the rounds of a loop draw in any order
         return mixed
+
+    @contextlib.contextmanager
+    def _drawn_again(self, draw: int) -> Iterator[None]:
+        """Within it the same numbers are drawn for the same `draw`, and others in each attempt."""
+        if self.draws is not None and not self.draws.some:
+            yield
+            return
+        seed = 2 * ATTEMPTS.index(self.attempt) + draw
+        with tensorflow_random.repeated(seed), tensorflow_random.draws_undone(by=draw):
+            yield
 
     def _gradients_tell(self) -> bool:
         """One that has none for a few rows tells nothing."""

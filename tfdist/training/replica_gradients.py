@@ -8,7 +8,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras_random import global_seed_generator, use_generator
+from tfdist.compat.keras_random import global_seed_generator
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models import missing_rows
 from tfdist.models.compiled_functions import in_steps
@@ -16,7 +16,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.backward_order import weights_first
 from tfdist.training.dtypes import as_summands, with_zeros
-from tfdist.training.seeds import reseed, seed_states
+from tfdist.training.seeds import draw_from, reseed, seed_states
 from tfdist.training.step_options import Parallelism, StepOptions
 from tfdist.training.total_loss import Total, TotalLoss, rows_of
 from tfdist.training.update import Gradient, Update, compiled
@@ -85,8 +85,7 @@ class ReplicaGradients:
         return Accumulated(self.update.keep(gradients), [], sums)
 
     def _reseed(self, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> None:
-        if self._without_one is not None:  # replicas are threads
-            use_generator(self._without_one)
+        draw_from(self._without_one)
         reseed(self.seeds, self.options.seed, step, micro, replica)
 
     def _kept(self, gradients: list[Gradient]) -> list[Gradient]:

@@ -54,7 +54,7 @@ class Proof(NamedTuple):
     """Of a model, in training or in inference.
 
     apart: its outputs for a row are made of that row alone, and gradients are TensorFlow's own. adds_nothing: no layer
-    adds a loss. draws: what is random, if it is known; not of Keras' own layers.
+    adds a loss. draws: of what is not apart, what is random, if that is known; not of Keras' own layers.
     """
 
     apart: bool
@@ -111,8 +111,9 @@ def _prove(model: keras.Model, x: Any, take: Take, training: bool, counts: Seque
             specs = keras.tree.map_structure(functools.partial(_spec, rows), one, two)
             with _nothing_left(layers):
                 traces.append(_traced(model, layers, specs, rows, training))
-    drawn = what_is_drawn(traces[0].operations[0].graph) if traces[0].operations else None
-    return Proof(_are_apart(traces), not any(trace.losses for trace in traces), drawn)
+    apart, adds_nothing = _are_apart(traces), not any(trace.losses for trace in traces)
+    # Asked where rows are not apart: then there are operations.
+    return Proof(apart, adds_nothing, None if apart else what_is_drawn(traces[0].operations[0].graph))
 
 
 def _spec(rows: int, one: tf.Tensor, two: tf.Tensor) -> tf.TensorSpec:

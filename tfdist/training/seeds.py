@@ -7,7 +7,12 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras_random import global_seed_generator, is_seed_state, made_global_seed_generator
+from tfdist.compat.keras_random import (
+    global_seed_generator,
+    is_seed_state,
+    made_global_seed_generator,
+    use_generator,
+)
 from tfdist.training.calm_layers import has_own_code
 
 # TensorFlow's stubs know it as one of whole numbers.
@@ -27,6 +32,12 @@ def with_generator(model: keras.Model) -> keras.Model:
     if has_own_code(model):
         made_global_seed_generator()
     return model
+
+
+def draw_from(generator: keras.random.SeedGenerator | None) -> None:
+    """In this thread, which may be a replica's, what is drawn without a generator is drawn from this one, if any."""
+    if generator is not None:
+        use_generator(generator)
 
 
 def states_beside() -> list[keras.Variable]:

@@ -21,7 +21,7 @@ from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.connected import Connected, apply_connected
-from tfdist.training.dtypes import at_least_float32, norm_dtype
+from tfdist.training.dtypes import at_least_float32, norm_dtype, of_each_dtype
 from tfdist.training.optimizer import ema_variables, swapped_in
 from tfdist.training.parallel.buckets import Bucket, make_buckets
 from tfdist.training.parallel.compression import Compression
@@ -97,12 +97,12 @@ class MeshUpdate(DataParallel):
             for variable, axes in zip(self.trainable, sums, strict=True)
         ]
         # GPUs add up in another order each time, so that ranks of `model` get another gradient from the same numbers.
-        model_ranks = runtime.group("model")
-        on_gpus = bool(tf.config.list_logical_devices("GPU"))
-        self._alike_over = model_ranks if on_gpus and model_ranks.size > 1 else None
+        self._model_ranks = runtime.group("model")
+        differ = bool(tf.config.list_logical_devices("GPU")) and self._model_ranks.size > 1
         self._to_be_alike = [
-            "model" not in (placement.parts.get(id(variable)), *axes)
-            for variable, axes in zip(self.trainable, sums, strict=True)
+            place
+            for place, (variable, axes) in enumerate(zip(self.trainable, sums, strict=True))
+            if differ and "model" not in (placement.parts.get(id(variable)), *axes)
         ]
         self.compression = (
             None
@@ -175,18 +175,17 @@ class MeshUpdate(DataParallel):
 
     def _alike(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         """The first rank's gradient of what all ranks of `model` have whole, on all of them."""
-        group = self._alike_over
-        if group is None:
-            return kept
-        pieces, wanted = dict(enumerate(kept)), [place for place, alike in enumerate(self._to_be_alike) if alike]
-        for dtype in dict.fromkeys(kept[place].dtype for place in wanted):
-            places = tuple(place for place in wanted if kept[place].dtype == dtype)
-            bucket = Bucket(places, tuple(tuple(known_dims(kept[place].shape)) for place in places), group)
-            firsts = bucket.all_reduce(
-                bucket.take(kept), lambda own: group.all_reduce(own if group.index == 0 else tf.zeros_like(own))
-            )
-            bucket.put(firsts, pieces)
+        alike = of_each_dtype(self._of_first_rank, [kept[place] for place in self._to_be_alike])
+        pieces = dict(enumerate(kept)) | dict(zip(self._to_be_alike, alike, strict=True))
         return [pieces[place] for place in range(len(kept))]
+
+    def _of_first_rank(self, tensors: Sequence[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
+        group, shapes = self._model_ranks, tuple(tuple(known_dims(tensor.shape)) for tensor in tensors)
+
+        def first(own: tf.Tensor) -> tf.Tensor:
+            return group.all_reduce(own if group.index == 0 else tf.zeros_like(own))
+
+        return Bucket(tuple(places), shapes, group).all_reduce(tensors, first)
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         """The pieces of the sum over replicas."""

@@ -9,23 +9,25 @@ from contextlib import AbstractContextManager
 
 
 class ThreadScope:
-    """A context of the thread that enters it: others may prepare data meanwhile. May be entered inside itself."""
+    """A context of the thread that enters it: others may prepare data meanwhile, or trace another replica. May be
+    entered inside itself."""
 
     def __init__(self) -> None:
-        self._thread: int | None = None
+        self._local = threading.local()
 
     @property
     def is_here(self) -> bool:
         """Whether what asks runs inside."""
-        return self._thread == threading.get_ident()
+        return getattr(self._local, "entries", 0) > 0
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        before, self._thread = self._thread, threading.get_ident()
+        before = getattr(self._local, "entries", 0)
+        self._local.entries = before + 1
         try:
             yield
         finally:
-            self._thread = before
+            self._local.entries = before
 
 
 class Once:
