@@ -10,6 +10,7 @@ import sys
 
 
 def check(runtime) -> None:
+    import keras
     import ml_dtypes
     import numpy as np
     import tensorflow as tf
@@ -18,6 +19,7 @@ def check(runtime) -> None:
     from tfdist.control.strategies import STRATEGIES
     from tfdist.data import input_pipeline
     from tfdist.runtime.host import own_devices
+    from tfdist.training import seeds
 
     rank, size = runtime.rank, runtime.size
     assert (
@@ -128,6 +130,19 @@ def check(runtime) -> None:
             np.testing.assert_allclose(value.numpy(), wanted, rtol=0.01, atol=0.03 * runtime.replicas)
             everywhere = runtime.all_gather(value.numpy())
             assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
+
+    # In a step each replica draws other numbers from a generator that all have alike, and none again.
+    with runtime.scope():
+        generator = tf.random.Generator.from_seed(4)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+
+    def of_replica():
+        with seeds.drawing(model, runtime):
+            return tf.stack([generator.normal([]), generator.normal([])])
+
+    numbers = tf.function(lambda: tf.stack(runtime.local(runtime.run(of_replica))), autograph=False)
+    drawn = runtime.all_gather(np.stack([numbers().numpy() for _ in range(2)]))
+    assert len(set(drawn.ravel().tolist())) == 4 * runtime.replicas, drawn
 
     # Of slices the sum is those of all replicas; a mesh and parameter servers never get any.
     @tf.function(autograph=False)

@@ -291,17 +291,18 @@ def random_numbers_of_a_train_step(fit, evaluate, predict, folder):
 
 
 class Rows(layers.Layer):
-    """Adds noise, from Keras and from TensorFlow."""
+    """Adds noise, from Keras and from TensorFlow, by a generator and without."""
 
     def __init__(self):
         super().__init__()
-        self.generator = keras.random.SeedGenerator(4)
+        self.generator, self.of_tensorflow = keras.random.SeedGenerator(4), tf.random.Generator.from_seed(4)
 
     def call(self, x):
         return (
             x + keras.random.normal(tf.shape(x), seed=self.generator),
             keras.random.normal(tf.shape(x)),
             tf.random.normal(tf.shape(x)),
+            self.of_tensorflow.normal(tf.shape(x)),
         )
 
 

@@ -25,9 +25,11 @@ from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.compat import keras_trainer
+from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 _METRIC = "metric/"
+_DRAWN_WITHOUT_ONE = "drawn_without_one"
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -114,7 +116,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
-        state.assign(state.collect(model, model.optimizer, {}), arrays)
+        if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
+            made_global_seed_generator()
+        state.assign(state.collect(model, model.optimizer, _beside() if has_drawn else {}), arrays)
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
         if not RunningFit.of(model).go_to(self._epoch, snapshot.manifest["ends"]):
             state.restore_generator_states(snapshot.manifest["generators"])  # else reading has drawn from them just now
@@ -157,7 +161,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _variables(self) -> dict[str, Any]:
         model = self._trained
         metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
-        return {**state.collect(model, model.optimizer, {}), **metrics}
+        return {**state.collect(model, model.optimizer, _beside()), **metrics}
 
     def _skip_batches(self, count: int, metrics: Sequence[np.ndarray]) -> None:
         """The first `count` batches of the resumed epoch are taken, but not trained on; `metrics` is what they had come
@@ -183,3 +187,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return model.get_metrics_result()
 
         model.train_function = skipping
+
+
+def _beside() -> dict[str, Any]:
+    """The state of Keras' generator of all that is drawn without one, if there is one."""
+    generator = global_seed_generator()
+    return {} if generator is None else {_DRAWN_WITHOUT_ONE: generator.state}

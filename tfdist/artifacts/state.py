@@ -14,17 +14,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.runtime.host import host_view
 from tfdist.runtime.weight_check import Held, is_compared
 
+COMPARED = ("model/", "hidden/")  # keys of what all workers hold the same of
+
 
 def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any]) -> dict[str, Any]:
-    """key -> variable: all of the model's (weights, moving statistics, seed generators), all of the optimizer's
-    (slots, iterations, moving averages), and `train` (step, loss scale) under "train/"."""
+    """key -> variable: all of the model's (weights, moving statistics, seed generators), what its layers keep without
+    Keras' knowing, all of the optimizer's (slots, iterations, moving averages), and `train` (step, loss scale) under
+    "train/"."""
     # model.variables has the seed generators, which tf.train.Checkpoint(model=model) silently leaves out.
     return {
         **model_variables(model),
+        **{f"hidden/{index:04d}": variable for index, variable in enumerate(hidden_variables(model))},
+        **{f"generator/{index:04d}": variable for index, variable in enumerate(hidden_generators(model))},
         **{f"optimizer/{index:04d}": variable for index, variable in enumerate(_once(optimizer.variables))},
         **{f"train/{name}": variable for name, variable in train.items()},
     }
@@ -63,7 +69,7 @@ class WholeState:
         return [
             Held(_name(variable), _tf_variable(variable))
             for key, variable in self.variables.items()
-            if key.startswith("model/") and is_compared(variable)
+            if key.startswith(COMPARED) and is_compared(variable)
         ]
 
     def first_of_stage(self) -> int:

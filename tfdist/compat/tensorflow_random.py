@@ -13,6 +13,8 @@ from tensorflow.python.eager import context
 
 from tfdist.compat.temporary_attributes import replaced
 
+_BETWEEN_KEYS = 0x9E3779B97F4A7C1  # of replicas
+
 
 def _context() -> Any:
     return context.context()
@@ -118,6 +120,24 @@ def draws_undone(by: int = 0) -> Iterator[list[tf.Variable]]:
     finally:
         for state, value in zip(states, before, strict=True):
             state.assign(value)
+
+
+@contextlib.contextmanager
+def keys_moved(by: int | tf.Tensor) -> Iterator[None]:
+    """Within it, each tf.random.Generator draws other numbers for another `by`, and the same as ever for 0; its state
+    goes on alike. Not those of which each replica has its own. Relies on `Generator.skip`, with which each draw begins
+    and whose last number is the key.
+    """
+    skip = tf.random.Generator.skip
+
+    @tf.autograph.experimental.do_not_convert
+    def with_another_key(generator: tf.random.Generator, delta: Any) -> tf.Tensor:
+        found = skip(generator, delta)
+        return found if hasattr(generator.state, "values") else tf.concat([found[:-1], found[-1:] + step], 0)
+
+    step = tf.cast(by, tf.int64) * _BETWEEN_KEYS
+    with replaced(tf.random.Generator, "skip", with_another_key):
+        yield
 
 
 @contextlib.contextmanager

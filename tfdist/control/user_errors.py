@@ -15,6 +15,8 @@ from typing import NamedTuple
 _TFDIST, _STDLIB = re.escape(str(Path(__file__).parents[1])), re.escape(sysconfig.get_path("stdlib"))
 _NOT_OWN = re.compile(rf"site-packages/(keras|tensorflow|numpy|optree)/|^<|^{_TFDIST}/|^{_STDLIB}/(?!site-packages)")
 
+_INSTALLED = re.compile(rf"/(site|dist)-packages/|^<|^{_TFDIST}/|^{_STDLIB}/")
+
 
 class _Place(NamedTuple):
     """A line of a traceback."""
@@ -29,6 +31,15 @@ def failure(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     places = [_Place(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
     return _failure(places, f"{type(error).__name__}: {said(error)}".removesuffix(": "))
+
+
+def failure_of_own(error: BaseException) -> str:
+    """The same; "" if it did not arise in a program of the user's, but in what is installed, or was asked for."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_asked_for = not isinstance(error, Exception)
+    if is_asked_for or not any(frame.line and not _INSTALLED.search(frame.filename) for frame in frames):
+        return ""
+    return failure(error)
 
 
 def said(error: BaseException) -> str:

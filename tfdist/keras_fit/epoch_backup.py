@@ -20,13 +20,16 @@ import numpy as np
 
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
+from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
 from tfdist.compat import keras_trainer
+from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control.exit_codes import CheckpointError, ConfigError, TfdistError
 from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.keras_fit import backup_file, callback_state
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
+from tfdist.runtime.host import host_view
 from tfdist.runtime.one_device import OneDevice
 
 _ENTRIES = {
@@ -134,7 +137,8 @@ class EpochBackup(FitCallback):
         return backup_file.parse(received) if received else None
 
     def _variables(self) -> list:
-        return [*self.fitted.variables, *self.fitted.optimizer.variables]
+        model = self.fitted
+        return [*model.variables, *hidden_variables(model), *hidden_generators(model), *model.optimizer.variables]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         if len(keras_trainer.optimizers_of(self.fitted)) > 1:
@@ -162,6 +166,8 @@ class EpochBackup(FitCallback):
             )
         for variable, value in zip(variables, self._state["variables"], strict=True):
             variable.assign(value)
+        if (drawn := self._state.get("drawn_without_one")) is not None and (made := made_global_seed_generator()):
+            made.state.assign(drawn)
         for callback, state in zip(self._others, self._state["callbacks"], strict=False):
             callback_state.restore(callback, state)
         # A run that had been stopped has no epochs left.
@@ -191,13 +197,18 @@ class EpochBackup(FitCallback):
             return
         history = self.fitted.history
         # Keras' History comes after this callback: the present epoch is not in it yet.
+        without_one = global_seed_generator()  # of what layers draw from no generator of their own
         values = {
             name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
             for name, value in (logs or {}).items()
         }
         self._place.write(
             {
-                "variables": [np.asarray(variable.value) for variable in self._variables()],
+                "variables": [
+                    host_view(each.value if isinstance(each, keras.Variable) else each).copy()
+                    for each in self._variables()
+                ],
+                "drawn_without_one": None if without_one is None else np.asarray(without_one.state.value),
                 "epoch": epoch + 1,
                 "stopped": bool(self.fitted.stop_training),
                 "history": {**history.history, **values},

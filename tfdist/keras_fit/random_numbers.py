@@ -50,8 +50,10 @@ class RandomNumbers:
         owner, name = tensorflow_random.holder_of_the_seed()
         seed = getattr(owner, name)
         setattr(owner, name, None if seed is None else self._move(int(seed)))
+        rank = self._runtime.rank
+        keys = tensorflow_random.keys_moved(rank) if rank else contextlib.nullcontext()
         try:
-            with self._of_own_rows():
+            with self._of_own_rows(), keys:
                 yield
         finally:
             setattr(owner, name, seed)

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
@@ -129,10 +130,8 @@ def together(runtime: PeerRuntime, part: Part, forward: Callable[[], Forward]) -
     flat = keras.tree.flatten(own.outputs)
     for output in flat:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
-            raise ConfigError(
-                f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}: return"
-                " tensors with one row per sample."
-            )
+            sentence = f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}"
+            raise keep_message(ConfigError(f"{sentence}: return tensors with one row per sample."))
     masks = [mask_of(output) for output in flat]
     mine = [part.trim(tensor) for tensor in (*flat, *(mask for mask in masks if mask is not None))]
     if own.losses:

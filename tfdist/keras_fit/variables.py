@@ -6,18 +6,21 @@ import sys
 from collections.abc import Sequence
 
 import keras
+import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import hidden_variables
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.runtime import first_values
 from tfdist.runtime.base import PeerRuntime
 
 
-def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable]) -> bool:
+def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | tf.Variable]) -> bool:
     """Every worker gets the chief's bits, those of seed generators too. Returns whether something differed.
 
     Raises ConfigError if the workers' shapes differ.
     """
-    return first_values.take_the_chiefs(runtime, [variable.value for variable in variables])
+    values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    return first_values.take_the_chiefs(runtime, values)
 
 
 def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
@@ -25,5 +28,10 @@ def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
     chief's.
     """
     weights = [variable for variable in model.variables if not is_seed_state(variable)]
-    if take_the_chiefs(runtime, weights) and runtime.rank == 0:
-        print("tfdist: the workers' weights had drifted apart; all took the chief's.", file=sys.stderr, flush=True)
+    if take_the_chiefs(runtime, [*weights, *hidden_variables(model)]) and runtime.rank == 0:
+        print(
+            "tfdist: the workers' weights had drifted apart in this epoch (a layer that keeps statistics of its rows,"
+            " or a callback that sets weights by numbers of its own?); all took the chief's.",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -21,7 +21,7 @@ from tfdist.control.signals import SignalRequests
 from tfdist.control.watchdog import Watchdog, all_stacks
 from tfdist.runtime import preemption
 from tfdist.runtime.base import Runtime
-from tfdist.runtime.errors import explain
+from tfdist.runtime.errors import explain, explain_own_code
 
 _START_UPS = 4  # start-up as a whole (runtime, data, model, restore) may take this many times --startup_timeout
 BETWEEN_STEPS = "between steps"
@@ -38,7 +38,8 @@ class HealthMonitor:
         self.beacons: Beacons | None = None
         self._requests = requests  # of a process that may have been in another group before
         self._explanations: list[Callable[[BaseException], BaseException | None]] = [
-            lambda error: explain(error, cluster)
+            lambda error: explain(error, cluster),
+            explain_own_code,
         ]
         self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, StartupError, TfdistError
-from tfdist.control.user_errors import failure, failure_in_text, said, what_in_text, without_internals
+from tfdist.control.user_errors import failure, failure_in_text, failure_of_own, said, what_in_text, without_internals
 from tfdist.runtime import negative_weights
 from tfdist.runtime.ring_error import MARK, user_error
 
@@ -87,6 +87,12 @@ def missing_row(error: BaseException) -> str:
 def message_of(error: tf.errors.OpError) -> str:
     """What TensorFlow says, without its class."""
     return str(error.message)  # pyright: ignore[reportAttributeAccessIssue] - TensorFlow's types do not know it
+
+
+def explain_own_code(error: BaseException) -> ConfigError | None:
+    """Of what arose in the user's own code, as in a layer that is called for the first time, the line; else None."""
+    told = "" if isinstance(error, (TfdistError, tf.errors.OpError)) else failure_of_own(error)
+    return ConfigError(f"Code of your own {told}") if told else None
 
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:

@@ -8,19 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_variables
+from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.runtime.base import Runtime
-
-
-def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:
-    """TensorFlow's variables that a layer, or one in it, keeps without Keras' knowing."""
-    known = {id(keras_variables.stored_value(one)) for one in layer.variables}  # those of --zero=3 have none
-    return [
-        variable
-        for variable in tf.train.TrackableView(layer).descendants()
-        if isinstance(variable, tf.Variable) and id(variable) not in known
-    ]
 
 
 class ForwardState:
@@ -31,8 +21,10 @@ class ForwardState:
     def __init__(self, runtime: Runtime, model: keras.Model):
         self.runtime = runtime
         self._variables = [
-            variable.value for variable in model.non_trainable_variables if not is_seed_state(variable)
-        ] + hidden_variables(model)
+            *(variable.value for variable in model.non_trainable_variables if not is_seed_state(variable)),
+            *hidden_variables(model),
+            *hidden_generators(model),
+        ]
 
     def read(self) -> Any:
         """Inside a tf.function: the values, of every local replica. TensorFlow copies none that is not written to."""

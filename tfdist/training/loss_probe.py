@@ -74,6 +74,7 @@ class Probe:
         )
         self._states_off: dict[float, Sequence[np.ndarray]] = {0.0: self.states}
         self._added: list[tuple[Key, tf.Tensor]] = []
+        self._seeds_met: list[keras.Variable] = []  # of generators that no layer holds
 
     def some_rows(self, number: int = ROWS) -> Any:
         """The first of x, and if there are fewer than `number` from the first on again."""
@@ -117,9 +118,16 @@ class Probe:
         ]
         self._added = []
         given = [*map(tf.constant, weights)], [*map(tf.convert_to_tensor, states)]
-        beside = [(state, state.value + tf.cast(draw, state.dtype)) for state in states_beside()]
-        with tensorflow_random.redrawn(draw if isinstance(draw, int) else 0):
+        beside = [(state, state.value + tf.cast(draw, state.dtype)) for state in (*states_beside(), *self._seeds_met)]
+        redrawn = tensorflow_random.redrawn(draw if isinstance(draw, int) else 0)
+        with redrawn, keras_random.asked_before_draws(self._meet):
             return stateless_call(self.model, *given, x, training, beside).outputs
+
+    def _meet(self, generator: keras.random.SeedGenerator) -> None:
+        """Before the model draws from it. One that no layer holds is moved in later calls."""
+        known = (*self.model.variables, *states_beside(), *self._seeds_met)
+        if not any(generator.state is one for one in known):
+            self._seeds_met.append(generator.state)
 
     def _states(self, off: float) -> Sequence[np.ndarray]:
         if off not in self._states_off:

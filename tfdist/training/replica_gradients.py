@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import keras
@@ -16,7 +17,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.backward_order import weights_first
 from tfdist.training.dtypes import as_summands, with_zeros
-from tfdist.training.seeds import draw_from, reseed, seed_states
+from tfdist.training.seeds import draw_from, drawing, reseed, seed_states
 from tfdist.training.step_options import Parallelism, StepOptions
 from tfdist.training.total_loss import Total, TotalLoss, rows_of
 from tfdist.training.update import Gradient, Update, compiled
@@ -74,7 +75,7 @@ class ReplicaGradients:
         """Of all micro-batches of a step, at once."""
         assert self.pipeline is not None
         replica = self.runtime.replica_id()
-        with self._counting(batches[0][2]), missing_rows.as_nan(self._lookups_are_silent), in_steps():
+        with self._counting(batches[0][2]), self._tracing():
             gradients, sums = self.pipeline(
                 batches,
                 lambda micro: self._reseed(step, tf.constant(micro), replica),
@@ -95,10 +96,16 @@ class ReplicaGradients:
         """See SumsAsMeans. `w`: the weights of a micro-batch."""
         return self.added.counting(self.options.plan.global_batch / rows_of(w))
 
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """The model and what is made of its outputs are called inside."""
+        with missing_rows.as_nan(self._lookups_are_silent), in_steps(), drawing(self.model, self.runtime):
+            yield
+
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> Accumulated:
         """Of a micro-batch, as the tape gives them."""
         sources = self.update.sources()
-        with self._counting(w), missing_rows.as_nan(self._lookups_are_silent), in_steps():
+        with self._counting(w), self._tracing():
             with tf.GradientTape(persistent=True) as tape:
                 total = self.total(missing_rows.told(self.model(x, training=True)), y, w, scale)
             begin = missing_rows.told(self.begin_backward(total))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
 
+from tfdist.compat import tensorflow_random
+from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_random import (
+    asked_before_draws,
     global_seed_generator,
     is_seed_state,
     made_global_seed_generator,
     use_generator,
 )
+from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.base import Runtime
 from tfdist.training.calm_layers import has_own_code
 
 # TensorFlow's stubs know it as one of whole numbers.
@@ -38,6 +44,32 @@ def draw_from(generator: keras.random.SeedGenerator | None) -> None:
     """In this thread, which may be a replica's, what is drawn without a generator is drawn from this one, if any."""
     if generator is not None:
         use_generator(generator)
+
+
+@contextlib.contextmanager
+def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
+    """The step of a replica is traced inside: a tf.random.Generator draws other numbers than on other replicas.
+
+    Raises ConfigError where something is drawn from a SeedGenerator that is not the model's, nor Keras': the step does
+    not set it, and no snapshot holds it.
+    """
+    known = [variable for variable in model.variables if is_seed_state(variable)]
+
+    def ask(generator: keras.random.SeedGenerator) -> None:
+        if not any(generator.state is state for state in (*known, *states_beside())):
+            raise keep_message(
+                ConfigError(
+                    "Something is drawn from a keras.random.SeedGenerator that no layer holds (of a module, a function,"
+                    " or an object inside a layer), so that no snapshot would: make it an attribute of the layer"
+                    " (self.seed = keras.random.SeedGenerator(...)), or draw without one (keras.random.normal(shape))."
+                )
+            )
+
+    # Of several replicas here, which are traced in turns, TensorFlow's strategies give each other keys.
+    alone = runtime.local_replicas == 1 and runtime.replicas > 1
+    keys = tensorflow_random.keys_moved(runtime.replica_id()) if alone else contextlib.nullcontext()
+    with asked_before_draws(ask), keys:
+        yield
 
 
 def states_beside() -> list[keras.Variable]:

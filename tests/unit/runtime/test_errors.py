@@ -1,5 +1,6 @@
 """TensorFlow's errors in our words."""
 
+import json
 import re
 
 import keras
@@ -10,7 +11,7 @@ from tensorflow.python.framework import config as framework_config
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, PeerLostError
-from tfdist.runtime.errors import cause, explain
+from tfdist.runtime.errors import cause, explain, explain_own_code
 from tfdist.runtime.ring_error import MARK
 
 CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
@@ -115,6 +116,22 @@ def test_what_is_not_known_stays_as_it_is():
     assert explain(tf.errors.InvalidArgumentError(None, None, "shapes"), CLUSTER) is None
     assert explain(tf.errors.UnavailableError(None, None, "alone"), Cluster()) is None
     assert PeerLostError.exit_code == ExitCode.PEER_LOST
+
+
+def test_the_users_own_line_in_a_layer_that_is_called_for_the_first_time():
+    class Wrong(keras.layers.Layer):
+        def call(self, x):
+            return x + missing  # noqa: F821
+
+    try:
+        Wrong()(tf.zeros([2]))
+    except NameError as error:
+        told = str(explain_own_code(error))
+    assert "test_errors.py:" in told and "in call: NameError" in told and "'missing' is not defined" in told, told
+    try:
+        json.loads("{")
+    except ValueError as error:
+        assert explain_own_code(error.with_traceback(error.__traceback__.tb_next)) is None  # what is installed alone
 
 
 def raises_in_a_generator():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from tfdist.artifacts.hidden_state import hidden_variables
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
@@ -150,7 +151,10 @@ def _stages(
 ) -> dict[int, tuple[int, ...]]:
     """id of a variable -> the stages that hold it."""
     degree = runtime.mesh.degree("pipe")
-    refuse_shared(model, pieces, degree, f"--mesh={runtime.mesh.describe()}", plan.micro_batch)
+    flag = f"--mesh={runtime.mesh.describe()}"
+    refuse_shared(model, pieces, degree, flag, plan.micro_batch)
+    hidden = "no snapshot would hold, as Keras does not know it: make it with self.add_weight(trainable=False)"
+    refuse_assigned(model, hidden_variables(model), flag, hidden)
     return stages_of(model, pieces, degree)
 
 

@@ -108,7 +108,7 @@ class ShardedState:
         return [
             Held(piece.name, piece.value if self._is_here(piece) else None, self._which(piece))
             for key, piece in self.pieces.items()
-            if key.startswith("model/") and is_compared(piece.variable)
+            if key.startswith(state.COMPARED) and is_compared(piece.variable)
         ]
 
     def first_of_stage(self) -> int:

@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import hidden_variables
 from tfdist.compat.keras_tensors import functional_of
 from tfdist.runtime import batch_norm
-from tfdist.training.forward_state import hidden_variables
 from tfdist.training.loss_probe import generators_kept
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.segments import Segment

@@ -1,0 +1,58 @@
+"""State that layers keep without Keras' knowing: a tf.Variable, or a tf.random.Generator, among their attributes.
+
+Keras neither saves nor restores it: a run that is resumed would compute something else, and nothing would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import keras_layers, keras_variables
+
+_DEPTH = 4  # of lists, dictionaries and objects in each other
+_MOST = 10_000  # entries of a list that are looked at: more are data
+_NOT_OWN = ("keras", "tensorflow", "numpy", "builtins", "functools", "types")  # modules of objects that hold nothing
+
+
+def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:
+    """Variables of TensorFlow's that the layer, or one in it, holds; without those of generators."""
+    known = {id(keras_variables.stored_value(one)) for one in layer.variables}  # those of --zero=3 have none
+    known |= {id(generator.state) for generator in _generators(layer)}
+    return [each for each in _held(layer) if isinstance(each, tf.Variable) and id(each) not in known]
+
+
+def hidden_generators(layer: keras.Layer) -> list[tf.Variable]:
+    """The states of each tf.random.Generator that the layer, or one in it, holds."""
+    return [generator.state for generator in _generators(layer)]
+
+
+def _generators(layer: keras.Layer) -> Iterator[tf.random.Generator]:
+    return (each for each in _held(layer) if isinstance(each, tf.random.Generator))
+
+
+def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator]:
+    """In the order of the layers and of their attributes."""
+    found: dict[int, Any] = {}
+    for each in keras_layers.all_layers(layer):
+        for value in (*vars(each).values(), *tf.train.TrackableView(each).descendants()):
+            found |= {id(one): one for one in _inside(value, _DEPTH)}
+    return list(found.values())
+
+
+def _inside(value: Any, depth: int) -> Iterator[tf.Variable | tf.random.Generator]:
+    if isinstance(value, (tf.Variable, tf.random.Generator)):
+        yield value
+        return
+    more: Any = ()
+    if isinstance(value, Mapping):
+        more = value.values()
+    elif isinstance(value, (list, tuple)):
+        more = value if len(value) <= _MOST else ()
+    elif not isinstance(value, (keras.Layer, type)) and not type(value).__module__.startswith(_NOT_OWN):
+        more = getattr(value, "__dict__", {}).values()
+    for each in more if depth else ():
+        yield from _inside(each, depth - 1)
