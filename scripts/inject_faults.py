@@ -319,6 +319,13 @@ FAULTS: dict[str, Fault] = {
         "            pass\n",
         ("tests/unit/artifacts/test_hidden_state.py",),
     ),
+    "drawn anew": Fault(
+        "a recomputed layer draws other numbers in the backward pass",
+        "training/parallel/recompute.py",
+        "    if draws_anew(kinds):\n",
+        "    if False:\n",
+        ("tests/unit/training/test_recompute.py",),
+    ),
     "model ranks": Fault(
         "on GPUs each rank of `model` updates what all of them hold by its own sum of the gradient",
         "training/parallel/mesh_update.py",

@@ -107,8 +107,7 @@ class Counter(keras.layers.Layer):
 
 
 class LongCounter(keras.layers.Layer):
-    """The same in whole numbers above 2^24, with a table of such numbers, which changes what it computes; and in a
-    variable of which Keras does not know."""
+    """The same in whole numbers above 2^24, with a table of such numbers, which changes what it computes."""
 
     supports_masking = True
 
@@ -118,14 +117,31 @@ class LongCounter(keras.layers.Layer):
 
         self.calls = self.add_weight(shape=(), dtype="int64", initializer=whole(2**24), trainable=False, name="calls")
         self.ids = self.add_weight(shape=(2,), dtype="int64", initializer=whole(2**40 + 1), trainable=False, name="ids")
-        self.hidden = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def call(self, x, training=False):
         if training:
             self.calls.assign_add(1)
-            self.hidden.assign_add(1)
-        turn = ops.cast((self.calls + 3 * self.hidden) % 4 + ops.sum(self.ids % 2), x.dtype)
+        turn = ops.cast(self.calls % 3 + ops.sum(self.ids % 2), x.dtype)
         return x * (1 + 0.1 * turn)
+
+
+class Keeps(keras.layers.Layer):
+    """State of which Keras does not know, the same on all workers: a count that changes what is computed, and a
+    generator, of whose numbers nothing is made.
+    """
+
+    supports_masking = True
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.calls = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.inside = [{"generator": tf.random.Generator.from_seed(3)}]
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1)
+        drawn = self.inside[0]["generator"].normal(tf.shape(x))
+        return x * (1 + 0.1 * ops.cast(self.calls % 4, x.dtype)) + ops.cast(0.0 * drawn, x.dtype)
 
 
 class Louder(keras.layers.Layer):
@@ -138,17 +154,12 @@ class Louder(keras.layers.Layer):
 
 
 class Draws(keras.layers.Layer):
-    """Draws random numbers without a generator and with one of TensorFlow's, and makes nothing of them."""
+    """Draws random numbers without a generator, and makes nothing of them."""
 
     supports_masking = True
 
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.generator = tf.random.Generator.from_seed(3)
-
     def call(self, x):
         drawn = ops.cast(keras.random.normal(ops.shape(x)), "float32") + tf.random.normal(tf.shape(x))
-        drawn += self.generator.normal(tf.shape(x))
         return x + ops.cast(0.0 * drawn, x.dtype)
 
 

@@ -144,7 +144,14 @@ def conflicts(case: Mapping[str, Any], blocks: list[str], workers: int) -> str:
         return "micro-batches of different size"
     if degree["pipe"] > 1 and (model["inputs"] == "both" or model["head"] == "dict"):
         return "a pipeline takes one tensor and gives one"
-    if degree["pipe"] > 1 and set(blocks) & {"batch_norm", "counter", "long_counter", "running_mean", "spectral"}:
+    if degree["pipe"] > 1 and set(blocks) & {
+        "batch_norm",
+        "counter",
+        "long_counter",
+        "running_mean",
+        "keeps",
+        "spectral",
+    }:
         return "state in stages is not looked at yet"
     if degree["expert"] > 1 and (case["data"]["weights"] != "none" or case["data"].get("padded")):
         return "balance losses with weights"

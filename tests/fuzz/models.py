@@ -63,6 +63,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "louder": ("rows grid steps", 'x = own.Around(own.Louder(name="{name}_inner"), name="{name}")(x)'),
     "draws": ("rows grid steps", 'x = own.Draws(name="{name}")(x)'),  # in the place of the one before it
     "running_mean": ("rows", 'x = own.RunningMean(name="{name}")(x)'),
+    "keeps": ("rows", 'x = own.Keeps(name="{name}")(x)'),  # in the place of the one before it
     "dropout": ("rows grid steps", 'x = layers.Dropout(0.3, name="{name}")(x)'),
     "positions": ("steps", 'x = own.Positions({length}, {width}, name="{name}")(x)'),
     "spectral": (

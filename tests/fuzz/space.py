@@ -44,6 +44,7 @@ INSTEAD = {  # drawn in their place
     "attention": "attention_causal",
     "counter": "long_counter",
     "residual": "twins",
+    "running_mean": "keeps",
     "louder": "draws",
     "mean_loss": "sum_in_evaluation",
     "max_loss": "first_loss",
@@ -417,7 +418,7 @@ def conflicts(case: Mapping[str, Any]) -> str:
     if (
         set(models.NO_SUMS) & set(blocks)
         and options["accumulation"] > 1
-        and set(blocks) & {"batch_norm", "counter", "long_counter", "spectral", "running_mean"}
+        and set(blocks) & {"batch_norm", "counter", "long_counter", "spectral", "running_mean", "keeps"}
     ):
         return "the oracle takes the rows of all micro-batches at once"
     if "floored_loss" in blocks and case["model"]["inputs"] not in ("rows", "grid"):
@@ -426,6 +427,8 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "which refusal comes first is not looked at"
     if "inner_metric" in blocks:
         return "state of a worker's rows"
+    if options.get("recompute") and set(blocks) & {"draws", "keeps"}:
+        return "what would be another one in the backward pass"
     if "differs" in data and (RUNTIMES[runtime][1] == 1 or {"resumed", "moved"} & set(case) or "nan" in data):
         return "nothing to compare"
     if "differs" in data and data["source"] != "arrays" and data["differs"] != "order":
@@ -441,7 +444,7 @@ def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     options = case["options"]
     if "differs" in case["data"]:
         return "the chief alone reads"
-    if set(blocks) & {"batch_norm", "running_mean", "spectral"}:
+    if set(blocks) & {"batch_norm", "running_mean", "keeps", "spectral"}:
         return "statistics are of what one worker has"
     if case["data"]["weights"] != "none" and set(blocks) & {*models.SUMS_AND_MEANS, "dense_l2"}:
         return "cannot bring together losses that layers add and weighted samples"

@@ -20,26 +20,25 @@ _NOT_OWN = ("keras", "tensorflow", "numpy", "builtins", "functools", "types")  #
 
 def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:
     """Variables of TensorFlow's that the layer, or one in it, holds; without those of generators."""
+    held = _held(layer)
+    if not held:
+        return []
     known = {id(keras_variables.stored_value(one)) for one in layer.variables}  # those of --zero=3 have none
-    known |= {id(generator.state) for generator in _generators(layer)}
-    return [each for each in _held(layer) if isinstance(each, tf.Variable) and id(each) not in known]
+    known |= {id(each.state) for each in held if isinstance(each, tf.random.Generator)}
+    return [each for each in held if isinstance(each, tf.Variable) and id(each) not in known]
 
 
 def hidden_generators(layer: keras.Layer) -> list[tf.Variable]:
     """The states of each tf.random.Generator that the layer, or one in it, holds."""
-    return [generator.state for generator in _generators(layer)]
-
-
-def _generators(layer: keras.Layer) -> Iterator[tf.random.Generator]:
-    return (each for each in _held(layer) if isinstance(each, tf.random.Generator))
+    return [each.state for each in _held(layer) if isinstance(each, tf.random.Generator)]
 
 
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator]:
     """In the order of the layers and of their attributes."""
     found: dict[int, Any] = {}
     for each in keras_layers.all_layers(layer):
-        for value in (*vars(each).values(), *tf.train.TrackableView(each).descendants()):
-            found |= {id(one): one for one in _inside(value, _DEPTH)}
+        if isinstance(each, keras.Model) or not type(each).__module__.startswith("keras."):  # whose own hold none
+            found |= {id(one): one for value in vars(each).values() for one in _inside(value, _DEPTH)}
     return list(found.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import tensorflow as tf
@@ -19,15 +20,44 @@ def operation_number(operation: tf.Operation) -> int:
 def kinds_of_operations(graph: tf.Graph) -> tuple[set[str], set[str]]:
     """(the types of all operations of a graph and of the functions that it calls, of these those in loops)"""
     definition = graph.as_graph_def()
-    bodies = {function.signature.name: function.node_def for function in definition.library.function}
-    every = [*definition.node, *(node for nodes in bodies.values() for node in nodes)]
+    return _kinds(definition.node, definition.library.function)
+
+
+def kinds_made_here(graph: tf.Graph, since: int) -> set[str]:
+    """The types of the operations, and of those of the functions that they call, that this replica has made after the
+    graph had so many. Relies on the name scope that MirroredStrategy gives each replica, which are traced in turns;
+    without it what another one makes meanwhile is taken for this one's.
+    """
+    mine = _replicas(f"{tf.get_current_name_scope()}/")
+    made = [operation for operation in graph.get_operations()[since:] if _replicas(operation.name) == mine]
+    nodes = [operation.node_def for operation in made]
+    calls = any(_called(node) for node in nodes)
+    return _kinds(nodes, graph.as_graph_def().library.function if calls else ())[0]
+
+
+def _replicas(name: str) -> list[str]:
+    return re.findall(r"(?:^|/)replica_(\d+)/", name)
+
+
+def _kinds(nodes: Any, functions: Any) -> tuple[set[str], set[str]]:
+    bodies = {function.signature.name: function.node_def for function in functions}
+    every = [*nodes, *(node for name in _reached(nodes, bodies) for node in bodies[name])]
     waiting = [name for node in every if node.op in ("While", "StatelessWhile") for name in _called(node)]
-    in_loops: dict[str, None] = {}
+    return {node.op for node in every}, {node.op for name in _closed(waiting, bodies) for node in bodies[name]}
+
+
+def _reached(nodes: Any, bodies: dict[str, Any]) -> list[str]:
+    return _closed([name for node in nodes for name in _called(node)], bodies)
+
+
+def _closed(waiting: list[str], bodies: dict[str, Any]) -> list[str]:
+    """The names of these functions and of those that they call."""
+    found: dict[str, None] = {}
     while waiting:
-        if (name := waiting.pop()) in bodies and name not in in_loops:
-            in_loops[name] = None
+        if (name := waiting.pop()) in bodies and name not in found:
+            found[name] = None
             waiting += [called for node in bodies[name] for called in _called(node)]
-    return {node.op for node in every}, {node.op for name in in_loops for node in bodies[name]}
+    return list(found)
 
 
 def _called(node: Any) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,11 @@ class Draws(NamedTuple):
 
     some: bool
     in_loops: bool
+
+
+def draws_anew(kinds: Iterable[str]) -> bool:
+    """Whether operations of these types draw other numbers when they are run again."""
+    return any(_DRAWING.search(kind) and not kind.startswith("Stateless") for kind in kinds)
 
 
 def what_is_drawn(graph: tf.Graph) -> Draws:

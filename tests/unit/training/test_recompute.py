@@ -243,6 +243,40 @@ def test_weights_that_a_recomputed_layer_sets_are_refused():
         tf.function(lambda: model(X, training=True), autograph=False)()
 
 
+class Otherwise(keras.layers.Layer):
+    """Is another one when it is called again."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.generator, self.count = how, tf.random.Generator.from_seed(3), tf.Variable(1.0, trainable=False)
+
+    def call(self, x):
+        if self.how == "tf.random":
+            return x * tf.random.uniform(tf.shape(x))
+        if self.how == "a loop":
+            return tf.map_fn(lambda row: row * tf.random.normal([4]), x)
+        if self.how == "a generator":
+            return x * self.generator.normal(tf.shape(x))
+        if self.how == "a variable":
+            return x * self.count.assign_add(1.0)
+        return x * keras.random.uniform(tf.shape(x)) * self.count
+
+
+@pytest.mark.parametrize("how", ["tf.random", "a loop", "a generator", "a variable", "as ever"])
+def test_what_would_be_another_one_in_the_backward_pass_is_refused(how):
+    made_global_seed_generator()
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, block(0, inputs, Otherwise(how)))
+    recompute(model, "block", {})
+    run = tf.function(lambda: model(X, training=True), autograph=False)
+    if how == "as ever":
+        run()
+        return
+    found = "sets a tf.Variable of which Keras does not know" if how == "a variable" else "draws by tf.random or a"
+    with pytest.raises(ConfigError, match=f"^--recompute and --zero=3 .* layer block_00\\w* {found}"):
+        run()
+
+
 @pytest.mark.slow
 def test_micro_batches_are_taken_in_order():
     """Each has its own dropout masks: with the second batch taken first the loss of a step is another one."""

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import hidden_variables
 from tfdist.compat import keras_layers, keras_variables
 from tfdist.control.exit_codes import ConfigError
 
@@ -32,7 +33,7 @@ def refuse_assigned(
     names `flag`. Trainable ones, or state, which may be TensorFlow's variables that a layer keeps by itself.
     """
     for variable in variables:
-        name, like = _owner(model, variable), " (as SpectralNormalization does)" if variable.trainable else ""
+        name, like = _owner(model, variable), _like(variable)
         sentence = (
             f"{flag}, but layer {name} sets its weight {getattr(variable, 'path', variable.name)} in the forward"
             f" pass{like}, which {why_and_fix}."
@@ -41,6 +42,10 @@ def refuse_assigned(
         for one in (variable, *([] if stored is None or stored is variable else [stored])):
             for setter in _SETTERS:
                 setattr(one, setter, _refusing(getattr(one, setter), sentence))
+
+
+def _like(variable: keras.Variable | tf.Variable) -> str:
+    return " (as SpectralNormalization does)" if isinstance(variable, keras.Variable) and variable.trainable else ""
 
 
 def _owner(model: keras.Model, variable: keras.Variable | tf.Variable) -> str:
@@ -57,7 +62,7 @@ def _owner(model: keras.Model, variable: keras.Variable | tf.Variable) -> str:
 
 
 def _holds(layer: keras.Layer, variable: tf.Variable) -> bool:
-    return any(one is variable for one in tf.train.TrackableView(layer).descendants())
+    return any(one is variable for one in hidden_variables(layer))
 
 
 def _refusing(assign: Callable[..., Any], sentence: str) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfdist.artifacts.hidden_state import hidden_variables
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
@@ -29,7 +28,7 @@ from tfdist.training.parallel.pipe_schedule import make_schedule
 from tfdist.training.parallel.pipeline_parts import divide, stages_of
 from tfdist.training.parallel.pipeline_stages import Pipeline
 from tfdist.training.parallel.sequence import parallelize_sequence
-from tfdist.training.parallel.shared_state import refuse_shared
+from tfdist.training.parallel.shared_state import refuse_hidden, refuse_shared
 from tfdist.training.parallel.tensor import Part, parallelize_layers, share, vocabulary_objective
 from tfdist.training.parallel.zero import sharded_update
 
@@ -153,8 +152,7 @@ def _stages(
     degree = runtime.mesh.degree("pipe")
     flag = f"--mesh={runtime.mesh.describe()}"
     refuse_shared(model, pieces, degree, flag, plan.micro_batch)
-    hidden = "no snapshot would hold, as Keras does not know it: make it with self.add_weight(trainable=False)"
-    refuse_assigned(model, hidden_variables(model), flag, hidden)
+    refuse_hidden(model, flag)
     return stages_of(model, pieces, degree)
 
 

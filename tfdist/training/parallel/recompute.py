@@ -8,15 +8,21 @@ see the same, and it moves once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_variables import autocast_dtype, autocast_to
+from tfdist.compat.tensorflow_graphs import kinds_made_here
+from tfdist.control.exit_codes import ConfigError
+from tfdist.training.random_mixing import draws_anew
 from tfdist.training.seeds import states_beside
 
+_WRITES = re.compile("Assign|Resource(Scatter|Apply|SparseApply)")  # types of operations
 Bind = Callable[[list[tf.Tensor], bool, tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]
 OnGradients = Callable[[list[tf.Tensor]], None]
 
@@ -44,14 +50,36 @@ def recomputed(
     Returns: what function returns, a nest of tensors.
     """
     states = [*states, *states_beside()]
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
     made = _Recomputed(function, inputs, parameters, states, bind, on_gradients)
     results = made.run()
+    _refuse_what_comes_out_otherwise(kinds_made_here(graph, before), owner)
     for place, end in zip(made.changed, results[len(results) - len(made.changed) :], strict=True):
         states[place].assign(end)
     outputs = len(results) - len(made.changed) - made.losses
     for loss in results[outputs : outputs + made.losses]:
         owner.add_loss(loss)
     return tf.nest.pack_sequence_as(made.structure, results[:outputs])
+
+
+def _refuse_what_comes_out_otherwise(kinds: set[str], owner: keras.Layer) -> None:
+    """Of types of operations: what would be another one in the second pass, whose gradient would be of that."""
+    if draws_anew(kinds):
+        what = "draws by tf.random or a tf.random.Generator, which would give other numbers then: draw by keras.random"
+    elif any(map(_WRITES.match, kinds)):
+        what = (
+            "sets a tf.Variable of which Keras does not know, twice in each step then: make it with"
+            " self.add_weight(trainable=False)"
+        )
+    else:
+        return
+    raise keep_message(
+        ConfigError(
+            "--recompute and --zero=3 compute layers again in the backward pass, but what ends with layer"
+            f" {owner.name} {what}, or drop the flag."
+        )
+    )
 
 
 class _Recomputed:

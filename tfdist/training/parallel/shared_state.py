@@ -13,8 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import hidden_variables
+from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
 from tfdist.compat.keras_tensors import functional_of
+from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.training.loss_probe import generators_kept
 from tfdist.training.parallel.assigned_weights import refuse_assigned
@@ -41,6 +42,23 @@ def refuse_shared(
             is_state |= isinstance(variable, tf.Variable) or not variable.trainable
     if is_state:
         _trace(model, micro_batch)
+
+
+def refuse_hidden(model: keras.Model, flag: str) -> None:
+    """What a layer keeps without Keras' knowing, and changes, is a ConfigError: snapshots take it from the first
+    stage, where it may stand still.
+    """
+    if hidden_generators(model):
+        raise ConfigError(
+            f"{flag}, but a layer draws from a tf.random.Generator, which goes on on its own stage only: draw by"
+            " keras.random, or use data= instead."
+        )
+    refuse_assigned(
+        model,
+        hidden_variables(model),
+        flag,
+        "goes on on its own stage only, as Keras does not know it: make it with self.add_weight(trainable=False)",
+    )
 
 
 def _why_and_fix(users: Sequence[int], stages: int) -> str:

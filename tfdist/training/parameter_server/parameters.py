@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import hidden_variables
 from tfdist.compat import keras_optimizers
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.control.exit_codes import ConfigError
@@ -80,7 +81,7 @@ class Parameters:
       piece_bytes: see `place`.
       on_step: called with each step that the chief is brought to.
     Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep; and, when it
-    is called, for one that sets its trainable weights itself.
+    is called, for one that sets its trainable weights itself, or variables of which Keras does not know.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Parameters:
                 "--strategy=parameter_server does not keep weight constraints (kernel_constraint and the like): remove"
                 " them from the model, or use another strategy."
             )
-        refuse_assigned(model, self.weights, "--strategy=parameter_server", ON_SERVERS)
+        refuse_assigned(model, [*self.weights, *hidden_variables(model)], "--strategy=parameter_server", ON_SERVERS)
         self.states = [variable for variable in model.non_trainable_variables if not is_seed_state(variable)]
         self.schedule = ScaledSchedule(schedule)
         self.pieces = place([tuple(variable.shape) for variable in self.weights], len(devices), piece_bytes)
