@@ -310,7 +310,7 @@ FAULTS: dict[str, Fault] = {
         "keras_fit/random_numbers.py",
         "keys = tensorflow_random.keys_moved(rank) if rank else",
         "keys = tensorflow_random.keys_moved(0) if rank else",
-        ("tests/parity/test_fit.py",),
+        ("tests/parity/test_fit.py::test_like_keras_in_one_process[2-random_numbers_of_the_rows]",),
     ),
     "drawn without one": Fault(
         "a backup of tfdist.fit forgets what Keras draws without a generator",

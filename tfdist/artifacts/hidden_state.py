@@ -15,7 +15,8 @@ from tfdist.compat import keras_layers, keras_variables
 
 _DEPTH = 4  # of lists, dictionaries and objects in each other
 _MOST = 10_000  # entries of a list that are looked at: more are data
-_NOT_OWN = ("keras", "tensorflow", "numpy", "builtins", "functools", "types")  # modules of objects that hold nothing
+# Modules of objects that hold nothing of the user's own.
+_NOT_OWN = ("keras.", "tensorflow.", "tfdist.", "numpy", "builtins", "functools")
 
 
 def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:
