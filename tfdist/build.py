@@ -140,7 +140,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     objective = make_objective(config.model, train_split.element_spec[1])
     batch_norm.synchronize_with(runtime)
     with runtime.scope():
-        model = with_generator(build_model(config.model, train_split.element_spec[0], train_split.num_classes))
+        model = _make_model(config, train_split)
         composition_checks.check_model(config, runtime, model)
         config = composition_checks.with_xla(config, runtime, model)
         options = _step_options(config, runtime, plan, train_split)
@@ -180,6 +180,12 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     if on_axes and on_mesh(runtime):
         job.state = ShardedState(runtime, model, optimizer, step.variables, on_axes.update, on_axes.parts)
     return job
+
+
+def _make_model(config: Config, split: Split) -> keras.Model:
+    """With the generator of what code of the user's own draws without one."""
+    model = build_model(config.model, split.element_spec[0], split.num_classes)
+    return with_generator(model, own_objective=":" in config.model.objective)
 
 
 def _build_whole(config: Config, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer) -> None:

@@ -27,15 +27,17 @@ _fold_in: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.random.fold_in  # typ
 
 def seed_states(model: keras.Model) -> list[tf.Variable]:
     """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order. The last is
-    that of Keras' own, from which layers of the user's may draw; `with_generator` has made it.
+    that of Keras' own, from which code of the user's may draw, if `with_generator` has made it.
     """
-    states = [variable.value for variable in model.variables if is_seed_state(variable)]
-    return [*states, *(state.value for state in states_beside())] if has_own_code(model) else states
+    states = [variable for variable in model.variables if is_seed_state(variable)]
+    return [state.value for state in (*states, *states_beside())]
 
 
-def with_generator(model: keras.Model) -> keras.Model:
-    """The model; that of what layers of the user's own may draw without one is there. Where its variables are made."""
-    if has_own_code(model):
+def with_generator(model: keras.Model, own_objective: bool = False) -> keras.Model:
+    """The model; that of what layers, or an objective, of the user's own may draw without one is there. Where its
+    variables are made.
+    """
+    if own_objective or has_own_code(model):
         made_global_seed_generator()
     return model
 

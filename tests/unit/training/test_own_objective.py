@@ -8,6 +8,10 @@ import keras
 import pytest
 import tensorflow as tf
 
+from tfdist import build
+from tfdist.compat import keras_random
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.own_objective import own_objective
 from tfdist.training.scores import Scores
@@ -114,3 +118,19 @@ def test_negative_weights_are_none():
     objective = own_objective("mine:signed", lambda outputs, y, w: Scores(outputs[:, 0], w, {}))
     given = tf.constant([1.0, -2.0, 0.0])
     assert objective(tf.ones([3, 4]), given, given).weights.numpy().tolist() == [1.0, -math.inf, 0.0]
+
+
+def noisy(outputs, y, w):
+    outputs += keras.random.normal(tf.shape(outputs))
+    return keras_style(y, outputs), w, {}
+
+
+@pytest.mark.parametrize("name, sets", [(f"{__name__}:noisy", True), ("classification", False)])
+def test_what_it_draws_without_a_generator_is_set_in_each_step(name, sets):
+    """With a model of Keras' own layers, which draws nothing."""
+    config = Config().replace(
+        strategy="one_device", source="digits", model="mlp", global_batch=8, objective=name, steps=2
+    )
+    job = build.compose(config, build.start_runtime(config, Cluster()))
+    state = keras_random.global_seed_generator()
+    assert any(state is not None and each is state.state.value for each in job.step.replica.seeds) == sets

@@ -238,7 +238,7 @@ class Noisy(keras.layers.Layer):
 
 
 def test_what_is_drawn_without_a_generator_depends_on_the_same():
-    """So that workers draw others, and a run that goes on the same. Of Keras' own layers there is no such."""
+    """So that workers draw others, and a run that goes on the same. Of Keras' own layers none is made for it."""
     keras.utils.set_random_seed(0)
     model = with_generator(keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), Noisy()]))
     states = seed_states(model)
@@ -252,7 +252,8 @@ def test_what_is_drawn_without_a_generator_depends_on_the_same():
     assert len(set(seen)) == len(seen) and drawn(1, 1, 1) == seen[-1]
     reseed(of_a_model, 7, *(tf.constant(number) for number in (1, 1, 1)))
     assert states[0].numpy().tolist() == of_a_model[0].numpy().tolist()
-    assert len(seed_states(keras.Sequential(model.layers[:1]))) == 1
+    use_generator(None)
+    assert len(seed_states(with_generator(keras.Sequential(model.layers[:1])))) == 1
 
 
 def test_a_thread_draws_from_the_generator_that_it_is_given():
