@@ -80,8 +80,8 @@ FAULTS: dict[str, Fault] = {
     "slot": Fault(
         "one slot variable of the optimizer is not restored",
         "artifacts/state.py",
-        "        _tf_variable(variable).assign(arrays[key])",
-        '        if key != "optimizer/0002":\n            _tf_variable(variable).assign(arrays[key])',
+        "        tf_variable(variable).assign(arrays[key])",
+        '        if key != "optimizer/0002":\n            tf_variable(variable).assign(arrays[key])',
         ("tests/unit/artifacts", "tests/unit/run"),
     ),
     "batch norm": Fault(

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from tests.fuzz.models import NO_SUMS, SUMS_AND_MEANS
+from tests.fuzz.models import NO_SUMS, STATES, SUMS_AND_MEANS
 
 AXES = ("pipe", "data", "expert", "model")
 ELEMENTWISE = ("sgd", "momentum", "adam", "adamw", "lion")
@@ -144,14 +144,7 @@ def conflicts(case: Mapping[str, Any], blocks: list[str], workers: int) -> str:
         return "micro-batches of different size"
     if degree["pipe"] > 1 and (model["inputs"] == "both" or model["head"] == "dict"):
         return "a pipeline takes one tensor and gives one"
-    if degree["pipe"] > 1 and set(blocks) & {
-        "batch_norm",
-        "counter",
-        "long_counter",
-        "running_mean",
-        "keeps",
-        "spectral",
-    }:
+    if degree["pipe"] > 1 and set(blocks) & STATES:
         return "state in stages is not looked at yet"
     if degree["expert"] > 1 and (case["data"]["weights"] != "none" or case["data"].get("padded")):
         return "balance losses with weights"

@@ -16,6 +16,8 @@ WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
 SUMS_AND_MEANS = ("mean_loss", "sum_in_evaluation", "sum_loss", "rows_loss", "activity_loss")
 # Blocks that add losses which are neither means nor sums over rows.
 NO_SUMS = ("max_loss", "floored_loss", "first_loss", "hidden_loss")
+# Blocks that set state of their own in training.
+STATES = {"batch_norm", "counter", "long_counter", "running_mean", "keeps", "spectral"}
 
 # name -> (shapes it works on, lines; {name} is the layer's name, {width} that of the last dim)
 BLOCKS: dict[str, tuple[str, str]] = {

@@ -415,11 +415,7 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "no step to decay"
     if data["size"] < options["global_batch"]:
         return "fewer samples than a batch"
-    if (
-        set(models.NO_SUMS) & set(blocks)
-        and options["accumulation"] > 1
-        and set(blocks) & {"batch_norm", "counter", "long_counter", "spectral", "running_mean", "keeps"}
-    ):
+    if set(models.NO_SUMS) & set(blocks) and options["accumulation"] > 1 and set(blocks) & models.STATES:
         return "the oracle takes the rows of all micro-batches at once"
     if "floored_loss" in blocks and case["model"]["inputs"] not in ("rows", "grid"):
         return "rows of whole numbers, which are tried as they are, may all lie on one side of the limit"

@@ -34,6 +34,11 @@ def hidden_generators(layer: keras.Layer) -> list[tf.Variable]:
     return [each.state for each in _held(layer) if isinstance(each, tf.random.Generator)]
 
 
+def hidden_state(layer: keras.Layer) -> list[tf.Variable]:
+    """Both."""
+    return [*hidden_variables(layer), *hidden_generators(layer)]
+
+
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator]:
     """In the order of the layers and of their attributes."""
     found: dict[int, Any] = {}

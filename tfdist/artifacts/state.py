@@ -67,7 +67,7 @@ class WholeState:
     def held(self) -> list[Held]:
         """The model's weights and states, for runtime/weight_check.py."""
         return [
-            Held(_name(variable), _tf_variable(variable))
+            Held(_name(variable), tf_variable(variable))
             for key, variable in self.variables.items()
             if key.startswith(COMPARED) and is_compared(variable)
         ]
@@ -94,7 +94,7 @@ def to_host(variables: Mapping[str, Any], into: Mapping[str, np.ndarray] | None 
     into: an earlier result, whose memory is used again: most of the time of a copy goes to memory that is new to the
     process.
     """
-    return {key: _copy(_tf_variable(variable), (into or {}).get(key)) for key, variable in variables.items()}
+    return {key: _copy(tf_variable(variable), (into or {}).get(key)) for key, variable in variables.items()}
 
 
 def _copy(variable: tf.Variable, into: np.ndarray | None) -> np.ndarray:
@@ -109,7 +109,7 @@ def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> No
     """Gives every variable its array. Raises CheckpointError, before anything is changed, if the two do not fit."""
     check(table(variables), {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
     for key, variable in variables.items():
-        _tf_variable(variable).assign(arrays[key])
+        tf_variable(variable).assign(arrays[key])
 
 
 def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
@@ -137,7 +137,7 @@ def table(variables: Mapping[str, Any]) -> dict[str, tuple[str, list[int], str]]
     """key -> (name, shape, dtype), for the manifest and for messages."""
     result = {}
     for key, variable in variables.items():
-        value = _tf_variable(variable)
+        value = tf_variable(variable)
         result[key] = (_name(variable), list(value.shape), value.dtype.name)
     return result
 
@@ -158,10 +158,11 @@ def restore_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def _name(variable: Any) -> str:
-    return getattr(variable, "path", _tf_variable(variable).name)
+    return getattr(variable, "path", tf_variable(variable).name)
 
 
-def _tf_variable(variable: Any) -> Any:
+def tf_variable(variable: Any) -> Any:
+    """TensorFlow's variable in one of Keras', or the one that is given."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 

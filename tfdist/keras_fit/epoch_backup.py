@@ -20,7 +20,7 @@ import numpy as np
 
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
-from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
+from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control.exit_codes import CheckpointError, ConfigError, TfdistError
@@ -138,7 +138,7 @@ class EpochBackup(FitCallback):
 
     def _variables(self) -> list:
         model = self.fitted
-        return [*model.variables, *hidden_variables(model), *hidden_generators(model), *model.optimizer.variables]
+        return [*model.variables, *hidden_state(model), *model.optimizer.variables]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         if len(keras_trainer.optimizers_of(self.fitted)) > 1:
@@ -204,10 +204,7 @@ class EpochBackup(FitCallback):
         }
         self._place.write(
             {
-                "variables": [
-                    host_view(each.value if isinstance(each, keras.Variable) else each).copy()
-                    for each in self._variables()
-                ],
+                "variables": [host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
                 "drawn_without_one": None if without_one is None else np.asarray(without_one.state.value),
                 "epoch": epoch + 1,
                 "stopped": bool(self.fitted.stop_training),

@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
+from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_tensors, keras_trainer
 from tfdist.compat.temporary_attributes import replaced
 from tfdist.data.tuning import untuned
@@ -186,8 +186,8 @@ class DistributedModel:
     def take_the_chiefs_variables(self) -> None:
         """Every worker holds the chief's bits."""
         of_optimizers = [variable for one in self._optimizers() for variable in one.variables]
-        hidden = [*hidden_variables(self._model), *hidden_generators(self._model)]
-        variables.take_the_chiefs(self._runtime, [*self._model.variables, *hidden, *of_optimizers])
+        of_model = [*self._model.variables, *hidden_state(self._model)]
+        variables.take_the_chiefs(self._runtime, [*of_model, *of_optimizers])
 
     def check_weights(self) -> None:
         """If something drifted apart all take the chief's."""

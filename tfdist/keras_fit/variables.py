@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.artifacts import state
 from tfdist.artifacts.hidden_state import hidden_variables
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.runtime import first_values
@@ -19,8 +20,7 @@ def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | t
 
     Raises ConfigError if the workers' shapes differ.
     """
-    values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
-    return first_values.take_the_chiefs(runtime, values)
+    return first_values.take_the_chiefs(runtime, [state.tf_variable(variable) for variable in variables])
 
 
 def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
+from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.runtime.base import Runtime
 
@@ -22,8 +22,7 @@ class ForwardState:
         self.runtime = runtime
         self._variables = [
             *(variable.value for variable in model.non_trainable_variables if not is_seed_state(variable)),
-            *hidden_variables(model),
-            *hidden_generators(model),
+            *hidden_state(model),
         ]
 
     def read(self) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
+from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat import keras_layers, keras_random, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
@@ -87,11 +88,7 @@ class Probe:
         """Within it, what layers add comes here, and Keras' own layers do not draw random numbers nor look at other
         rows.
         """
-        kept = [
-            (variable, variable.numpy())
-            for variable in tf.train.TrackableView(self.model).descendants()
-            if isinstance(variable, tf.Variable)
-        ]
+        kept = [(variable, variable.numpy()) for variable in hidden_state(self.model)]
         try:
             with calmed(self.layers, self._record), writes_undone():
                 yield

@@ -29,8 +29,11 @@ def seed_states(model: keras.Model) -> list[tf.Variable]:
     """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order. The last is
     that of Keras' own, from which code of the user's may draw, if `with_generator` has made it.
     """
-    states = [variable for variable in model.variables if is_seed_state(variable)]
-    return [state.value for state in (*states, *states_beside())]
+    return [state.value for state in _states(model)]
+
+
+def _states(model: keras.Model) -> list[keras.Variable]:
+    return [*(variable for variable in model.variables if is_seed_state(variable)), *states_beside()]
 
 
 def with_generator(model: keras.Model, own_objective: bool = False) -> keras.Model:
@@ -55,10 +58,9 @@ def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
     Raises ConfigError where something is drawn from a SeedGenerator that is not the model's, nor Keras': the step does
     not set it, and no snapshot holds it.
     """
-    known = [variable for variable in model.variables if is_seed_state(variable)]
 
     def ask(generator: keras.random.SeedGenerator) -> None:
-        if not any(generator.state is state for state in (*known, *states_beside())):
+        if not any(generator.state is state for state in _states(model)):
             raise keep_message(
                 ConfigError(
                     "Something is drawn from a keras.random.SeedGenerator that no layer holds (of a module, a function,"
