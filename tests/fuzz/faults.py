@@ -91,8 +91,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "slots": Fault(
         "artifacts/state.py",
-        "        _tf_variable(variable).assign(arrays[key])",
-        '        if key != "optimizer/0002":\n            _tf_variable(variable).assign(arrays[key])',
+        "        tf_variable(variable).assign(arrays[key])",
+        '        if key != "optimizer/0002":\n            tf_variable(variable).assign(arrays[key])',
         "one_device,mirrored:2,sockets:2",
         "a restored run begins with a momentum of 0 for one variable",
     ),
