@@ -210,7 +210,7 @@ def _step_options(config: Config, runtime: Runtime, plan: BatchPlan, split: Spli
         jit_compile=jit_compile,
         compiled_update=jit_compile and runtime.compiles_updates and bool(tf.config.list_logical_devices("GPU")),
         skip_non_finite=config.loop.on_nan == "skip",
-        timed=not config.run.deterministic,
+        deterministic=config.run.deterministic,
         phase_every=config.telemetry.phase_every,
         bfloat16_gradients=config.parallel.compression == "bf16",
         weighted=len(split.element_spec) == 3 or ":" in config.model.objective,

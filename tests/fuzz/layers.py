@@ -125,6 +125,20 @@ class LongCounter(keras.layers.Layer):
         return x * (1 + 0.1 * turn)
 
 
+class Grows(keras.constraints.Constraint):
+    """Cuts weights at a limit that grows with each update: state of which Keras does not know, beside the layers."""
+
+    def __init__(self):
+        self.updates = tf.Variable(0.0, trainable=False)
+
+    def __call__(self, weight):
+        limit = ops.cast(0.02 * self.updates.assign_add(1.0), weight.dtype)
+        return ops.clip(weight, -limit, limit)
+
+    def get_config(self):
+        return {}
+
+
 class Keeps(keras.layers.Layer):
     """State of which Keras does not know, the same on all workers: a count that changes what is computed, and a
     generator, of whose numbers nothing is made.

@@ -137,6 +137,8 @@ def conflicts(case: Mapping[str, Any], blocks: list[str], workers: int) -> str:
     degree = degrees(options.get("mesh", ""), workers)
     if (options.get("zero") or degree["model"] > 1 or degree["expert"] > 1) and options["optimizer"] not in ELEMENTWISE:
         return "an optimizer that does not treat every element on its own"
+    if "grown" in blocks and (options.get("zero") or degree["model"] > 1):
+        return "a constraint needs the whole variable"
     if options.get("zero") == 3 and "dense_l2" in blocks:
         return "a regularizer needs the whole variable"
     even = options["global_batch"] % (options["accumulation"] * degree["data"] * degree["expert"]) == 0

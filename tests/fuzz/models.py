@@ -17,7 +17,7 @@ SUMS_AND_MEANS = ("mean_loss", "sum_in_evaluation", "sum_loss", "rows_loss", "ac
 # Blocks that add losses which are neither means nor sums over rows.
 NO_SUMS = ("max_loss", "floored_loss", "first_loss", "hidden_loss")
 # Blocks that set state of their own in training.
-STATES = {"batch_norm", "counter", "long_counter", "running_mean", "keeps", "spectral"}
+STATES = {"batch_norm", "counter", "long_counter", "running_mean", "keeps", "grown", "spectral"}
 
 # name -> (shapes it works on, lines; {name} is the layer's name, {width} that of the last dim)
 BLOCKS: dict[str, tuple[str, str]] = {
@@ -28,6 +28,10 @@ BLOCKS: dict[str, tuple[str, str]] = {
             'x = layers.Dense({width}, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.05),'
             ' name="{name}")(x)'
         ),
+    ),
+    "grown": (  # in the place of the one before it
+        "rows steps",
+        'x = layers.Dense({width}, activation="tanh", kernel_constraint=own.Grows(), name="{name}")(x)',
     ),
     "activity_loss": (
         "rows steps",

@@ -43,6 +43,7 @@ FLAGS_OF = {"sockets_tcp": {"strategy": "sockets", "communication": "socket"}}
 INSTEAD = {  # drawn in their place
     "attention": "attention_causal",
     "counter": "long_counter",
+    "dense_l2": "grown",
     "residual": "twins",
     "running_mean": "keeps",
     "louder": "draws",
@@ -112,6 +113,9 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         case["model"]["embedding"] = random.Random(f"{seed}/{number}/masks").choices(masks, weights)[0]
     for name, other in INSTEAD.items():
         _some_instead(case["model"]["blocks"], name, other, random.Random(f"{seed}/{number}/{other}"))
+    if case["kind"] == "fit":
+        chance = random.Random(f"{seed}/{number}/keeps in fit")
+        _some_instead(case["model"]["blocks"], "long_counter", "keeps", chance)
     mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
     on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
     return case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu
@@ -440,7 +444,7 @@ def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     options = case["options"]
     if "differs" in case["data"]:
         return "the chief alone reads"
-    if set(blocks) & {"batch_norm", "running_mean", "keeps", "spectral"}:
+    if set(blocks) & {"batch_norm", "running_mean", "keeps", "grown", "spectral"}:
         return "statistics are of what one worker has"
     if case["data"]["weights"] != "none" and set(blocks) & {*models.SUMS_AND_MEANS, "dense_l2"}:
         return "cannot bring together losses that layers add and weighted samples"

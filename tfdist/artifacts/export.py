@@ -21,6 +21,11 @@ KERAS_FILE, SAVED_MODEL_FOLDER = "model.keras", "saved_model"
 
 def load_export(path: str) -> keras.Model:
     """The model of a `.keras` file, which may be a stranger's: nothing in it is executed. Raises CheckpointError."""
+    if Path(path).is_dir():
+        raise CheckpointError(
+            f"{path} is a folder (a SavedModel, perhaps), and no .keras file: give the {KERAS_FILE} that --export=keras"
+            " writes beside it."
+        )
     try:
         loaded: Any = keras.models.load_model(path, compile=False, safe_mode=True)
         return loaded

@@ -1,4 +1,5 @@
-"""State that layers keep without Keras' knowing: a tf.Variable, or a tf.random.Generator, among their attributes.
+"""State that layers keep without Keras' knowing: a tf.Variable, or a tf.random.Generator, among their attributes, and
+among those of what they are made with (activations, regularizers, constraints).
 
 Keras neither saves nor restores it: a run that is resumed would compute something else, and nothing would tell.
 """
@@ -39,18 +40,33 @@ def hidden_state(layer: keras.Layer) -> list[tf.Variable]:
     return [*hidden_variables(layer), *hidden_generators(layer)]
 
 
+def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
+    """Those that regularizers and constraints of weights hold, which are called beside the layers."""
+    found = [one for each in keras_layers.all_layers(layer) for rule in _rules(each) for one in _inside(rule, _DEPTH)]
+    return [one.state if isinstance(one, tf.random.Generator) else one for one in found]
+
+
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator]:
     """In the order of the layers and of their attributes."""
     found: dict[int, Any] = {}
     for each in keras_layers.all_layers(layer):
-        if isinstance(each, keras.Model) or not type(each).__module__.startswith("keras."):  # whose own hold none
-            found |= {id(one): one for value in vars(each).values() for one in _inside(value, _DEPTH)}
+        for value in (*vars(each).values(), *_rules(each)):
+            found |= {id(one): one for one in _inside(value, _DEPTH)}
     return list(found.values())
+
+
+def _rules(layer: keras.Layer) -> list[Any]:
+    """The regularizers and constraints of its weights, which may be no attributes of the layer."""
+    return [part for variable in layer.weights for part in (variable.regularizer, variable.constraint)]
 
 
 def _inside(value: Any, depth: int) -> Iterator[tf.Variable | tf.random.Generator]:
     if isinstance(value, (tf.Variable, tf.random.Generator)):
         yield value
+        return
+    if isinstance(value, keras.Variable):
+        if (stored := keras_variables.stored_value(value)) is not None:
+            yield stored
         return
     more: Any = ()
     if isinstance(value, Mapping):

@@ -29,7 +29,7 @@ def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, 
     # model.variables has the seed generators, which tf.train.Checkpoint(model=model) silently leaves out.
     return {
         **model_variables(model),
-        **{f"hidden/{index:04d}": variable for index, variable in enumerate(hidden_variables(model))},
+        **hidden(model),
         **{f"generator/{index:04d}": variable for index, variable in enumerate(hidden_generators(model))},
         **{f"optimizer/{index:04d}": variable for index, variable in enumerate(_once(optimizer.variables))},
         **{f"train/{name}": variable for name, variable in train.items()},
@@ -39,6 +39,11 @@ def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, 
 def model_variables(model: keras.Model) -> dict[str, Any]:
     """key -> variable of the model alone."""
     return {f"model/{index:04d}": variable for index, variable in enumerate(_once(model.variables))}
+
+
+def hidden(model: keras.Model) -> dict[str, Any]:
+    """key -> variable that a layer of the model keeps without Keras' knowing."""
+    return {f"hidden/{index:04d}": variable for index, variable in enumerate(hidden_variables(model))}
 
 
 class WholeState:
@@ -53,10 +58,11 @@ class WholeState:
         return table(self.variables)
 
     def to_host(
-        self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = ""
+        self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str | tuple[str, ...] = ""
     ) -> dict[str, np.ndarray]:
-        """key -> a copy in host memory, of keys that begin with `only`; {} unless `wanted` here. into: an earlier
-        result that nobody needs any more.
+        """key -> a copy in host memory, of keys that begin with `only`, or one of them; {} unless `wanted` here.
+
+        into: an earlier result that nobody needs any more.
         """
         return (
             to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}, into)

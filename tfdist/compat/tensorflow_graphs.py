@@ -7,7 +7,26 @@ import re
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.framework.ops import gradient_registry
+
+_DRAWING = re.compile("Random|Rng|Stateful(Uniform|Standard)|Multinomial|TruncatedNormal|CandidateSampler")
+_SETTING = re.compile("Assign|Resource(Scatter|Apply|SparseApply)|LookupTable(Insert|Remove|Import)")
+
+
+def draws(kind: str) -> bool:
+    """Whether operations of this type draw random numbers."""
+    return bool(_DRAWING.search(kind))
+
+
+def draws_anew(kind: str) -> bool:
+    """Whether they draw other numbers when they are run again."""
+    return draws(kind) and not kind.startswith("Stateless")
+
+
+def sets_state(kind: str) -> bool:
+    """Whether operations of this type set a variable or a table."""
+    return bool(_SETTING.match(kind))
 
 
 def operation_number(operation: tf.Operation) -> int:
@@ -81,6 +100,18 @@ def function_graph(name: str) -> tf.Graph:
 def captured_by(graph: tf.Graph) -> list[Any]:
     """What a `function_graph` uses from outside of it, in the order of first use. Relies on `FuncGraph.captures`."""
     return [outside for outside, _ in graph.captures]
+
+
+def written_from_outside(graph: tf.Graph) -> list[tf.Tensor]:
+    """The handles of what is outside of the graph of a tf.function and may be changed by it, or by a function that it
+    calls: of variables exactly, of others also where it is read. Relies on `FuncGraph.captures`, and on
+    `auto_control_deps_utils`; without them state that no snapshot holds is lost without a word.
+    """
+    read_only = auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
+    unchanged = {id(graph.inputs[index]) for index in read_only}
+    return [
+        outside for outside, inside in graph.captures if inside.dtype == tf.resource and id(inside) not in unchanged
+    ]
 
 
 def makers_of_gradients(graph: tf.Graph) -> set[str]:

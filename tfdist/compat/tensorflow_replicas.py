@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.distribute.values import PerReplica
 
 
@@ -14,6 +15,15 @@ def per_replica(values: tuple) -> Any:
     process cannot have several replicas.
     """
     return PerReplica(values)
+
+
+def order_tokens(strategy: Any) -> list[tf.Variable]:
+    """The variables by which a strategy keeps its collectives in one order, which each of them sets. Relies on the
+    `_launchers` of its cross-device operations; without them steps are said to set a variable that no snapshot holds.
+    """
+    held = ("_collective_ops", "_cross_device_ops", "_host_cross_device_ops")
+    launchers = [each for name in held for each in getattr(getattr(strategy.extended, name, None), "_launchers", ())]
+    return [each._ordering_token for each in launchers if each._ordering_token is not None]
 
 
 def of_this_replica(variable: Any) -> Any:

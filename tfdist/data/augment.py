@@ -14,12 +14,14 @@ It may change shapes (if it does, the model must be built for the changed ones).
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from tfdist.control.exit_codes import DataError
+from tfdist.compat import tensorflow_graphs
+from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data import order
 from tfdist.data.sources.split import Sample, Split
 from tfdist.plugins import check_takes, own_code, resolve
@@ -46,10 +48,41 @@ def load_augmentation(name: str) -> Augmentation | None:
     )
 
     def augmentation(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
-        with own_code("augment", name):
-            return function(x, y, seeds)
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations()) if graph else 0
+        with own_code("augment", name), _without_variables(name):
+            result = function(x, y, seeds)
+        if graph:
+            _check_stateless(name, tensorflow_graphs.kinds_made_here(graph, before))
+        return result
 
     return augmentation
+
+
+@contextlib.contextmanager
+def _without_variables(name: str) -> Iterator[None]:
+    """TensorFlow's words for a variable that is made inside name neither the augmentation nor a way out."""
+    try:
+        yield
+    except ValueError as error:
+        if "singleton tf.Variables" not in str(error):
+            raise
+        raise ConfigError(
+            f"--augment={name} makes a variable (of a Keras layer, perhaps) each time it is traced: make it outside"
+            " of the function, and draw from `seeds` alone, not by the layer."
+        ) from None
+
+
+def _check_stateless(name: str, kinds: set[str]) -> None:
+    """Of the types of the operations of an augmentation. Raises ConfigError."""
+    drawing = sorted(filter(tensorflow_graphs.draws_anew, kinds))
+    setting = sorted(filter(tensorflow_graphs.sets_state, kinds))
+    if drawing or setting:
+        does = f"draws by {drawing[0]}" if drawing else f"sets a variable ({setting[0]}, as keras.random does)"
+        raise ConfigError(
+            f"--augment={name} {does}, so that a sample would be another one with another number of workers, or when"
+            " a run is resumed: draw from its `seeds` alone, as by tf.map_fn and tf.random.stateless_*(..., seed=seed)."
+        )
 
 
 def augmented_fetch(split: Split, augment: Augmentation | None, seed: int) -> Callable[[tf.Tensor, tf.Tensor], Sample]:

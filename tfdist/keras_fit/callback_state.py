@@ -35,10 +35,19 @@ def _set(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return again
 
 
+def _array(variable: Any) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def _of_state() -> _Kind:
+    """Of a generator whose state is a variable."""
+    return _Kind(lambda held: _array(held.state), _set(lambda held, value: held.state.assign(value)))
+
+
 _KINDS: dict[type | tuple[type, ...], _Kind] = {
-    _VARIABLES: _Kind(
-        lambda variable: np.asarray(keras.ops.convert_to_numpy(variable)), _set(lambda held, value: held.assign(value))
-    ),
+    _VARIABLES: _Kind(_array, _set(lambda held, value: held.assign(value))),
+    keras.random.SeedGenerator: _of_state(),
+    tf.random.Generator: _of_state(),
     collections.deque: _Kind(list, lambda held, value: collections.deque(value, held.maxlen)),
     set: _Kind(list, lambda _, value: set(value)),
     random.Random: _Kind(lambda held: held.getstate(), _set(lambda held, value: held.setstate(value))),

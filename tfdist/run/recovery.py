@@ -249,12 +249,13 @@ class Recovery:
             backup.back_up(step, arrays, self._manifest_fields(step))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """key -> array of each of the model's variables, with the moving averages if there are any: on the chief.
+        """key -> array of each of the model's variables, and of those that its layers keep without Keras' knowing, with
+        the moving averages if there are any: on the chief.
 
         A collective.
         """
         with self.job.step.update.averaged():
-            return self.state.to_host(wanted=self.chief, only="model/")
+            return self.state.to_host(wanted=self.chief, only=state.COMPARED)
 
     def backup_period(self) -> int:
         """Steps between two backups; 0: none."""

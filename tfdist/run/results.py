@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def leave_results(
     """Exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export fails: the
     rest can be made again from the logs, so it only warns.
 
-    weights: key -> array of each of the model's variables. values: what the run knows of itself, for the summary.
+    weights: see `Recovery.weights`. values: what the run knows of itself, for the summary.
     unwritten: why the last snapshot could not be written; "" if it was.
     """
     config, info = job.config, source_info(job)
@@ -128,8 +129,17 @@ def _formats(config: Config) -> tuple[str, ...]:
 
 def exportable(job: Job) -> Job:
     """The job, if its model can be exported as it is asked for. Raises ConfigError."""
-    check_exportable(job.model, _formats(job.config))
-    return job
+    formats = _formats(job.config)
+    check_exportable(job.model, formats)
+    hidden = state.hidden_variables(job.model) if "keras" in formats else []
+    if not hidden:
+        return job
+    warning = (
+        f"--export=keras leaves out the tf.Variable {hidden[0].name!r} of a layer, of which Keras does not know: the"
+        " exported model begins with its first value. Make it with self.add_weight(trainable=False), or use"
+        " --export=saved_model."
+    )
+    return dataclasses.replace(job, warnings=[*job.warnings, warning])
 
 
 def source_info(job: Job) -> dict[str, Any]:
@@ -147,6 +157,6 @@ def _plain_model(job: Job, weights: Mapping[str, np.ndarray]) -> keras.Model:
     """A copy of the model outside of any strategy, whole, with these weights."""
     keras.utils.set_random_seed(job.config.run.seed)
     copy = build_model(job.config.model, job.train_split.element_spec[0], job.train_split.num_classes)
-    for key, variable in state.model_variables(copy).items():
-        variable.assign(weights[key])
+    for key, variable in (state.model_variables(copy) | state.hidden(copy)).items():
+        state.tf_variable(variable).assign(weights[key])
     return copy

@@ -70,6 +70,10 @@ class Runtime(Protocol):
         the step copies them."""
         ...
 
+    def order_tokens(self) -> Sequence[tf.Variable]:
+        """Variables that its collectives set in each step to keep their order, which no snapshot has to hold."""
+        ...
+
     def replica_id(self) -> tf.Tensor:
         """Inside the `fn` of `run`: the global index of the replica, int32 []."""
         ...

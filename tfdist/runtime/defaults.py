@@ -31,6 +31,9 @@ class RuntimeDefaults:
     def batch_devices(self) -> Sequence[str]:
         return ()
 
+    def order_tokens(self) -> Sequence[Any]:
+        return ()
+
     def collectives(self) -> dict[str, Collective]:
         return {}
 

@@ -48,5 +48,5 @@ def ordering_token() -> tf.Variable:
     global _token
     if _token is None:
         with tf.init_scope():
-            _token = tf.Variable(tf.constant(0.0), trainable=False)
+            _token = tf.Variable(tf.constant(0.0), trainable=False, name="tfdist_order")
     return _token

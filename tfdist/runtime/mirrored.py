@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import tensorflow_replicas
 from tfdist.compat.tensorflow_replicas import per_replica
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
@@ -59,6 +60,9 @@ class StrategyRuntime(RuntimeDefaults):
 
     def batch_devices(self) -> Sequence[str]:
         return [device for device in self.strategy.extended.worker_devices if "GPU" in device]
+
+    def order_tokens(self) -> Sequence[tf.Variable]:
+        return tensorflow_replicas.order_tokens(self.strategy)
 
     def watched(self, run: Callable, fn: Callable, args: Sequence) -> Any:
         """`run(fn, args)`, under the watch over collectives that do not end, if there is one."""

@@ -11,7 +11,8 @@ import keras
 from tfdist.compat import keras_batch_norm, keras_layers
 from tfdist.compat.temporary_attributes import replaced
 
-_OF_WEIGHTS = ("_initializer", "_constraint", "_regularizer")  # functions of Keras' layers that see no rows
+_INITIALIZER = "_initializer"  # functions of Keras' layers end with this, which are called before the first step
+_OF_WEIGHTS = (_INITIALIZER, "_constraint", "_regularizer")  # those that see no rows
 
 
 @contextlib.contextmanager
@@ -42,15 +43,15 @@ def has_own_code(model: keras.Model) -> bool:
     """Whether layers, or what layers are made with, are the user's own."""
     layers = keras_layers.all_layers(model)
     return any(
-        type(layer).__module__.partition(".")[0] not in ("keras", "tfdist") or holds_own_function(layer)
+        type(layer).__module__.partition(".")[0] not in ("keras", "tfdist") or holds_own_function(layer, _INITIALIZER)
         for layer in layers
     )
 
 
-def holds_own_function(layer: keras.Layer) -> bool:
-    """Such as an activation of the user's own, or the function of a Lambda."""
+def holds_own_function(layer: keras.Layer, but: str | tuple[str, ...] = _OF_WEIGHTS) -> bool:
+    """Such as an activation of the user's own, or the function of a Lambda. but: not those whose names end so."""
     return any(
-        callable(value) and not isinstance(value, type) and not _is_from_keras(value) and not name.endswith(_OF_WEIGHTS)
+        callable(value) and not isinstance(value, type) and not _is_from_keras(value) and not name.endswith(but)
         for name, value in vars(layer).items()
     )
 

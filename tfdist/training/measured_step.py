@@ -14,9 +14,9 @@ from tfdist.training import phase_marks
 from tfdist.training.phase_marks import Marks, MarkSums, MarkTimes
 from tfdist.training.replica_gradients import ones_of
 from tfdist.training.requests import NOTHING, Requests
-from tfdist.training.step import Reduced, Results, TrainStep
+from tfdist.training.step import TrainStep
 from tfdist.training.step_output import StepOutput
-from tfdist.training.step_totals import Totals
+from tfdist.training.step_totals import Reduced, Results, Totals
 from tfdist.training.total_loss import Total
 
 
@@ -47,7 +47,7 @@ class MeasuredStep(TrainStep):
         self._function = tf.function(self._marked_steps, autograph=False)
 
     def __call__(self, iterators: Sequence, n: int, requests: Requests = NOTHING) -> StepOutput:
-        always = self._calls > 0 and self.options.timed and not self._copies
+        always = self._calls > 0 and not self.options.deterministic and not self._copies
         sampled = always or phase_marks.is_sampled(self._calls, self.options.phase_every)
         self._base = time.time() if sampled else 0.0
         output = super().__call__(iterators, n, requests)
@@ -67,7 +67,7 @@ class MeasuredStep(TrainStep):
         self, iterators: list, n: tf.Tensor, signals: tf.Tensor, base: tf.Tensor, sampled: tf.Tensor
     ) -> tuple[Results, tf.Tensor]:
         """The results of n steps, and `MarkTimes`."""
-        self._mark, self._sums = Marks(base, sampled, self.options.timed, self._copies), MarkSums.none()
+        self._mark, self._sums = Marks(base, sampled, not self.options.deterministic, self._copies), MarkSums.none()
         begin = self._mark([n])
         with tf.control_dependencies([begin]):  # else the first START may be looked at before
             results = self._steps(iterators, n, signals)

@@ -68,8 +68,8 @@ def _mixes(function: augment.Augmentation | None, split: Split, seed: int) -> bo
     traced: dict[int, Any] = {}
 
     def outputs(places: Sequence[int], draw: int) -> list[np.ndarray]:
-        """What becomes of the samples at these places, with the same random numbers from TensorFlow's global
-        generator, if any, for each `draw`."""
+        """What becomes of the samples at these places, with the same random numbers of NumPy's, if any, for each
+        `draw`."""
         if draw not in traced or not stateless:
             keras.utils.set_random_seed(draw)
             traced[draw] = tf.function(function, autograph=False)

@@ -9,15 +9,14 @@ beside those that are looked at. What NumPy or Python draws is another number in
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.tensorflow_graphs import kinds_of_operations
+from tfdist.compat.tensorflow_graphs import draws, kinds_of_operations
 from tfdist.compat.tensorflow_random import draws_undone, moved, seeded_graphs
 from tfdist.training.trial_values import differ
 
@@ -25,7 +24,6 @@ REDRAWN = (1, 2, 3)  # more than one: a coin can fall alike
 _MOST_RUNS, _FEWEST_RUNS = 200, 8  # a step of fifty is in 200 runs with a chance of 98 %
 _SECONDS = 4.0  # of all cores; of a large model fewer runs
 _TOLD_IN_LOOPS = 8  # runs, of which one may differ by the order in which rounds draw
-_DRAWING = re.compile("Random|Rng|StatefulUniform|StatefulStandard|Multinomial|TruncatedNormal")  # types of operations
 
 
 class Draws(NamedTuple):
@@ -35,13 +33,8 @@ class Draws(NamedTuple):
     in_loops: bool
 
 
-def draws_anew(kinds: Iterable[str]) -> bool:
-    """Whether operations of these types draw other numbers when they are run again."""
-    return any(_DRAWING.search(kind) and not kind.startswith("Stateless") for kind in kinds)
-
-
 def what_is_drawn(graph: tf.Graph) -> Draws:
-    return Draws(*(any(map(_DRAWING.search, kinds)) for kinds in kinds_of_operations(graph)))
+    return Draws(*(any(map(draws, kinds)) for kinds in kinds_of_operations(graph)))
 
 
 def mixes(

@@ -76,6 +76,22 @@ def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def updating() -> Iterator[None]:
+    """Weights are updated inside, on each replica. Raises ConfigError where a constraint draws: replicas would draw
+    different numbers, and have different weights.
+    """
+
+    def refuse(_: keras.random.SeedGenerator) -> None:
+        raise ConfigError(
+            "A constraint of weights draws by keras.random, where all replicas must do the same: let a layer draw, or"
+            " give the constraint numbers of its own (keras.random.normal(shape, seed=3))."
+        )
+
+    with asked_before_draws(refuse):
+        yield
+
+
 def states_beside() -> list[keras.Variable]:
     """Of generators that are no model's: that of Keras, if it has been made."""
     generator = global_seed_generator()

@@ -19,42 +19,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.artifacts import state
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import onto_gpu, timestamp
 from tfdist.runtime.layer_records import separate_replicas
 from tfdist.telemetry.phases import Call
+from tfdist.training import step_state
+from tfdist.training.dtypes import Gradient
 from tfdist.training.forward_state import ForwardState
 from tfdist.training.gradient_scale import clipping, unscaling
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
 from tfdist.training.replica_gradients import Accumulated, ReplicaGradients
 from tfdist.training.requests import NOTHING, Requests
+from tfdist.training.seeds import updating
 from tfdist.training.step_options import ALL_ON_EVERY_REPLICA, Parallelism, StepOptions
 from tfdist.training.step_output import Layout, StepOutput
-from tfdist.training.step_totals import Totals, shown_sums
+from tfdist.training.step_totals import Reduced, Results, Totals, shown_sums
 from tfdist.training.total_loss import SummedLoss, TotalLoss, expected_weight
-from tfdist.training.update import DataParallel, Gradient, Update, in_xla, scaled
-
-
-class Reduced(NamedTuple):
-    """Sums over replicas."""
-
-    per_replica: Any  # (pieces of the gradients, sums and signals), for `Runtime.run`
-    gradients: list[Gradient]  # the pieces of the first local replica
-    sums: tf.Tensor  # over samples: `Layout.sums`
-    signals: tf.Tensor  # over workers: `Layout.signals`
-
-
-class Results(NamedTuple):
-    """What the tf.function returns."""
-
-    step: tf.Tensor  # the counter
-    vector: tf.Tensor  # float64: `Layout.vector`
+from tfdist.training.update import DataParallel, Update, in_xla, scaled
 
 
 class TrainStep:
@@ -79,7 +67,7 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
         # A worker that is alone compares its seconds with nobody's, and on a GPU would have to wait for them.
-        self._timed = options.timed and not (self._copies and runtime.size == 1)
+        self._timed = not options.deterministic and not (self._copies and runtime.size == 1)
         slices = options.plan.accumulation == 1 and not self._copies
         self.update: Update = parallelism.update or DataParallel(
             runtime, model, optimizer, slices=slices, bfloat16=options.bfloat16_gradients
@@ -96,6 +84,7 @@ class TrainStep:
             separate_replicas(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; a signal of the next
         self._calls = 0
+        self._news: list[str] = []  # what there is to tell the user
         # Else one operation, or an interleaved schedule, holds forward and backward pass.
         self.splits = not (options.jit_compile or parallelism.pipeline)
         self._may_skip = loss_scale.dynamic or options.skip_non_finite
@@ -129,7 +118,11 @@ class TrainStep:
             self._wall_s, self._compute_s = wall_s / n, self.layout.vector.of(vector, "compute_s") / n
         travel_s, wait_s = (after[0] - before[0], after[1] - before[1]) if before and after else (None, None)
         call = Call(n, wall_s, wait_s, None, travel_s)
-        return self.layout.output(int(step), vector, call, self.update.connected.news())
+        return self.layout.output(int(step), vector, call, self._news_of_call())
+
+    def _news_of_call(self) -> tuple[str, ...]:
+        news, self._news = self._news, []
+        return (*self.update.connected.news(), *news)
 
     def _run(self, iterators: list, n: tf.Tensor, signals: tf.Tensor) -> Results:
         return self._function(iterators, n, signals)
@@ -142,7 +135,11 @@ class TrainStep:
         def one(i: tf.Tensor, totals: Totals) -> Totals:
             return totals.plus(self._one_step(iterators, signals, last=tf.equal(i, n - 1)))
 
-        return self._results(self._repeat(0, n, one, Totals.of_no_step(self.layout)))
+        results = self._results(self._repeat(0, n, one, Totals.of_no_step(self.layout)))
+        of_run = state.collect(self.model, self.optimizer, self.variables).values()
+        known = [*of_run, *self.update.pieces_of_weights(), *self.replica.seeds, *self.runtime.order_tokens()]
+        self._news = step_state.check(self.model, known, self.options.deterministic)
+        return results
 
     def _repeat(self, start: int, stop: int | tf.Tensor, body: Callable[[tf.Tensor, Any], Any], carry: Any) -> Any:
         """carry = body(i, carry) for each i, in the graph."""
@@ -276,7 +273,8 @@ class TrainStep:
     def _scale_and_apply(self, gradients: list, factor: tf.Tensor) -> None:
         if self.options.weighted or self._needs_norm:  # else the factor is 1
             gradients = [scaled(gradient, factor) for gradient in gradients]
-        self.update.apply(gradients)
+        with updating():
+            self.update.apply(gradients)
 
     # What comes out
 

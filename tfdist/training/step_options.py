@@ -20,8 +20,8 @@ class StepOptions:
     jit_compile: bool = False
     compiled_update: bool = False  # XLA compiles what comes after the reduction, too
     skip_non_finite: bool = False
-    # Measure compute seconds; TensorFlow refuses to look at the clock where operations must be deterministic.
-    timed: bool = True
+    # Runs repeat, bit for bit. TensorFlow refuses to look at the clock then: compute seconds are not measured.
+    deterministic: bool = False
     phase_every: int = 0  # of as many calls one measures the phases of its steps (measured_step.py); 0: none
     bfloat16_gradients: bool = False  # they travel as such
     weighted: bool = True  # False: every weight is known to be 1, which saves a pass over the gradients

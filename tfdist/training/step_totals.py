@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist.training.dtypes import Gradient
 from tfdist.training.step_output import Layout
 
 
@@ -49,3 +50,19 @@ def shown_sums(layout: Layout, sums: tf.Tensor) -> tf.Tensor:
     """`Layout.sums` of a step, all times weights: regularization, which has none, counts with the step's."""
     weight = layout.sums.of(sums, "weight")
     return sums * tf.stack([weight if name == "regularization" else 1.0 for name in layout.sums.names])
+
+
+class Reduced(NamedTuple):
+    """Sums over replicas."""
+
+    per_replica: Any  # (pieces of the gradients, sums and signals), for `Runtime.run`
+    gradients: list[Gradient]  # the pieces of the first local replica
+    sums: tf.Tensor  # over samples: `Layout.sums`
+    signals: tf.Tensor  # over workers: `Layout.signals`
+
+
+class Results(NamedTuple):
+    """What the tf.function returns."""
+
+    step: tf.Tensor  # the counter
+    vector: tf.Tensor  # float64: `Layout.vector`

@@ -57,7 +57,11 @@ def rows_of(w: tf.Tensor) -> tf.Tensor | float:
 
 def added_by_rows(model: keras.Model) -> bool:
     """Whether layers of the model, which has been called, added more than regularizers of weights."""
-    return len(model.losses) > sum(variable.regularizer is not None for variable in model.trainable_variables)
+    return _are_by_rows(model, model.losses)
+
+
+def _are_by_rows(model: keras.Model, losses: Sequence[tf.Tensor]) -> bool:
+    return len(losses) > sum(variable.regularizer is not None for variable in model.trainable_variables)
 
 
 class SummedLoss:
@@ -89,8 +93,9 @@ class TotalLoss:
         self, outputs: Any, y: Any, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor] | None = None
     ) -> Total:
         """losses: what was added; None: what the model's layers have recorded."""
-        by_rows = bool(losses) if losses is not None else added_by_rows(self.model)
-        found = self.summed(outputs, y, w, self.model.losses if losses is None else losses)
+        added = self.model.losses if losses is None else losses  # once: to ask calls regularizers, which may count
+        by_rows = bool(added) if losses is not None else _are_by_rows(self.model, added)
+        found = self.summed(outputs, y, w, added)
         if not self.weighted:  # E / W is 1
             return Total((found.loss / self.expected + found.share * found.added) * scale, None, found.sums)
         if not by_rows:

@@ -38,6 +38,10 @@ class Update(Protocol):
         """What the step differentiates with respect to."""
         ...
 
+    def pieces_of_weights(self) -> list[keras.Variable]:
+        """What it sets in the place of whole weights; their values are saved as those of the weights."""
+        ...
+
     def keep(self, gradients: list[Gradient]) -> list[Gradient]:
         """On one replica: of the gradients of a micro-batch, what is added up over micro-batches: tensors, if there are
         several.
@@ -106,6 +110,9 @@ class DataParallel:
 
     def sources(self) -> list[tf.Variable]:
         return [variable.value for variable in self.model.trainable_variables]
+
+    def pieces_of_weights(self) -> list[keras.Variable]:
+        return []
 
     def keep(self, gradients: list[Gradient]) -> list[Gradient]:
         return [

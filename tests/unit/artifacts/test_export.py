@@ -94,3 +94,8 @@ def test_what_cannot_be_exported_is_told_before():
     with pytest.raises(ConfigError, match=r"^--export=keras cannot write the model \(keys must be str"):
         check_exportable(keras.Model(inputs, TupleKeys()(inputs)), ("keras",))
     check_exportable(keras.Model(inputs, Scaled(2.0)(inputs)), ("keras",))
+
+
+def test_a_saved_model_is_no_keras_file(tmp_path):
+    with pytest.raises(CheckpointError, match="is a folder .*: give the model.keras that --export=keras writes"):
+        load_export(str(tmp_path))

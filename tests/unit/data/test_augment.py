@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -175,3 +177,32 @@ def test_an_augmentation_that_is_none(tmp_path, monkeypatch):
 def test_results_that_are_no_micro_batch(result, words):
     with pytest.raises(DataError, match=words):
         augment.apply(lambda x, y, seeds: result, (tf.zeros([9, 4]), tf.zeros([9])), tf.zeros([9, 2], tf.int32), "mine")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("x + tf.random.normal(tf.shape(x))", "draws by RandomStandardNormal"),
+        ("x + keras.random.normal(tf.shape(x), seed=SEEDS)", "sets a variable"),
+        ("x + GENERATOR.normal(tf.shape(x))", "draws by RngReadAndSkip"),
+        ("x + COUNT.assign_add(1.0)", "sets a variable"),
+        ("tf.map_fn(lambda row: row + tf.random.uniform([]), x)", "draws by RandomUniform"),
+        ("x + tf.random.stateless_normal(tf.shape(x), seeds[0])", ""),
+    ],
+)
+def test_an_augmentation_that_draws_or_keeps_something(body, words, tmp_path, monkeypatch):
+    (tmp_path / "drawing_augmentations.py").write_text(
+        "import keras\nimport tensorflow as tf\nSEEDS, COUNT = keras.random.SeedGenerator(1), tf.Variable(0.0)\n"
+        f"GENERATOR = tf.random.Generator.from_seed(1)\ndef draws(x, y, seeds): return {body}, y\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "drawing_augmentations", raising=False)
+    function = augment.load_augmentation("drawing_augmentations:draws")
+    data = tf.data.Dataset.from_tensors((tf.zeros([3, 4]), tf.zeros([3]), tf.zeros([3, 2], tf.int32)))
+    if not words:
+        assert len(data.map(function)) == 1
+        return
+    with pytest.raises(
+        ConfigError, match=f"--augment=drawing_augmentations:draws {words}.*draw from its `seeds` alone"
+    ):
+        data.map(function)

@@ -76,9 +76,11 @@ class Remembering(keras.callbacks.Callback):
         super().__init__()
         self.last, self.seen = collections.deque([0], maxlen=3), {0}
         self.python, self.old, self.new = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)
+        self.of_keras, self.of_tensorflow = keras.random.SeedGenerator(1), tf.random.Generator.from_seed(1)
 
     def draw(self):
         drawn = [self.python.gauss(0, 1), self.old.normal(), self.new.normal()]
+        drawn += [float(keras.random.normal([], seed=self.of_keras)), float(self.of_tensorflow.normal([]))]
         self.last.append(drawn[0])
         self.seen.add(drawn[1])
         return [*drawn, list(self.last), self.seen]

@@ -33,7 +33,7 @@ def slow_batches(size, seconds):
     [
         {},
         {"batch": 48, "accumulation": 3, "dropout": 0.2},
-        {"timed": False},
+        {"deterministic": True},
         {"jit_compile": True},
         {"skip_non_finite": True, "clip_norm": 0.1},
         {"as_on_gpu": True},
@@ -55,7 +55,7 @@ def test_a_step_with_marks_is_the_same_step(options):
 
 
 def test_of_every_row_of_calls_one_is_sampled():
-    step, iterators = make_step(phase_every=4, timed=False), batches(16)
+    step, iterators = make_step(phase_every=4, deterministic=True), batches(16)
     sampled = [step(iterators, 1).call.phases_s is not None for _ in range(16)]
     assert [sum(sampled[row : row + 4]) for row in range(0, 16, 4)] == [1, 1, 1, 1] and sampled[1]
     assert len({sampled[row : row + 4].index(True) for row in range(0, 16, 4)}) > 1
@@ -65,7 +65,7 @@ def test_of_every_row_of_calls_one_is_sampled():
 @pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_phases_fill_the_call_and_find_the_slow_one(timed, accumulation):
-    step = make_step(batch=4 * accumulation, accumulation=accumulation, phase_every=1, timed=timed)
+    step = make_step(batch=4 * accumulation, accumulation=accumulation, phase_every=1, deterministic=not timed)
     iterators = slow_batches(4, 0.02)
     step(iterators, 1)
     call = step(iterators, 5).call
@@ -102,7 +102,7 @@ def test_each_mark_waits_for_the_one_before_it(timed, accumulation, monkeypatch)
             return mark
 
     monkeypatch.setattr("tfdist.training.measured_step.Marks", Recorded)
-    step = make_step(batch=4 * accumulation, accumulation=accumulation, phase_every=1, timed=timed)
+    step = make_step(batch=4 * accumulation, accumulation=accumulation, phase_every=1, deterministic=not timed)
     step(batches(4), 2)
     call, one_step, *micro_batches = of_graphs.values()
     assert [len(call), len(one_step), *map(len, micro_batches)] == [2, 6, *[3] * (accumulation > 1)]

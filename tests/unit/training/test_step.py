@@ -47,6 +47,7 @@ def make_step(
     dropout=0.0,
     objective=None,
     model=None,
+    generator=False,
     inputs=INPUTS,
     rule=None,
     **options,
@@ -62,6 +63,7 @@ def make_step(
             keras.layers.Dense(4, dtype="float32"),
         ]
     )
+    model = with_generator(model) if generator else model
     rule = rule or make_optimizer(OptimizerConfig(optimizer=optimizer), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
     rule.build(model.trainable_variables)
     spec = (inputs, tf.TensorSpec(inputs.shape[:1], tf.int32), tf.TensorSpec(inputs.shape[:1]))

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import hidden_variables
+from tfdist.artifacts.hidden_state import hidden_variables, variables_of_rules
 from tfdist.compat import keras_layers, keras_variables
 from tfdist.control.exit_codes import ConfigError
 
@@ -42,6 +42,15 @@ def refuse_assigned(
         for one in (variable, *([] if stored is None or stored is variable else [stored])):
             for setter in _SETTERS:
                 setattr(one, setter, _refusing(getattr(one, setter), sentence))
+
+
+def refuse_rules_with_state(model: keras.Model, flag: str, why_and_fix: str) -> None:
+    """That a regularizer or constraint, which are called beside the layers, keeps a variable is a ConfigError."""
+    if found := variables_of_rules(model):
+        raise ConfigError(
+            f"{flag}, but a regularizer or constraint of the model keeps a variable of its own ({found[0].name}),"
+            f" which {why_and_fix}."
+        )
 
 
 def _like(variable: keras.Variable | tf.Variable) -> str:

@@ -143,6 +143,9 @@ class MeshUpdate(DataParallel):
     def sources(self) -> list[tf.Variable]:
         return [variable.value for variable in self.trainable]
 
+    def pieces_of_weights(self) -> list[keras.Variable]:
+        return [] if self.shards is self.trainable else self.shards
+
     def averages(self) -> list[keras.Variable]:
         """The moving averages of `shards`; empty without --ema."""
         numbers = {id(variable): number for number, variable in enumerate(self.all)}

@@ -8,7 +8,6 @@ see the same, and it moves once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +16,10 @@ import tensorflow as tf
 
 from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_variables import autocast_dtype, autocast_to
-from tfdist.compat.tensorflow_graphs import kinds_made_here
+from tfdist.compat.tensorflow_graphs import draws_anew, kinds_made_here, sets_state
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.random_mixing import draws_anew
 from tfdist.training.seeds import states_beside
 
-_WRITES = re.compile("Assign|Resource(Scatter|Apply|SparseApply)")  # types of operations
 Bind = Callable[[list[tf.Tensor], bool, tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]
 OnGradients = Callable[[list[tf.Tensor]], None]
 
@@ -65,9 +62,9 @@ def recomputed(
 
 def _refuse_what_comes_out_otherwise(kinds: set[str], owner: keras.Layer) -> None:
     """Of types of operations: what would be another one in the second pass, whose gradient would be of that."""
-    if draws_anew(kinds):
+    if any(map(draws_anew, kinds)):
         what = "draws by tf.random or a tf.random.Generator, which would give other numbers then: draw by keras.random"
-    elif any(map(_WRITES.match, kinds)):
+    elif any(map(sets_state, kinds)):
         what = (
             "sets a tf.Variable of which Keras does not know, twice in each step then: make it with"
             " self.add_weight(trainable=False)"

@@ -85,9 +85,9 @@ class ShardedState:
         return {key: (piece.name, list(piece.shape), piece.dtype.name) for key, piece in self.pieces.items()}
 
     def to_host(
-        self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str = ""
+        self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str | tuple[str, ...] = ""
     ) -> dict[str, np.ndarray]:
-        """key -> whole array on the chief, of keys that begin with `only`; {} on the others.
+        """key -> whole array on the chief, of keys that begin with `only`, or one of them; {} on the others.
 
         One variable at a time is whole on every worker.
         """

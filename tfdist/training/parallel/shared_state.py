@@ -18,7 +18,7 @@ from tfdist.compat.keras_tensors import functional_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.training.loss_probe import generators_kept
-from tfdist.training.parallel.assigned_weights import refuse_assigned
+from tfdist.training.parallel.assigned_weights import refuse_assigned, refuse_rules_with_state
 from tfdist.training.parallel.segments import Segment
 
 
@@ -53,6 +53,9 @@ def refuse_hidden(model: keras.Model, flag: str) -> None:
             f"{flag}, but a layer draws from a tf.random.Generator, which goes on on its own stage only: draw by"
             " keras.random, or use data= instead."
         )
+    refuse_rules_with_state(
+        model, flag, "goes on on its own stage only: let it compute from the weights alone, or use data= instead"
+    )
     refuse_assigned(
         model,
         hidden_variables(model),

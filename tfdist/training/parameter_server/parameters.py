@@ -24,7 +24,7 @@ from tfdist.compat import keras_optimizers
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.connected import apply_connected
-from tfdist.training.parallel.assigned_weights import ON_SERVERS, refuse_assigned
+from tfdist.training.parallel.assigned_weights import ON_SERVERS, refuse_assigned, refuse_rules_with_state
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class Parameters:
                 "--strategy=parameter_server does not keep weight constraints (kernel_constraint and the like): remove"
                 " them from the model, or use another strategy."
             )
+        refuse_rules_with_state(model, "--strategy=parameter_server", ON_SERVERS)
         refuse_assigned(model, [*self.weights, *hidden_variables(model)], "--strategy=parameter_server", ON_SERVERS)
         self.states = [variable for variable in model.non_trainable_variables if not is_seed_state(variable)]
         self.schedule = ScaledSchedule(schedule)

@@ -45,3 +45,17 @@ def test_a_generator():
     with pytest.raises(ConfigError, match="--mesh=pipe=2, but a layer draws from a tf.random.Generator"):
         refuse_hidden(model_of(Draws()), "--mesh=pipe=2")
     refuse_hidden(model_of(keras.layers.Dropout(0.5)), "--mesh=pipe=2")
+
+
+class Grows(keras.constraints.Constraint):
+    def __init__(self):
+        self.updates = tf.Variable(0.0, trainable=False, name="updates")
+
+    def __call__(self, weight):
+        return tf.clip_by_value(weight, -self.updates, self.updates.assign_add(1.0))
+
+
+def test_a_variable_of_a_constraint():
+    with pytest.raises(ConfigError, match="--mesh=pipe=2, but a regularizer or constraint .* of its own .updates:0."):
+        refuse_hidden(model_of(keras.layers.Dense(2, kernel_constraint=Grows())), "--mesh=pipe=2")
+    refuse_hidden(model_of(keras.layers.Dense(2, kernel_constraint="non_neg")), "--mesh=pipe=2")

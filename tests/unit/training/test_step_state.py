@@ -1,0 +1,187 @@
+"""What a step sets and draws, and no snapshot would hold: refused, or told."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tests.unit.training.test_step import batches, make_step
+from tfdist.artifacts.hidden_state import hidden_variables
+from tfdist.control.exit_codes import ConfigError
+from tfdist.training.objectives import classification
+
+
+class Holds:
+    """Called with anything, it counts."""
+
+    def __init__(self, make=lambda: tf.Variable(0.0, trainable=False, name="calls")):
+        self.calls = make()
+
+    def __call__(self, x):
+        self.calls.assign_add(0.1)
+        return x * (1.0 + tf.cast(self.calls, x.dtype))
+
+
+class Grows(Holds, keras.constraints.Constraint):
+    pass
+
+
+class Anneals(Holds, keras.regularizers.Regularizer):
+    def __call__(self, x):
+        return tf.reduce_sum(super().__call__(x) ** 2)
+
+
+class Constrained(keras.layers.Layer):
+    """Its constraint is an attribute of the variable alone."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 4), constraint=Grows())
+
+    def call(self, x):
+        return x @ self.kernel
+
+
+class Draws(keras.constraints.Constraint):
+    def __init__(self, seed=None):
+        self.seed = seed
+
+    def __call__(self, weight):
+        return weight + 0.1 * keras.random.normal(weight.shape, seed=self.seed)
+
+
+class Penalises(keras.regularizers.Regularizer):
+    def __call__(self, weight):
+        return tf.reduce_sum(weight * keras.random.normal(weight.shape))
+
+
+class Counts(keras.layers.Layer):
+    """In a metric, which belongs to each worker and to no snapshot."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Sum()
+
+    def call(self, x):
+        self.seen.update_state(x)
+        return x
+
+
+def model_of(layer):
+    return keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(4)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.layers.Dense(4, Holds()),
+        lambda: keras.layers.Dense(4, kernel_regularizer=Anneals()),
+        lambda: keras.layers.Dense(4, kernel_constraint=Grows()),
+        lambda: keras.layers.Dense(4, Holds(lambda: keras.Variable(0.0, trainable=False, name="calls"))),
+        Constrained,
+    ],
+)
+def test_what_layers_are_made_with_is_looked_at(make):
+    model = model_of(make())
+    step = make_step(model=model)
+    (calls,) = hidden_variables(model)
+    step(batches(16), 2)
+    assert float(calls.numpy()) == pytest.approx(0.2)
+
+
+def lost(how):
+    """A model whose steps set what is found nowhere in it."""
+    held = Holds()
+    if how == "closure":
+        return model_of(keras.layers.Lambda(lambda x: held(x)))
+    if how == "loop":
+        return model_of(
+            keras.layers.Lambda(lambda x: tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, held(x)), (0, x))[1])
+        )
+    if how == "function":
+        return model_of(keras.layers.Lambda(tf.function(lambda x: held(x), jit_compile=True)))
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+    def counted(x):
+        with tf.control_dependencies([table.insert(tf.constant([1], tf.int64), tf.constant([1.0]))]):
+            return tf.identity(x)
+
+    return model_of(keras.layers.Lambda(counted))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [(how, "sets the variable 'calls'") for how in ("closure", "loop", "function")]
+    + [("table", "sets a lookup table")],
+)
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"phase_every": 2}], ids=str)
+def test_what_is_lost_is_refused(how, words, options):
+    if how == "table" and "jit_compile" in options:
+        pytest.skip("XLA compiles no tables")
+    step = make_step(model=lost(how), **options)
+    with pytest.raises(ConfigError, match=f"Each step {words}, which is not found in the model"):
+        step(batches(16), 1)
+    assert int(step.counter.numpy()) == 0
+
+
+def test_an_objective_with_a_state_is_refused():
+    inner, held = classification(), Holds()
+
+    def objective(outputs, y, w):
+        return inner(held(outputs), y, w)
+
+    with pytest.raises(ConfigError, match="Each step sets the variable 'calls'"):
+        make_step(objective=objective)(batches(16), 1)
+
+
+def test_metrics_of_layers_are_left_alone():
+    step = make_step(model=model_of(Counts()))
+    assert step(batches(16), 2).step == 2
+
+
+@pytest.mark.parametrize("draw", [tf.random.normal, tf.random.uniform, tf.random.truncated_normal])
+def test_what_is_drawn_anew_is_told_once_or_refused(draw):
+    def model():
+        return model_of(keras.layers.Lambda(lambda x: x + draw(tf.shape(x))))
+
+    step, iterators = make_step(model=model()), batches(16)
+    assert ["draws by tf.random" in sentence for sentence in step(iterators, 1).news] == [True]
+    assert not step(iterators, 1).news
+    with pytest.raises(ConfigError, match="--deterministic promises .* draw by keras.random"):
+        make_step(model=model(), deterministic=True)(batches(16), 1)
+
+
+def test_generators_and_keras_tell_nothing():
+    generator = tf.random.Generator.from_seed(1)
+
+    class Noise(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.generator = generator
+
+        def call(self, x):
+            return x + self.generator.normal(tf.shape(x)) + keras.random.normal(tf.shape(x))
+
+    step = make_step(model=model_of(Noise()), generator=True, deterministic=True)
+    assert not step(batches(16), 1).news
+
+
+def test_a_constraint_that_draws_is_refused():
+    def step(seed):
+        return make_step(model=model_of(keras.layers.Dense(4, kernel_constraint=Draws(seed))), generator=True)
+
+    with pytest.raises(ConfigError, match="A constraint of weights draws by keras.random"):
+        step(None)(batches(16), 1)
+    assert step(3)(batches(16), 1).step == 1
+
+
+def test_a_regularizer_draws_by_the_step():
+    """The second step draws the same after whatever was drawn before."""
+
+    def third(before):
+        model = model_of(keras.layers.Dense(4, kernel_regularizer=Penalises()))
+        step, iterators = make_step(model=model, generator=True), batches(16)
+        for _ in range(2):
+            keras.random.normal([before])
+            step(iterators, 1)
+        return [weight.tolist() for weight in model.get_weights()]
+
+    assert third(1) == third(1)
