@@ -1,12 +1,16 @@
 """State that layers keep without Keras' knowing: a tf.Variable, or a tf.random.Generator, among their attributes, and
-among those of what they are made with (activations, regularizers, constraints).
+in what they are made with (activations, regularizers, constraints, and what functions close over).
 
 Keras neither saves nor restores it: a run that is resumed would compute something else, and nothing would tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import collections
+import contextlib
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -42,11 +46,19 @@ def hidden_state(layer: keras.Layer) -> list[tf.Variable]:
 
 def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
     """Those that regularizers and constraints of weights hold, which are called beside the layers."""
-    found = [one for each in keras_layers.all_layers(layer) for rule in _rules(each) for one in _inside(rule, _DEPTH)]
-    return [one.state if isinstance(one, tf.random.Generator) else one for one in found]
+    rules = [rule for each in keras_layers.all_layers(layer) for rule in _rules(each)]
+    found = [one for rule in rules for one in _inside(rule, _DEPTH)]
+    variables = [one.state if isinstance(one, tf.random.Generator) else one for one in found]
+    return [each for each in variables if isinstance(each, tf.Variable)]
 
 
-def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator]:
+def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
+    """Those that the layer, or one in it, holds, which are a worker's own."""
+    held = [each for each in _held(layer) if isinstance(each, keras.metrics.Metric)]
+    return [*held, *(metric for each in keras_layers.all_layers(layer) for metric in keras_layers.own_metrics(each))]
+
+
+def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.metrics.Metric]:
     """In the order of the layers and of their attributes."""
     found: dict[int, Any] = {}
     for each in keras_layers.all_layers(layer):
@@ -60,20 +72,41 @@ def _rules(layer: keras.Layer) -> list[Any]:
     return [part for variable in layer.weights for part in (variable.regularizer, variable.constraint)]
 
 
-def _inside(value: Any, depth: int) -> Iterator[tf.Variable | tf.random.Generator]:
-    if isinstance(value, (tf.Variable, tf.random.Generator)):
+def _inside(value: Any, depth: int) -> Iterator[tf.Variable | tf.random.Generator | keras.metrics.Metric]:
+    if isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric)):
         yield value
         return
     if isinstance(value, keras.Variable):
         if (stored := keras_variables.stored_value(value)) is not None:
             yield stored
         return
-    more: Any = ()
-    if isinstance(value, Mapping):
-        more = value.values()
-    elif isinstance(value, (list, tuple)):
-        more = value if len(value) <= _MOST else ()
-    elif not isinstance(value, (keras.Layer, type)) and not type(value).__module__.startswith(_NOT_OWN):
-        more = getattr(value, "__dict__", {}).values()
-    for each in more if depth else ():
+    for each in _parts(value) if depth else ():
         yield from _inside(each, depth - 1)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What it holds, in an order that is the same in another process; of what is not the user's own nothing."""
+    value = getattr(value, "python_function", value)  # of a tf.function
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, collections.deque)):
+        return value if len(value) <= _MOST else ()
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    module = getattr(value, "__module__", None) or type(value).__module__
+    if isinstance(value, (keras.Layer, type)) or (module.startswith(_NOT_OWN) and type(value) is not tf.Module):
+        return ()
+    if isinstance(value, types.FunctionType):
+        return _closed_over(value)
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return (*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots))
+
+
+def _closed_over(function: types.FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # which is empty
+            found.append(cell.cell_contents)
+    return found

@@ -10,8 +10,10 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.framework.ops import gradient_registry
 
-_DRAWING = re.compile("Random|Rng|Stateful(Uniform|Standard)|Multinomial|TruncatedNormal|CandidateSampler")
-_SETTING = re.compile("Assign|Resource(Scatter|Apply|SparseApply)|LookupTable(Insert|Remove|Import)")
+_DRAWING = re.compile(
+    "Random|Rng|Stateful(Uniform|Standard)|Multinomial|TruncatedNormal|CandidateSampler|SampleDistorted"
+)
+_SETTING = re.compile("Assign|Resource(Scatter|Apply|SparseApply)|LookupTable(Insert|Remove)")
 
 
 def draws(kind: str) -> bool:

@@ -84,6 +84,7 @@ class TrainStep:
             separate_replicas(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; a signal of the next
         self._calls = 0
+        self._known: list[Any] = []  # variables that snapshots hold
         self._news: list[str] = []  # what there is to tell the user
         # Else one operation, or an interleaved schedule, holds forward and backward pass.
         self.splits = not (options.jit_compile or parallelism.pipeline)
@@ -108,6 +109,8 @@ class TrainStep:
           n: how many; a new value does not trace again.
           requests: what this worker asks for.
         """
+        if not self._calls:  # what is made in the first call is in no snapshot
+            self._known = list(state.collect(self.model, self.optimizer, self.variables).values())
         signals = self.layout.signals_of(self.runtime.rank, requests, self._wall_s, self._compute_s)
         before, begun = self.runtime.reduction_s(), time.monotonic()
         step, vector = self._run(list(iterators), tf.constant(n), tf.constant(signals))
@@ -136,8 +139,7 @@ class TrainStep:
             return totals.plus(self._one_step(iterators, signals, last=tf.equal(i, n - 1)))
 
         results = self._results(self._repeat(0, n, one, Totals.of_no_step(self.layout)))
-        of_run = state.collect(self.model, self.optimizer, self.variables).values()
-        known = [*of_run, *self.update.pieces_of_weights(), *self.replica.seeds, *self.runtime.order_tokens()]
+        known = [*self._known, *self.update.pieces_of_weights(), *self.replica.seeds, *self.runtime.order_tokens()]
         self._news = step_state.check(self.model, known, self.options.deterministic)
         return results
 

@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import metrics_held
 from tfdist.compat import tensorflow_graphs
-from tfdist.compat.keras_layers import all_layers, own_metrics
 from tfdist.compat.keras_variables import stored_value
 from tfdist.control.exit_codes import ConfigError
 
@@ -32,8 +32,8 @@ def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list
     """
     graph = tf.compat.v1.get_default_graph()
     kinds = tensorflow_graphs.kinds_of_operations(graph)[0]
-    metrics = [metric for layer in all_layers(model) for metric in own_metrics(layer)]  # which are a worker's own
-    _check_set(graph, kinds, [*known, *(variable for metric in metrics for variable in metric.variables)])
+    of_metrics = [variable for metric in metrics_held(model) for variable in metric.variables]
+    _check_set(graph, kinds, [*known, *of_metrics])
     return _of_draws(kinds, deterministic)
 
 
@@ -46,9 +46,10 @@ def _check_set(graph: tf.Graph, kinds: set[str], known: Iterable[Any]) -> None:
         names.append("a lookup table")
     if names:
         raise ConfigError(
-            f"Each step sets {names[0]}, which is not found in the model (it is of a module, a closure, a class, or an"
-            " --objective), so that no snapshot holds it, and a run that is resumed would compute something else: make"
-            " it an attribute of a layer of your own, best with self.add_weight(trainable=False)."
+            f"Each step sets {names[0]}, which was not found in the model before it (it is of a module, a class or an"
+            " --objective, or made while a layer is called), so that no snapshot holds it, and a run that is resumed"
+            " would compute something else: make it an attribute of a layer of your own, in its constructor or its"
+            " build, best with self.add_weight(trainable=False)."
         )
 
 
