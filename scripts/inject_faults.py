@@ -319,6 +319,20 @@ FAULTS: dict[str, Fault] = {
         "            pass\n",
         ("tests/unit/artifacts/test_hidden_state.py",),
     ),
+    "asking trial": Fault(
+        "a trial of a model reads the metrics of a layer from all workers, of which some try nothing",
+        "training/loss_probe.py",
+        "for variable, value in self._of_metrics)]",
+        "for variable, value in ())]",
+        ("tests/unit/training/test_probe_replicas.py",),
+    ),
+    "late state": Fault(
+        "what is made in the first step counts as saved, and is not",
+        "training/step.py",
+        "        if not self._calls:  # what is made",
+        "        if False:  # what is made",
+        ("tests/unit/training/test_step_state.py",),
+    ),
     "lost state": Fault(
         "a step sets a variable that no snapshot holds",
         "training/step_state.py",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
@@ -15,6 +16,14 @@ from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 def stored_value(variable: keras.Variable) -> tf.Variable | None:
     """TensorFlow's variable in it, or None after `empty`. Relies on `Variable._value`."""
     return variable._value
+
+
+def value_here(variable: keras.Variable) -> np.ndarray:
+    """Of the first replica of this process; where replicas hold different values, nobody is asked for theirs. Relies on
+    `Variable._value` and on `DistributedVariable.values`; without them a trial of a model waits for other workers.
+    """
+    stored: Any = variable._value
+    return getattr(stored, "values", (stored,))[0].numpy()
 
 
 def empty(variable: keras.Variable, refuse: Callable[..., Any]) -> None:

@@ -45,6 +45,7 @@ _LABEL_DETERMINISTIC = re.compile(  # the same, of what TensorFlow computes it w
 )
 # What TensorFlow's placer says (core/common_runtime/colocation_graph.cc) where soft placement is off.
 _NOT_COMPILED = re.compile(r"Detected unsupported operations when trying to compile graph .*? on \S+: (\w+)")
+_XLA_WANTS = re.compile(r"XLA compilation requires [^.\n]*|[^.\n]*must be a compile-time constant")
 _NO_KERNEL = re.compile(
     r"Cannot assign a device for operation (?:\{\{node )?([^\s:}]+).*no supported kernel for", re.DOTALL
 )
@@ -153,6 +154,11 @@ def _refused_by_gpus(text: str) -> str:
         return (
             f"XLA cannot compile the operation {found[1]}: train with --nojit_compile (tfdist.fit: compile the model"
             " with jit_compile=False), or replace it in the model or objective."
+        )
+    if found := _XLA_WANTS.search(text):
+        return (
+            f"XLA cannot compile the step ({found[0]}): train with --nojit_compile (tfdist.fit: compile the model with"
+            " jit_compile=False)."
         )
     if found := _NO_KERNEL.search(text):
         return (

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.artifacts.hidden_state import hidden_state
-from tfdist.compat import keras_layers, keras_random, tensorflow_random
+from tfdist.artifacts.hidden_state import hidden_state, metrics_held
+from tfdist.compat import keras_layers, keras_random, keras_variables, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.runtime.scopes import ThreadScope
@@ -76,6 +76,12 @@ class Probe:
         self._states_off: dict[float, Sequence[np.ndarray]] = {0.0: self.states}
         self._added: list[tuple[Key, tf.Tensor]] = []
         self._seeds_met: list[keras.Variable] = []  # of generators that no layer holds
+        # Under TensorFlow's strategies a metric adds up all workers' values when it is read, but not all try the same.
+        self._of_metrics = [
+            (variable, keras_variables.value_here(variable))
+            for metric in metrics_held(model)
+            for variable in metric.variables
+        ]
 
     def some_rows(self, number: int = ROWS) -> Any:
         """The first of x, and if there are fewer than `number` from the first on again."""
@@ -115,7 +121,8 @@ class Probe:
         ]
         self._added = []
         given = [*map(tf.constant, weights)], [*map(tf.convert_to_tensor, states)]
-        beside = [(state, state.value + tf.cast(draw, state.dtype)) for state in (*states_beside(), *self._seeds_met)]
+        seeds = [(state, state.value + tf.cast(draw, state.dtype)) for state in (*states_beside(), *self._seeds_met)]
+        beside = [*seeds, *((variable, tf.constant(value)) for variable, value in self._of_metrics)]
         redrawn = tensorflow_random.redrawn(draw if isinstance(draw, int) else 0)
         with redrawn, keras_random.asked_before_draws(self._meet):
             return stateless_call(self.model, *given, x, training, beside).outputs

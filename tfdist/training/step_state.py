@@ -58,7 +58,7 @@ def _of_draws(kinds: set[str], deterministic: bool) -> list[str]:
     if not drawing:
         return []
     what = f"draws by tf.random ({', '.join(drawing)}), whose numbers no snapshot holds"
-    fix = "draw by keras.random: keras.random.normal(shape) for tf.random.normal(shape)"
+    fix = "draw by keras.random, as keras.random.normal(shape) for tf.random.normal(shape)"
     if deterministic:
         raise ConfigError(f"--deterministic promises that runs which are resumed repeat, but the step {what}: {fix}.")
     return [f"The step {what}: a run that is resumed draws others than one that is not. If that matters, {fix}."]

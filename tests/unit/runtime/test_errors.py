@@ -100,6 +100,15 @@ CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
             ["XLA cannot compile the operation AsString", "--nojit_compile", "jit_compile=False"],
         ),
         (
+            tf.errors.InvalidArgumentError(
+                None,
+                None,
+                "Graph execution error:\nXLA compilation requires a fixed tensor list size. Set the max number.\nat: ",
+            ),
+            ConfigError,
+            ["XLA cannot compile the step (XLA compilation requires a fixed tensor list size)", "--nojit_compile"],
+        ),
+        (
             tf.errors.InvalidArgumentError(None, None, "DataError: record 7 of x.tfrecord is damaged.\n stack"),
             DataError,
             ["record 7 of x.tfrecord is damaged."],
