@@ -21,7 +21,8 @@ from tfdist.compat import keras_layers, keras_variables
 _DEPTH = 4  # of lists, dictionaries and objects in each other
 _MOST = 10_000  # entries of a list that are looked at: more are data
 # Modules of objects that hold nothing of the user's own.
-_NOT_OWN = ("keras.", "tensorflow.", "tfdist.", "numpy", "builtins", "functools")
+_NOT_OWN = ("keras.", "tensorflow.", "tfdist.", "numpy", "builtins", "functools", "inspect", "enum", "_thread")
+_PLAIN = {bool, int, float, str, bytes, type(None)}  # types of most attributes: looking at them at once saves time
 
 
 def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:
@@ -73,6 +74,8 @@ def _rules(layer: keras.Layer) -> list[Any]:
 
 
 def _inside(value: Any, depth: int) -> Iterator[tf.Variable | tf.random.Generator | keras.metrics.Metric]:
+    if type(value) in _PLAIN:
+        return
     if isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric)):
         yield value
         return
@@ -86,11 +89,13 @@ def _inside(value: Any, depth: int) -> Iterator[tf.Variable | tf.random.Generato
 
 def _parts(value: Any) -> Iterable[Any]:
     """What it holds, in an order that is the same in another process; of what is not the user's own nothing."""
-    value = getattr(value, "python_function", value)  # of a tf.function
-    if isinstance(value, Mapping):
-        return value.values()
     if isinstance(value, (list, tuple, collections.deque)):
         return value if len(value) <= _MOST else ()
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, tf.types.experimental.PolymorphicFunction):
+        decorated: Any = value
+        value = decorated.python_function
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.MethodType):
