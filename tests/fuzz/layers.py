@@ -132,7 +132,7 @@ class Grows(keras.constraints.Constraint):
         self.updates = tf.Variable(0.0, trainable=False)
 
     def __call__(self, weight):
-        limit = ops.cast(0.02 * self.updates.assign_add(1.0), weight.dtype)
+        limit = ops.cast(0.2 + 0.02 * self.updates.assign_add(1.0), weight.dtype)
         return ops.clip(weight, -limit, limit)
 
     def get_config(self):
