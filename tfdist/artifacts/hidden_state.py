@@ -55,8 +55,7 @@ def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
 
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
     """Those that the layer, or one in it, holds, which are a worker's own."""
-    held = [each for each in _held(layer) if isinstance(each, keras.metrics.Metric)]
-    return [*held, *(metric for each in keras_layers.all_layers(layer) for metric in keras_layers.own_metrics(each))]
+    return [each for each in _held(layer) if isinstance(each, keras.metrics.Metric)]
 
 
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.metrics.Metric]:
