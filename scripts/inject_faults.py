@@ -336,9 +336,30 @@ FAULTS: dict[str, Fault] = {
     "lost state": Fault(
         "a step sets a variable that no snapshot holds",
         "training/step_state.py",
-        "    if names:\n",
-        "    if False:\n",
+        "if not name.startswith(_OF_THE_PROCESS)]",
+        "if False]",
         ("tests/unit/training/test_step_state.py",),
+    ),
+    "lost by a backup": Fault(
+        "a step of tfdist.fit sets a variable that its backup does not hold",
+        "keras_fit/lost_state.py",
+        "    if _with_backup.is_here:\n",
+        "    if False:\n",
+        ("tests/unit/keras_fit/test_lost_state.py",),
+    ),
+    "state of own rows": Fault(
+        "the model sets a variable of a module, of which each worker has another value",
+        "keras_fit/lost_state.py",
+        "if name != _GENERATOR]",
+        "if False]",
+        ("tests/unit/keras_fit/test_lost_state.py",),
+    ),
+    "state of losses": Fault(
+        "what a loss keeps is in no backup",
+        "artifacts/hidden_state.py",
+        'for each in held_by(keras.tree.flatten(getattr(model, "loss", None)))',
+        "for each in held_by(())",
+        ("tests/unit/keras_fit/test_lost_state.py",),
     ),
     "state of rules": Fault(
         "what a constraint keeps is in no snapshot",

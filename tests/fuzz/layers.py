@@ -188,6 +188,41 @@ class Around(keras.layers.Layer):
         return self.inner(x)
 
 
+class Resting(Around):
+    """Calls a layer that is not to train, among layers that do."""
+
+    def call(self, x):
+        return self.inner(x, training=False)
+
+
+class Idle(keras.layers.Layer):
+    """Has a weight that nothing depends on, which is neither trained nor decayed."""
+
+    supports_masking = True
+
+    def __init__(self, width: int, **options):
+        super().__init__(**options)
+        self.width = width
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.width), name="kernel")
+        self.unused = self.add_weight(shape=(3,), initializer="ones", name="unused")
+
+    def call(self, x):
+        return ops.tanh(ops.matmul(x, self.kernel))
+
+
+class InFunction(Idle):
+    """Is called through a tf.function of its own, which another trace must not take for its own."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.width), name="kernel")
+
+    @tf.function
+    def call(self, x, training=False):
+        return (1.25 if training else 1.0) * ops.tanh(ops.matmul(x, self.kernel))
+
+
 class Withheld(keras.Model):
     """A model with a call of its own, which does not tell its layers that they are in training: these compute as in
     evaluation.

@@ -56,6 +56,8 @@ BLOCKS: dict[str, tuple[str, str]] = {
         'x = layers.Activation("gelu", name="{name}_gelu")(layers.LayerNormalization(name="{name}")(x))',
     ),
     "frozen": ("rows steps", 'x = layers.Dense({width}, activation="tanh", trainable=False, name="{name}")(x)'),
+    "idle": ("rows steps", 'x = own.Idle({width}, name="{name}")(x)'),  # in the place of the one before it
+    "in_function": ("rows steps", 'x = own.InFunction({width}, name="{name}")(x)'),  # in the place of the next
     "shared": (
         "rows steps",
         (
@@ -68,6 +70,10 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "centered": ("rows grid steps", 'x = own.centered(x, {width}, "{name}")'),
     "louder": ("rows grid steps", 'x = own.Around(own.Louder(name="{name}_inner"), name="{name}")(x)'),
     "draws": ("rows grid steps", 'x = own.Draws(name="{name}")(x)'),  # in the place of the one before it
+    "resting": (  # in the place of the one before it
+        "rows grid steps",
+        'x = own.Resting(own.Louder(name="{name}_inner"), name="{name}")(x)',
+    ),
     "running_mean": ("rows", 'x = own.RunningMean(name="{name}")(x)'),
     "keeps": ("rows", 'x = own.Keeps(name="{name}")(x)'),  # in the place of the one before it
     "dropout": ("rows grid steps", 'x = layers.Dropout(0.3, name="{name}")(x)'),

@@ -59,6 +59,7 @@ class Reference:
         self.optimizer.build(self.model.trainable_variables)
         self.parts = data.arrays(case)
         self.masked = self.options.get("objective") == space.MASKED
+        self.idle: set[int] = set()  # places of weights on which nothing depends
         self.scale = (
             float(self.options.get("loss_scale_initial", 32768.0))
             if self.options.get("precision") == "float16"
@@ -140,7 +141,11 @@ class Reference:
             factor = clip / norm if clip and norm > clip else 1.0
             self.optimizer.learning_rate = self._learning_rate(int(self.optimizer.iterations.numpy()))
             self.optimizer.apply(
-                [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients], self.model.trainable_variables
+                [
+                    None if place in self.idle else gradient * tf.cast(factor, gradient.dtype)
+                    for place, gradient in enumerate(gradients)
+                ],
+                self.model.trainable_variables,
             )
             self._shake()
         else:
@@ -189,6 +194,8 @@ class Reference:
             )
             parts = self._parts(whole, losses * weights, total) if self.travelling else [whole]
         variables = [variable.value for variable in self.model.trainable_variables]
+        found = tape.gradient(whole, variables)
+        self.idle = {place for place, gradient in enumerate(found) if gradient is None}
         gradients = [
             [
                 tf.convert_to_tensor(gradient)

@@ -47,10 +47,27 @@ def hidden_state(layer: keras.Layer) -> list[tf.Variable]:
 
 def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
     """Those that regularizers and constraints of weights hold, which are called beside the layers."""
-    rules = [rule for each in keras_layers.all_layers(layer) for rule in _rules(each)]
-    found = [one for rule in rules for one in _inside(rule, _DEPTH)]
-    variables = [one.state if isinstance(one, tf.random.Generator) else one for one in found]
+    return held_by([rule for each in keras_layers.all_layers(layer) for rule in _rules(each)])
+
+
+def state_of_losses(model: keras.Model) -> list[tf.Variable]:
+    """What the losses that `compile` was given hold, and the model does not."""
+    known = {id(keras_variables.stored_value(one)) for one in model.variables} | {
+        id(one) for one in hidden_state(model)
+    }
+    return [each for each in held_by(keras.tree.flatten(getattr(model, "loss", None))) if id(each) not in known]
+
+
+def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
+    """The variables, and the states of generators, that objects beside the layers hold, such as losses."""
+    found = {id(one): one for each in objects for one in _inside(each, _DEPTH)}
+    variables = [one.state if isinstance(one, tf.random.Generator) else one for one in found.values()]
     return [each for each in variables if isinstance(each, tf.Variable)]
+
+
+def variables_of_metrics(metrics: Iterable[keras.metrics.Metric]) -> list[keras.Variable | tf.Variable]:
+    """Also those of TensorFlow's that a metric of the user's own holds."""
+    return [one for each in metrics for one in (*each.variables, *held_by(vars(each).values()))]
 
 
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:

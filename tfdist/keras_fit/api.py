@@ -17,7 +17,7 @@ from tfdist.compat import keras_optimizers, keras_trainer
 from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import ConfigError, TfdistError
 from tfdist.control.user_errors import failure
-from tfdist.keras_fit import silent_lookups
+from tfdist.keras_fit import lost_state, silent_lookups
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held
 from tfdist.keras_fit.epoch_backup import EpochBackup
@@ -129,13 +129,15 @@ def fit(
             backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
             if has_peers(runtime) or backup is not None:
                 x, y = shuffle_alike(runtime, x, y, arguments, backup)
-            return _over_workers(
-                runtime,
-                model,
-                "fit",
-                verbose,
-                lambda verbose: model.fit(x, y, verbose=verbose, callbacks=arranged, **arguments),
-            )
+            kept = contextlib.nullcontext() if backup is None else lost_state.refused(model, runtime.rank == 0)
+            with kept:
+                return _over_workers(
+                    runtime,
+                    model,
+                    "fit",
+                    verbose,
+                    lambda verbose: model.fit(x, y, verbose=verbose, callbacks=arranged, **arguments),
+                )
 
 
 @arguments_told
@@ -285,6 +287,7 @@ def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
         # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
         keeps_keras = model.jit_compile or bool(tf.config.list_logical_devices("GPU"))
         ordered = contextlib.nullcontext() if keeps_keras else rows_in_one_order(model.optimizer)
-        with ordered, every_row_checked(model.optimizer), replaced(model, "train_step", in_steps()(model.train_step)):
+        step = lost_state.looked_for(model, in_steps()(model.train_step))
+        with ordered, every_row_checked(model.optimizer), replaced(model, "train_step", step):
             return loop()
     return loop()

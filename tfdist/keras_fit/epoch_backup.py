@@ -20,7 +20,6 @@ import numpy as np
 
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
-from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control.exit_codes import CheckpointError, ConfigError, TfdistError
@@ -29,6 +28,7 @@ from tfdist.control.resolvers import resolve_cluster
 from tfdist.keras_fit import backup_file, callback_state
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
+from tfdist.keras_fit.variables import of_model
 from tfdist.runtime.host import host_view
 from tfdist.runtime.one_device import OneDevice
 
@@ -137,8 +137,7 @@ class EpochBackup(FitCallback):
         return backup_file.parse(received) if received else None
 
     def _variables(self) -> list:
-        model = self.fitted
-        return [*model.variables, *hidden_state(model), *model.optimizer.variables]
+        return [*of_model(self.fitted), *self.fitted.optimizer.variables]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         if len(keras_trainer.optimizers_of(self.fitted)) > 1:

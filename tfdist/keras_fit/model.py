@@ -22,7 +22,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_tensors, keras_trainer
 from tfdist.compat.temporary_attributes import replaced
 from tfdist.data.tuning import untuned
@@ -186,8 +185,7 @@ class DistributedModel:
     def take_the_chiefs_variables(self) -> None:
         """Every worker holds the chief's bits."""
         of_optimizers = [variable for one in self._optimizers() for variable in one.variables]
-        of_model = [*self._model.variables, *hidden_state(self._model)]
-        variables.take_the_chiefs(self._runtime, [*of_model, *of_optimizers])
+        variables.take_the_chiefs(self._runtime, [*variables.of_model(self._model), *of_optimizers])
 
     def check_weights(self) -> None:
         """If something drifted apart all take the chief's."""

@@ -40,6 +40,11 @@ class RandomNumbers:
         self._program, self._of_own_rows = ThreadScope(), ThreadScope()
         self.installed = Once(self._installed)
 
+    @property
+    def states(self) -> list[keras.Variable]:
+        """Of the generators that are known to be in the chief's state."""
+        return [generator.state for generator in self._generators]
+
     def hold_the_chiefs(self, generators: Iterable[keras.random.SeedGenerator]) -> None:
         """These need not be looked after: they are among the variables that all take from the chief."""
         self._generators.update(dict.fromkeys(generators))

@@ -36,8 +36,10 @@ def check_best(config: Config, metrics: Sequence[str] | None) -> None:
 
 def check_model(config: Config, runtime: Runtime, model: keras.Model) -> None:
     """Whether its BatchNormalization can take the moments of all replicas, and all workers have this model, and the
-    same code of the user's own. A collective.
+    same code of the user's own; and whether it can be given parts of a batch. A collective.
     """
+    if runtime.replicas > 1 or config.batch.accumulation > 1:
+        _refuse_whole_batches(f"--model={config.model.model}", model)
     if runtime.replicas > 1 and config.model.sync_batchnorm:
         refuse_batch_norm(model)
     if runtime.size == 1:
@@ -50,6 +52,22 @@ def check_model(config: Config, runtime: Runtime, model: keras.Model) -> None:
     }
     own = [plugins.resolve(flag, name, {}) for flag, name in named.items() if ":" in name]
     same_model.must_be_the_same(runtime, same_model.facts_of(model, own))
+
+
+def _refuse_whole_batches(flag: str, model: keras.Model) -> None:
+    """Raises ConfigError for a model that knows what row i of the batch before was, or how many rows there are."""
+    parts = "several workers, replicas or micro-batches (--accumulation) compute parts of a batch"
+    for layer in keras_layers.all_layers(model):
+        if getattr(layer, "stateful", False):
+            raise ConfigError(
+                f"{flag}: the layer {layer.name} is stateful, which carries the state of row i of a batch over to row i"
+                f" of the next, but {parts}: use stateful=False."
+            )
+        rows = layer.batch_shape[0] if isinstance(layer, keras.layers.InputLayer) else None
+        if rows is not None:
+            raise ConfigError(
+                f"{flag} takes batches of {rows} rows only, but {parts}: leave batch_size out of its keras.Input."
+            )
 
 
 def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import metrics_held
+from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics
 from tfdist.compat import tensorflow_graphs
 from tfdist.compat.keras_variables import stored_value
 from tfdist.control.exit_codes import ConfigError
@@ -19,6 +19,11 @@ from tfdist.control.exit_codes import ConfigError
 # How TensorFlow shows the handle of a variable, whose name it numbers.
 _VARIABLE = re.compile(r'ResourceHandle\(name="([^"]*?)(?:/\d+)?",.* type="tensorflow::Var"')
 _OF_THE_PROCESS = "tfdist_"  # with this begin names of variables that are not of the run
+MEND = (
+    "make it an attribute of a layer of your own, in its constructor or its build, best with"
+    " self.add_weight(trainable=False)"
+)
+DRAW = "draw by keras.random, as keras.random.normal(shape) for tf.random.normal(shape)"
 _OF_A_GENERATOR = re.compile("Rng|Stateful")  # those that draw from a tf.random.Generator, whose state is a variable
 
 
@@ -30,38 +35,60 @@ def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list
     Raises ConfigError if the step sets another one, or a table; `deterministic` (such runs repeat, bit for bit): also
     for such numbers.
     """
-    graph = tf.compat.v1.get_default_graph()
-    kinds = tensorflow_graphs.kinds_of_operations(graph)[0]
-    of_metrics = [variable for metric in metrics_held(model) for variable in metric.variables]
-    _check_set(graph, kinds, [*known, *of_metrics])
-    return _of_draws(kinds, deterministic)
-
-
-def _check_set(graph: tf.Graph, kinds: set[str], known: Iterable[Any]) -> None:
-    handles = {id(handle) for variable in known for handle in _handles(variable)}
-    lost = [handle for handle in tensorflow_graphs.written_from_outside(graph) if id(handle) not in handles]
-    shown = [found[1] for found in map(_VARIABLE.search, map(str, lost)) if found]
-    names = [f"the variable {name!r}" for name in shown if not name.startswith(_OF_THE_PROCESS)]
-    if any(kind.startswith("LookupTable") and tensorflow_graphs.sets_state(kind) for kind in kinds):
-        names.append("a lookup table")
-    if names:
+    kinds = kinds_here()
+    if names := lost(kinds, [*known, *variables_of_metrics(metrics_held(model))]):
         raise ConfigError(
             f"Each step sets {names[0]}, which was not found in the model before it (it is of a module, a class or an"
             " --objective, or made while a layer is called), so that no snapshot holds it, and a run that is resumed"
-            " would compute something else: make it an attribute of a layer of your own, in its constructor or its"
-            " build, best with self.add_weight(trainable=False)."
+            f" would compute something else: {MEND}."
+        )
+    if not (what := drawn(kinds)):
+        return []
+    if deterministic:
+        raise ConfigError(f"--deterministic promises that runs which are resumed repeat, but the step {what}: {DRAW}.")
+    return [f"The step {what}: a run that is resumed draws others than one that is not. If that matters, {DRAW}."]
+
+
+def check_on_servers(model: keras.Model) -> None:
+    """The same for what a worker of parameter servers computes before it updates anything. Raises ConfigError."""
+    if names := lost(kinds_here(), variables_of_metrics(metrics_held(model))):
+        raise ConfigError(
+            f"--strategy=parameter_server: each step sets {names[0]}, which a worker would set in its own copy only,"
+            " not on the servers: use another strategy, such as multi_worker, or make it no part of the step."
         )
 
 
-def _of_draws(kinds: set[str], deterministic: bool) -> list[str]:
+def kinds_here() -> set[str]:
+    """The types of the operations of the function that is traced, so far."""
+    return tensorflow_graphs.kinds_of_operations(tf.compat.v1.get_default_graph())[0]
+
+
+def lost(kinds: set[str], known: Iterable[Any]) -> list[str]:
+    """What the function that is traced sets, so far, beside the variables `known`: variables and tables, in words."""
+    written = tensorflow_graphs.written_from_outside(tf.compat.v1.get_default_graph())
+    names = [f"the variable {name!r}" for name in names_of(unknown_of(written, known))]
+    if any(kind.startswith("LookupTable") and tensorflow_graphs.sets_state(kind) for kind in kinds):
+        names.append("a lookup table")
+    return names
+
+
+def unknown_of(handles: Iterable[tf.Tensor], known: Iterable[Any]) -> list[tf.Tensor]:
+    """Those that are of none of the variables `known`."""
+    of_known = {id(handle) for variable in known for handle in _handles(variable)}
+    return [handle for handle in handles if id(handle) not in of_known]
+
+
+def names_of(handles: Iterable[tf.Tensor]) -> list[str]:
+    """Of those that are of variables of the run."""
+    shown = [found[1] for found in map(_VARIABLE.search, map(str, handles)) if found]
+    return [name for name in shown if not name.startswith(_OF_THE_PROCESS)]
+
+
+def drawn(kinds: set[str]) -> str:
+    """How the function that is traced draws numbers whose place in their row nothing saves, as a part of a sentence; ""
+    if it does not."""
     drawing = sorted(kind for kind in kinds if tensorflow_graphs.draws_anew(kind) and not _OF_A_GENERATOR.match(kind))
-    if not drawing:
-        return []
-    what = f"draws by tf.random ({', '.join(drawing)}), whose numbers no snapshot holds"
-    fix = "draw by keras.random, as keras.random.normal(shape) for tf.random.normal(shape)"
-    if deterministic:
-        raise ConfigError(f"--deterministic promises that runs which are resumed repeat, but the step {what}: {fix}.")
-    return [f"The step {what}: a run that is resumed draws others than one that is not. If that matters, {fix}."]
+    return f"draws by tf.random ({', '.join(drawing)}), whose numbers no snapshot holds" if drawing else ""
 
 
 def _handles(variable: Any) -> list[tf.Tensor]:

@@ -1,0 +1,147 @@
+"""What a fit sets and a backup does not hold, or each worker would have another value of: kept, refused, or told."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.unit.keras_fit.test_forward import distribute  # noqa: F401 - a fixture
+from tests.unit.keras_fit.test_resumed_data import Killed, KilledAfter
+from tests.unit.training.test_step_state import HELD, Counts, Holds, MadeLate, model_of
+from tfdist.artifacts import backup
+from tfdist.control.exit_codes import ConfigError
+
+X, Y = np.arange(48, dtype="float32").reshape(8, 6) / 48, np.arange(8) % 4
+REFUSED = "Each step of this fit sets the variable '(.*/)?calls', which was not found in the model .* BackupAndRestore"
+GENERATOR, SEEDS = tf.random.Generator.from_seed(1), keras.random.SeedGenerator(1)
+
+
+def fit(model, callbacks=(), run=tfdist.fit, epochs=1):
+    run(model, X, Y, batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model
+
+
+def compiled(model, loss="sparse_categorical_crossentropy", **options):
+    model.compile(keras.optimizers.SGD(0.1), loss, **options)
+    return model
+
+
+def kept(folder):
+    return keras.callbacks.BackupAndRestore(folder)
+
+
+class Centered(keras.losses.Loss):
+    """With a running mean of its own, as DINO's has."""
+
+    def __init__(self):
+        super().__init__()
+        self.center = tf.Variable(tf.zeros(4), trainable=False)
+
+    def call(self, y, outputs):
+        self.center.assign(0.9 * self.center + 0.1 * tf.reduce_mean(outputs, 0))
+        return tf.reduce_mean(tf.square(outputs - self.center), -1)
+
+
+class OwnStep(keras.Model):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        HELD.calls.assign_add(1.0)
+        return super().train_step(data)
+
+
+def of_a_module():
+    return model_of(keras.layers.Lambda(lambda x: HELD(x)))
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"steps_per_execution": 2}], ids=str)
+def test_what_a_backup_does_not_hold_is_refused(options, tmp_path):
+    with pytest.raises(ConfigError, match=REFUSED):
+        fit(compiled(of_a_module(), **options), [kept(tmp_path)])
+    assert not list(tmp_path.glob("tfdist-backup*"))
+    fit(compiled(of_a_module(), **options))  # nothing is to be resumed
+
+
+def test_also_where_the_step_was_traced_before(tmp_path, monkeypatch):
+    model = fit(compiled(OwnStep(model_of(keras.layers.Dense(4)))))
+    with pytest.raises(ConfigError, match=REFUSED):
+        fit(model, [kept(tmp_path)])
+    monkeypatch.setattr(OwnStep, "train_step", keras.Model.train_step)
+    fit(compiled(model), [kept(tmp_path)])
+
+
+@pytest.mark.parametrize(("run", "make"), [(tfdist.fit, kept), (keras.Model.fit, backup.BackupAndRestore)])
+def test_what_a_loss_keeps_is_kept(run, make, tmp_path):
+    def model():
+        keras.utils.set_random_seed(1)
+        return compiled(model_of(keras.layers.Dense(4)), Centered())
+
+    expected = fit(model(), run=run, epochs=3)
+    with pytest.raises(Killed):
+        fit(model(), [make(tmp_path), KilledAfter(2)], run, 3)
+    resumed = fit(model(), [make(tmp_path)], run, 3)
+    assert all((a == b).all() for a, b in zip(expected.get_weights(), resumed.get_weights(), strict=True))
+    assert (expected.loss.center.numpy() == resumed.loss.center.numpy()).all()
+
+
+def test_draws_are_told_with_a_backup(tmp_path, capsys):
+    fit(compiled(model_of(keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x))))))
+    assert "tf.random" not in capsys.readouterr().err
+    fit(compiled(model_of(keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x))))), [kept(tmp_path)])
+    assert "the training step draws by tf.random (RandomStandardNormal)" in capsys.readouterr().err
+
+
+class Own(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="own")
+        self.total = tf.Variable(0.0, trainable=False)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_sum(y_pred))
+
+    def reset_state(self):
+        self.total.assign(0.0)
+
+    def result(self):
+        return self.total.read_value()
+
+
+def test_what_a_backup_holds_or_needs_not_is_left_alone(tmp_path):
+    layers = [Counts(), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.GaussianNoise(0.1)]
+    model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(4, Holds())])
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.1, use_ema=True))
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy", Own()])
+    fit(model, [kept(tmp_path)])
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_variable_of_a_module_has_no_value_of_all_rows(distribute, jit):  # noqa: F811
+    model = of_a_module()
+    model.jit_compile = jit
+    distribute(model)
+    with pytest.raises(ConfigError, match="The model sets the variable '(.*/)?calls' when it is called"):
+        tf.function(lambda x: model(x, training=True), autograph=False)(tf.ones([4, 6]))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Counts,
+        MadeLate,
+        lambda: keras.layers.Dense(4, Holds()),
+        lambda: keras.layers.Lambda(lambda x: x + GENERATOR.normal(tf.shape(x))),
+        lambda: keras.layers.Lambda(lambda x: x + keras.random.normal(tf.shape(x), seed=SEEDS)),
+        lambda: keras.layers.Lambda(lambda x: x + keras.random.normal(tf.shape(x))),
+        keras.layers.BatchNormalization,
+    ],
+)
+def test_what_a_model_holds_or_all_workers_advance_alike_is_left_alone(distribute, layer):  # noqa: F811
+    model = model_of(layer())
+    distribute(model)
+    tf.function(lambda x: model(x, training=True), autograph=False)(tf.ones([4, 6]))
