@@ -49,9 +49,10 @@ def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list
     return [f"The step {what}: a run that is resumed draws others than one that is not. If that matters, {DRAW}."]
 
 
-def check_on_servers(model: keras.Model) -> None:
-    """The same for what a worker of parameter servers computes before it updates anything. Raises ConfigError."""
-    if names := lost(kinds_here(), variables_of_metrics(metrics_held(model))):
+def check_on_servers(model: keras.Model, counter: tf.Variable) -> None:
+    """The same for what a worker of parameter servers computes before it updates anything; `counter`: of updates.
+    Raises ConfigError."""
+    if names := lost(kinds_here(), [counter, *variables_of_metrics(metrics_held(model))]):
         raise ConfigError(
             f"--strategy=parameter_server: each step sets {names[0]}, which a worker would set in its own copy only,"
             " not on the servers: use another strategy, such as multi_worker, or make it no part of the step."

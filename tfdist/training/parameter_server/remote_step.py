@@ -201,7 +201,7 @@ class RemoteStep:
             total = missing_rows.told(summed.weighted_mean(self._expected_weight))
             sums = missing_rows.told(summed.sums)
         self._check(losses)
-        step_state.check_on_servers(self.model)
+        step_state.check_on_servers(self.model, self.parameters.counter)
         found = tape.gradient(total, weights)
         self.connected.note(found)
         gradients = as_summands(with_zeros(found, weights), weights)

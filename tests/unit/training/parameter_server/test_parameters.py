@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.unit.training.test_step_state import HELD
 from tfdist import build
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
@@ -275,4 +276,16 @@ def test_a_layer_that_sets_its_trainable_weight_is_refused(function, spectral):
     job.optimizer = make_optimizer(job.config.optimizer, job.schedule)
     job.optimizer.build(job.model.trainable_variables)
     with pytest.raises(ConfigError, match=r"--strategy=parameter_server, but layer .* sets its weight .*kernel"):
+        getattr(make_step(job), function)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("function", ["update", "differentiate"])
+def test_a_variable_of_a_module_is_refused(function, accumulation):
+    job = make_job(accumulation=accumulation)
+    counting = keras.layers.Lambda(lambda x: HELD(x))
+    job.model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), counting, keras.layers.Dense(10)])
+    job.optimizer = make_optimizer(job.config.optimizer, job.schedule)
+    job.optimizer.build(job.model.trainable_variables)
+    with pytest.raises(ConfigError, match="--strategy=parameter_server: each step sets the variable '.*calls'"):
         getattr(make_step(job), function)
