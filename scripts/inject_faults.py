@@ -354,13 +354,6 @@ FAULTS: dict[str, Fault] = {
         "if False]",
         ("tests/unit/keras_fit/test_lost_state.py",),
     ),
-    "state of losses": Fault(
-        "what a loss keeps is in no backup",
-        "artifacts/hidden_state.py",
-        'for each in held_by(keras.tree.flatten(getattr(model, "loss", None)))',
-        "for each in held_by(())",
-        ("tests/unit/keras_fit/test_lost_state.py",),
-    ),
     "state of rules": Fault(
         "what a constraint keeps is in no snapshot",
         "artifacts/hidden_state.py",

@@ -21,7 +21,6 @@ import numpy as np
 
 from tfdist.artifacts import state
 from tfdist.artifacts.data_position import RunningFit
-from tfdist.artifacts.hidden_state import state_of_losses
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
@@ -119,7 +118,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
-        state.assign(state.collect(model, model.optimizer, _beside(model, has_drawn)), arrays)
+        state.assign(state.collect(model, model.optimizer, _beside() if has_drawn else {}), arrays)
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
         if not RunningFit.of(model).go_to(self._epoch, snapshot.manifest["ends"]):
             state.restore_generator_states(snapshot.manifest["generators"])  # else reading has drawn from them just now
@@ -162,7 +161,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _variables(self) -> dict[str, Any]:
         model = self._trained
         metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
-        return {**state.collect(model, model.optimizer, _beside(model)), **metrics}
+        return {**state.collect(model, model.optimizer, _beside()), **metrics}
 
     def _skip_batches(self, count: int, metrics: Sequence[np.ndarray]) -> None:
         """The first `count` batches of the resumed epoch are taken, but not trained on; `metrics` is what they had come
@@ -190,9 +189,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         model.train_function = skipping
 
 
-def _beside(model: keras.Model, with_drawn: bool = True) -> dict[str, Any]:
-    """What the losses of the model hold; and the state of Keras' generator of all that is drawn without one, if there
-    is one."""
-    generator = global_seed_generator() if with_drawn else None
-    of_losses = {f"loss/{index:04d}": variable for index, variable in enumerate(state_of_losses(model))}
-    return of_losses if generator is None else {**of_losses, _DRAWN_WITHOUT_ONE: generator.state}
+def _beside() -> dict[str, Any]:
+    """The state of Keras' generator of all that is drawn without one, if there is one."""
+    generator = global_seed_generator()
+    return {} if generator is None else {_DRAWN_WITHOUT_ONE: generator.state}

@@ -50,16 +50,8 @@ def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
     return held_by([rule for each in keras_layers.all_layers(layer) for rule in _rules(each)])
 
 
-def state_of_losses(model: keras.Model) -> list[tf.Variable]:
-    """What the losses that `compile` was given hold, and the model does not."""
-    known = {id(keras_variables.stored_value(one)) for one in model.variables} | {
-        id(one) for one in hidden_state(model)
-    }
-    return [each for each in held_by(keras.tree.flatten(getattr(model, "loss", None))) if id(each) not in known]
-
-
 def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
-    """The variables, and the states of generators, that objects beside the layers hold, such as losses."""
+    """The variables, and the states of generators, that objects beside the layers hold."""
     found = {id(one): one for each in objects for one in _inside(each, _DEPTH)}
     variables = [one.state if isinstance(one, tf.random.Generator) else one for one in found.values()]
     return [each for each in variables if isinstance(each, tf.Variable)]
