@@ -343,8 +343,8 @@ FAULTS: dict[str, Fault] = {
     "lost by a backup": Fault(
         "a step of tfdist.fit sets a variable that its backup does not hold",
         "keras_fit/lost_state.py",
-        "    if _with_backup.is_here:\n",
-        "    if False:\n",
+        "        backup.ask(found)\n\n\n",
+        "        pass\n\n\n",
         ("tests/unit/keras_fit/test_lost_state.py",),
     ),
     "state of own rows": Fault(

@@ -21,6 +21,7 @@ import numpy as np
 
 from tfdist.artifacts import state
 from tfdist.artifacts.data_position import RunningFit
+from tfdist.artifacts.hidden_state import state_beside_layers
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
@@ -118,7 +119,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
-        state.assign(state.collect(model, model.optimizer, _beside() if has_drawn else {}), arrays)
+        state.assign(state.collect(model, model.optimizer, _beside(model, has_drawn)), arrays)
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
         if not RunningFit.of(model).go_to(self._epoch, snapshot.manifest["ends"]):
             state.restore_generator_states(snapshot.manifest["generators"])  # else reading has drawn from them just now
@@ -161,7 +162,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _variables(self) -> dict[str, Any]:
         model = self._trained
         metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
-        return {**state.collect(model, model.optimizer, _beside()), **metrics}
+        return {**state.collect(model, model.optimizer, _beside(model)), **metrics}
 
     def _skip_batches(self, count: int, metrics: Sequence[np.ndarray]) -> None:
         """The first `count` batches of the resumed epoch are taken, but not trained on; `metrics` is what they had come
@@ -189,7 +190,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         model.train_function = skipping
 
 
-def _beside() -> dict[str, Any]:
-    """The state of Keras' generator of all that is drawn without one, if there is one."""
-    generator = global_seed_generator()
-    return {} if generator is None else {_DRAWN_WITHOUT_ONE: generator.state}
+def _beside(model: keras.Model, with_drawn: bool = True) -> dict[str, Any]:
+    """What losses and metrics of the model hold; and the state of Keras' generator of all that is drawn without one, if
+    there is one."""
+    generator = global_seed_generator() if with_drawn else None
+    held = {f"beside/{index:04d}": variable for index, variable in enumerate(state_beside_layers(model))}
+    return held if generator is None else {**held, _DRAWN_WITHOUT_ONE: generator.state}

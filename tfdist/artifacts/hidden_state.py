@@ -10,18 +10,19 @@ import collections
 import contextlib
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_layers, keras_variables
+from tfdist.compat import keras_layers, keras_trainer, keras_variables
 
 _DEPTH = 4  # of lists, dictionaries and objects in each other
 _MOST = 10_000  # entries of a list that are looked at: more are data
 # Modules of objects that hold nothing of the user's own.
 _NOT_OWN = ("keras.", "tensorflow.", "tfdist.", "numpy", "builtins", "functools", "inspect", "enum", "_thread")
+_TRACKED = (keras.Layer, keras.random.SeedGenerator)  # by Keras, where a layer holds them
 _PLAIN = {bool, int, float, str, bytes, type(None)}  # types of most attributes: looking at them at once saves time
 
 
@@ -47,19 +48,62 @@ def hidden_state(layer: keras.Layer) -> list[tf.Variable]:
 
 def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
     """Those that regularizers and constraints of weights hold, which are called beside the layers."""
-    return held_by([rule for each in keras_layers.all_layers(layer) for rule in _rules(each)])
-
-
-def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
-    """The variables, and the states of generators, that objects beside the layers hold."""
-    found = {id(one): one for each in objects for one in _inside(each, _DEPTH)}
-    variables = [one.state if isinstance(one, tf.random.Generator) else one for one in found.values()]
+    rules = [rule for each in keras_layers.all_layers(layer) for rule in _rules(each)]
+    found = [one for rule in rules for one in _inside(rule, _DEPTH)]
+    variables = [one.state if isinstance(one, tf.random.Generator) else one for one in found]
     return [each for each in variables if isinstance(each, tf.Variable)]
 
 
-def variables_of_metrics(metrics: Iterable[keras.metrics.Metric]) -> list[keras.Variable | tf.Variable]:
+def state_beside_layers(model: keras.Model) -> list[tf.Variable]:
+    """What the losses and metrics that `compile` was given hold, and the model does not. Of Keras' own metrics nothing:
+    they begin anew with each epoch."""
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    metrics = keras_trainer.given_metrics(model)
+    own = [each for each in metrics if not _is_of_keras(each)]
+    functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
+    known = {id(keras_variables.stored_value(one)) for one in model.variables} | {
+        id(one) for one in hidden_state(model)
+    }
+    return [each for each in held_by([*losses, *own, *functions]) if id(each) not in known]
+
+
+def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
+    """All variables, and states of generators, that objects beside the layers hold, with those of metrics and layers
+    among them."""
+    found: dict[int, tf.Variable] = {}
+    for one in (each for value in objects for each in _inside(value, _DEPTH)):
+        found |= {id(each): each for each in _variables_of(one)}
+    return list(found.values())
+
+
+def _variables_of(one: Any) -> list[tf.Variable]:
+    """Of one of what `_inside` yields."""
+    if isinstance(one, tf.Variable):
+        return [one]
+    if isinstance(one, tf.random.Generator):
+        return [one.state]
+    if isinstance(one, keras.random.SeedGenerator):
+        variables = [one.state]
+    elif isinstance(one, keras.metrics.Metric):
+        variables = variables_of_metrics([one])
+    else:
+        variables = [*one.variables, *hidden_state(one)]
+    stored = [each if isinstance(each, tf.Variable) else keras_variables.stored_value(each) for each in variables]
+    return [each for each in stored if each is not None]
+
+
+def _is_of_keras(value: Any) -> bool:
+    return isinstance(value, keras.metrics.Metric) and type(value).__module__.startswith("keras.")
+
+
+def _is_wrapper(value: Any) -> bool:
+    return _is_of_keras(value) and isinstance(value, keras.metrics.MeanMetricWrapper)
+
+
+def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable | tf.Variable]:
     """Also those of TensorFlow's that a metric of the user's own holds."""
-    return [one for each in metrics for one in (*each.variables, *held_by(vars(each).values()))]
+    own = [value for each in metrics for value in vars(each).values() if not callable(value)]
+    return [*(one for each in metrics for one in each.variables), *held_by(own)]
 
 
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
@@ -72,7 +116,7 @@ def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.
     found: dict[int, Any] = {}
     for each in keras_layers.all_layers(layer):
         for value in (*vars(each).values(), *_rules(each)):
-            found |= {id(one): one for one in _inside(value, _DEPTH)}
+            found |= {id(one): one for one in _inside(value, _DEPTH) if not isinstance(one, _TRACKED)}
     return list(found.values())
 
 
@@ -81,10 +125,11 @@ def _rules(layer: keras.Layer) -> list[Any]:
     return [part for variable in layer.weights for part in (variable.regularizer, variable.constraint)]
 
 
-def _inside(value: Any, depth: int) -> Iterator[tf.Variable | tf.random.Generator | keras.metrics.Metric]:
+def _inside(value: Any, depth: int) -> Iterator[Any]:
+    """Variables, generators, metrics, layers."""
     if type(value) in _PLAIN:
         return
-    if isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric)):
+    if isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric, *_TRACKED)):
         yield value
         return
     if isinstance(value, keras.Variable):
@@ -109,7 +154,10 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, types.MethodType):
         return (value.__self__, value.__func__)
     module = getattr(value, "__module__", None) or type(value).__module__
-    if isinstance(value, (keras.Layer, type)) or (module.startswith(_NOT_OWN) and type(value) is not tf.Module):
+    is_not_own = (
+        module.startswith(_NOT_OWN) and not isinstance(value, keras.losses.Loss) and type(value) is not tf.Module
+    )
+    if isinstance(value, type) or is_not_own:
         return ()
     if isinstance(value, types.FunctionType):
         return _closed_over(value)

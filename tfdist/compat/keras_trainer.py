@@ -105,6 +105,17 @@ def compiled_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     return [] if compiled is None else compiled.metrics
 
 
+def given_metrics(model: keras.Model) -> list[Any]:
+    """The functions and metrics that `compile` was given, built or not. Relies on `CompileMetrics._user_metrics` and
+    `_user_weighted_metrics`; without them what a metric of the user's own keeps over epochs is in no backup.
+    """
+    compiled: Any = getattr(model, "_compile_metrics", None)
+    if compiled is None:
+        return []
+    given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+    return [each for each in given if callable(each)]
+
+
 def has_metrics_of_its_own(model: keras.Model) -> bool:
     """Whether the model has metrics beside the compiled ones and the mean of its loss, which Keras updates. Relies on
     `Trainer._loss_tracker` and `_compile_metrics`.

@@ -287,7 +287,13 @@ def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
         # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
         keeps_keras = model.jit_compile or bool(tf.config.list_logical_devices("GPU"))
         ordered = contextlib.nullcontext() if keeps_keras else rows_in_one_order(model.optimizer)
-        step = lost_state.looked_for(model, in_steps()(model.train_step))
-        with ordered, every_row_checked(model.optimizer), replaced(model, "train_step", step):
+        train_step = lost_state.looked_for(model, in_steps()(model.train_step))
+        test_step = lost_state.looked_for(model, model.test_step)
+        with (
+            ordered,
+            every_row_checked(model.optimizer),
+            replaced(model, "train_step", train_step),
+            replaced(model, "test_step", test_step),
+        ):
             return loop()
     return loop()

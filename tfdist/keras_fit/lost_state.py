@@ -16,80 +16,105 @@ import tensorflow as tf
 from tfdist.artifacts.hidden_state import hidden_state, metrics_held, variables_of_metrics
 from tfdist.compat import keras_layers, keras_trainer, tensorflow_graphs
 from tfdist.compat.keras_random import global_seed_generator
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.variables import of_model
-from tfdist.runtime.scopes import ThreadScope
 from tfdist.training import step_state
 
 _KEPT_AS = "_tfdist_lost_state"  # on the model itself: a step that was traced is used again by a later fit
 _GENERATOR = "StateVar"  # how TensorFlow names the state of a tf.random.Generator, which workers advance alike
-_with_backup = ThreadScope()
+_FUNCTIONS = ("train_function", "test_function")  # of Keras', in which the steps are traced
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """In the training step of a model that was compiled as `compiled` says."""
+    """In a step of a model that was compiled as `compiled` says."""
 
     compiled: Any
     lost: Sequence[str]
     drawn: str
 
 
+class _Backup:
+    """What is asked of steps while a fit with a backup runs in this thread."""
+
+    def __init__(self, model: keras.Model, tells: bool):
+        self._tells, self._is_told = tells, False
+        # What is made later was not there to be restored. Of a model that is not built nothing is restored.
+        self.held = {id(each) for each in of_model(model)} if keras_layers.all_built(model) else None
+
+    def ask(self, found: _Found) -> None:
+        """Raises ConfigError for what the backup does not hold; tells once of numbers that are drawn anew."""
+        if found.lost:
+            raise ConfigError(
+                f"Each step of this fit sets {found.lost[0]}, which was found neither in the model nor in its losses"
+                " and metrics before it (it is of a module or a class, or made in the first step), so that"
+                " BackupAndRestore does not hold it, and a fit that is resumed would compute something else: make it an"
+                " attribute of the model, a layer, or the loss, in its constructor, or train without BackupAndRestore."
+            )
+        if found.drawn and self._tells and not self._is_told:
+            self._is_told = True
+            print(
+                f"tfdist: the step {found.drawn}: a fit that is resumed draws others than one that is not. If that"
+                f" matters, {step_state.DRAW}.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+_backups: list[_Backup] = []  # one inside the other
+
+
 @contextlib.contextmanager
 def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
-    """Inside, a training step of the model that sets what no backup holds is a ConfigError when it is traced; and at
-    once, if it has been."""
-    known = model.__dict__.get(_KEPT_AS)
-    if known is not None and known.compiled is keras_trainer.compile_identity(model):
-        _refuse(known)
-    with _with_backup():
+    """Inside, a step of the model that sets what no backup holds is a ConfigError when it is traced; and at once, if it
+    has been."""
+    backup = _Backup(model, is_chief)
+    known = model.__dict__.get(_KEPT_AS, {})
+    now = [found for found in known.values() if found.compiled is keras_trainer.compile_identity(model)]
+    for found in now:
+        backup.ask(found)
+    _backups.append(backup)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_backups.pop)
+        if not now:  # what Keras has traced without us nobody has looked at
+            for name in _FUNCTIONS:
+                if getattr(model, name, None) is not None:
+                    stack.enter_context(replaced(model, name, None))
         yield
-    known = model.__dict__.get(_KEPT_AS)
-    if is_chief and known is not None and known.drawn:
-        print(
-            f"tfdist: the training step {known.drawn}: a fit that is resumed draws others than one that is not. If that"
-            f" matters, {step_state.DRAW}.",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
-def looked_for(model: keras.Model, train_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The model's training step, which tells what it sets and draws when it is traced."""
+def looked_for(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A training or evaluation step of the model, which tells what it sets and draws when it is traced."""
 
     @tf.autograph.experimental.do_not_convert
-    def step(data: Any) -> Any:
-        logs = train_step(data)
-        look(model)
+    def looking(data: Any) -> Any:
+        logs = step(data)
+        _look(model, step.__name__)
         return logs
 
-    return functools.update_wrapper(step, train_step)
+    return functools.update_wrapper(looking, step)
 
 
-def look(model: keras.Model) -> None:
-    """At the end of a training step that is traced. Raises ConfigError, see `refused`."""
+def _look(model: keras.Model, step: str) -> None:
+    """At the end of a step that is traced. Raises ConfigError, see `refused`."""
     if not _is_of_a_function():
         return
+    backup = _backups[-1] if _backups else None
     of_optimizers = [variable for each in keras_trainer.optimizers_of(model) for variable in each.variables]
     metrics = [*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)]
     without_one = global_seed_generator()
     drawn = [] if without_one is None else [without_one.state]
+    held = of_model(model)
+    if backup is not None and backup.held is not None:
+        held = [each for each in held if id(each) in backup.held]
     kinds = step_state.kinds_here()
-    known = [*of_model(model), *of_optimizers, *variables_of_metrics(metrics), *drawn]
-    found = _Found(keras_trainer.compile_identity(model), step_state.lost(kinds, known), step_state.drawn(kinds))
-    object.__setattr__(model, _KEPT_AS, found)
-    if _with_backup.is_here:
-        _refuse(found)
-
-
-def _refuse(found: _Found) -> None:
-    if found.lost:
-        raise ConfigError(
-            f"Each step of this fit sets {found.lost[0]}, which was not found in the model (it is of a module or a"
-            " class, or made while a layer is called), so that BackupAndRestore does not hold it, and a fit that is"
-            f" resumed would compute something else: {step_state.MEND}, or train without BackupAndRestore."
-        )
+    lost = step_state.lost(kinds, [*held, *of_optimizers, *variables_of_metrics(metrics), *drawn])
+    found = _Found(keras_trainer.compile_identity(model), lost, step_state.drawn(kinds))
+    object.__setattr__(model, _KEPT_AS, {**model.__dict__.get(_KEPT_AS, {}), step: found})
+    if backup is not None:
+        backup.ask(found)
 
 
 @contextlib.contextmanager

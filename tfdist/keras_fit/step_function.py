@@ -203,7 +203,7 @@ class StepFunction:
     def _step(self, batch: Any) -> Any:
         """While it is traced."""
         step = self.loop.step_of(self._with.model)
-        if self.loop is Loop.TRAIN:
+        if self.loop is not Loop.PREDICT:
             step = lost_state.looked_for(self._with.model, step)
         if self._rows is Rows.OWN:
             return self._step_of_own_rows(step, batch)

@@ -9,16 +9,16 @@ import keras
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.artifacts.hidden_state import hidden_state, hidden_variables
+from tfdist.artifacts.hidden_state import hidden_state, hidden_variables, state_beside_layers
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.runtime import first_values
 from tfdist.runtime.base import PeerRuntime
 
 
 def of_model(model: keras.Model) -> list[keras.Variable | tf.Variable]:
-    """What all workers hold alike, and a backup: also what Keras does not know of, of the layers and of the losses that
-    `compile` was given, which are attributes of the model."""
-    return [*model.variables, *hidden_state(model)]
+    """What all workers hold alike, and a backup: also what Keras does not know of, of the layers and of the losses and
+    metrics that `compile` was given."""
+    return [*model.variables, *hidden_state(model), *state_beside_layers(model)]
 
 
 def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | tf.Variable]) -> bool:

@@ -13,7 +13,9 @@ from tfdist.artifacts import backup
 from tfdist.control.exit_codes import ConfigError
 
 X, Y = np.arange(48, dtype="float32").reshape(8, 6) / 48, np.arange(8) % 4
-REFUSED = "Each step of this fit sets the variable '(.*/)?calls', which was not found in the model .* BackupAndRestore"
+REFUSED = (
+    "Each step of this fit sets the variable '(.*/)?calls', which was found neither in .* BackupAndRestore does not"
+)
 GENERATOR, SEEDS = tf.random.Generator.from_seed(1), keras.random.SeedGenerator(1)
 
 
@@ -76,25 +78,123 @@ def test_also_where_the_step_was_traced_before(tmp_path, monkeypatch):
     fit(compiled(model), [kept(tmp_path)])
 
 
+def relative():
+    """To its own running mean, which a metric keeps."""
+    seen = keras.metrics.Mean()
+
+    def loss(y, outputs):
+        values = tf.reduce_mean(tf.square(outputs), -1)
+        seen.update_state(values)
+        return values / seen.result()
+
+    return {"loss": loss}
+
+
+def drawn():
+    """By a generator that Keras does not see in a loss, as little as the layer."""
+    seeds, layer = keras.random.SeedGenerator(2), keras.layers.Dropout(0.5)
+
+    def loss(y, outputs):
+        return tf.reduce_mean(tf.square(layer(outputs, training=True) - keras.random.normal([4], seed=seeds)), -1)
+
+    return {"loss": loss}
+
+
+def counted():
+    """By a metric that is not begun anew."""
+    calls = tf.Variable(0.0, trainable=False)
+    return {"loss": "sparse_categorical_crossentropy", "metrics": [lambda y, outputs: calls.assign_add(1.0)]}
+
+
+class Balance(keras.metrics.Metric):
+    """Outlives the epoch, and weighs the loss."""
+
+    def __init__(self):
+        super().__init__(name="balance")
+        self.scale = tf.Variable(1.0, trainable=False)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.scale.assign(0.9 * self.scale + 0.1 * tf.reduce_mean(tf.square(y_pred)))
+
+    def reset_state(self):
+        pass
+
+    def result(self):
+        return self.scale.read_value()
+
+
+def balanced():
+    metric = Balance()
+    return {"loss": lambda y, outputs: tf.reduce_mean(tf.square(outputs), -1) / metric.scale, "metrics": [metric]}
+
+
 @pytest.mark.parametrize(("run", "make"), [(tfdist.fit, kept), (keras.Model.fit, backup.BackupAndRestore)])
-def test_what_a_loss_keeps_is_kept(run, make, tmp_path):
+@pytest.mark.parametrize("given", [lambda: {"loss": Centered()}, relative, drawn, counted, balanced])
+def test_what_losses_and_metrics_keep_is_kept(given, run, make, tmp_path):
     def model():
         keras.utils.set_random_seed(1)
-        return compiled(model_of(keras.layers.Dense(4)), Centered())
+        return compiled(model_of(keras.layers.Dense(4)), **given())
 
     expected = fit(model(), run=run, epochs=3)
     with pytest.raises(Killed):
         fit(model(), [make(tmp_path), KilledAfter(2)], run, 3)
     resumed = fit(model(), [make(tmp_path)], run, 3)
     assert all((a == b).all() for a, b in zip(expected.get_weights(), resumed.get_weights(), strict=True))
-    assert (expected.loss.center.numpy() == resumed.loss.center.numpy()).all()
+    assert expected.history.history == resumed.history.history or run is keras.Model.fit
+
+
+class Lazy(Centered):
+    """Makes its variable when it is first called."""
+
+    def __init__(self):
+        super(Centered, self).__init__()
+        self.center = None
+
+    def call(self, y, outputs):
+        if self.center is None:
+            with tf.init_scope():
+                self.center = tf.Variable(tf.zeros(4), trainable=False, name="calls")
+        return super().call(y, outputs)
+
+
+def test_what_a_loss_makes_late_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=REFUSED):
+        fit(compiled(model_of(keras.layers.Dense(4)), Lazy()), [kept(tmp_path)])
+
+
+@pytest.mark.parametrize("traced", ["fit", "train_on_batch"])
+def test_a_step_that_plain_keras_has_traced_is_looked_at(traced, tmp_path):
+    model = compiled(of_a_module())
+    if traced == "fit":
+        fit(model, run=keras.Model.fit)
+    else:
+        model.train_on_batch(X, Y)
+    before = model.train_function
+    with pytest.raises(ConfigError, match=REFUSED):
+        fit(model, [kept(tmp_path)])
+    assert model.train_function is before
+
+
+class OwnTest(OwnStep):
+    def test_step(self, data):
+        HELD.calls.assign_add(1.0)
+        return super(OwnStep, self).test_step(data)
+
+    def train_step(self, data):
+        return super(OwnStep, self).train_step(data)
+
+
+def test_a_step_of_the_validation_is_looked_at(tmp_path):
+    model = compiled(OwnTest(model_of(keras.layers.Dense(4))))
+    with pytest.raises(ConfigError, match=REFUSED):
+        tfdist.fit(model, X, Y, validation_data=(X, Y), verbose=0, callbacks=[kept(tmp_path)])
 
 
 def test_draws_are_told_with_a_backup(tmp_path, capsys):
     fit(compiled(model_of(keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x))))))
     assert "tf.random" not in capsys.readouterr().err
     fit(compiled(model_of(keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x))))), [kept(tmp_path)])
-    assert "the training step draws by tf.random (RandomStandardNormal)" in capsys.readouterr().err
+    assert "the step draws by tf.random (RandomStandardNormal)" in capsys.readouterr().err
 
 
 class Own(keras.metrics.Metric):
