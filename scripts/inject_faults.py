@@ -347,6 +347,13 @@ FAULTS: dict[str, Fault] = {
         "        pass\n\n\n",
         ("tests/unit/keras_fit/test_lost_state.py",),
     ),
+    "state of losses": Fault(
+        "what losses and metrics keep is in no backup",
+        "keras_fit/variables.py",
+        ", *state_beside_layers(model)]",
+        "]",
+        ("tests/unit/keras_fit/test_lost_state.py",),
+    ),
     "state of own rows": Fault(
         "the model sets a variable of a module, of which each worker has another value",
         "keras_fit/lost_state.py",

@@ -120,6 +120,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
         state.assign(state.collect(model, model.optimizer, _beside(model, has_drawn)), arrays)
+        if not snapshot.manifest["batch"]:
+            keras_trainer.begin_an_epoch_of_metrics(model)
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
         if not RunningFit.of(model).go_to(self._epoch, snapshot.manifest["ends"]):
             state.restore_generator_states(snapshot.manifest["generators"])  # else reading has drawn from them just now

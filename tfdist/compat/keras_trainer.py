@@ -116,6 +116,15 @@ def given_metrics(model: keras.Model) -> list[Any]:
     return [each for each in given if callable(each)]
 
 
+def begin_an_epoch_of_metrics(model: keras.Model) -> None:
+    """As Keras does at the start of each epoch, but for those that are not built yet, which have nothing to forget
+    there; after a restore they have. Relies on what `given_metrics` relies on.
+    """
+    for metric in given_metrics(model):
+        if isinstance(metric, keras.metrics.Metric):
+            metric.reset_state()
+
+
 def has_metrics_of_its_own(model: keras.Model) -> bool:
     """Whether the model has metrics beside the compiled ones and the mean of its loss, which Keras updates. Relies on
     `Trainer._loss_tracker` and `_compile_metrics`.

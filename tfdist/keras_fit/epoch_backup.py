@@ -165,6 +165,7 @@ class EpochBackup(FitCallback):
             )
         for variable, value in zip(variables, self._state["variables"], strict=True):
             variable.assign(value)
+        keras_trainer.begin_an_epoch_of_metrics(self.fitted)
         if (drawn := self._state.get("drawn_without_one")) is not None and (made := made_global_seed_generator()):
             made.state.assign(drawn)
         for callback, state in zip(self._others, self._state["callbacks"], strict=False):

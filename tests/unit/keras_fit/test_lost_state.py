@@ -128,8 +128,23 @@ def balanced():
     return {"loss": lambda y, outputs: tf.reduce_mean(tf.square(outputs), -1) / metric.scale, "metrics": [metric]}
 
 
+class Smoothed(keras.metrics.Mean):
+    """The mean over an epoch of what runs on from epoch to epoch."""
+
+    def __init__(self):
+        super().__init__(name="smoothed")
+        self.running = tf.Variable(0.0, trainable=False)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(self.running.assign(0.9 * self.running + tf.reduce_mean(y_pred)))
+
+
+def smoothed():
+    return {"loss": "sparse_categorical_crossentropy", "metrics": [Smoothed()]}
+
+
 @pytest.mark.parametrize(("run", "make"), [(tfdist.fit, kept), (keras.Model.fit, backup.BackupAndRestore)])
-@pytest.mark.parametrize("given", [lambda: {"loss": Centered()}, relative, drawn, counted, balanced])
+@pytest.mark.parametrize("given", [lambda: {"loss": Centered()}, relative, drawn, counted, balanced, smoothed])
 def test_what_losses_and_metrics_keep_is_kept(given, run, make, tmp_path):
     def model():
         keras.utils.set_random_seed(1)
@@ -140,7 +155,8 @@ def test_what_losses_and_metrics_keep_is_kept(given, run, make, tmp_path):
         fit(model(), [make(tmp_path), KilledAfter(2)], run, 3)
     resumed = fit(model(), [make(tmp_path)], run, 3)
     assert all((a == b).all() for a, b in zip(expected.get_weights(), resumed.get_weights(), strict=True))
-    assert expected.history.history == resumed.history.history or run is keras.Model.fit
+    since = 0 if run is tfdist.fit else 2  # Keras' own history begins with the resumed epoch
+    assert {name: values[since:] for name, values in expected.history.history.items()} == resumed.history.history
 
 
 class Lazy(Centered):
