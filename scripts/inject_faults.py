@@ -336,7 +336,7 @@ FAULTS: dict[str, Fault] = {
     "lost state": Fault(
         "a step sets a variable that no snapshot holds",
         "training/step_state.py",
-        "if not name.startswith(_OF_THE_PROCESS)]",
+        "if not last_part(name).startswith(_OF_THE_PROCESS)]",
         "if False]",
         ("tests/unit/training/test_step_state.py",),
     ),
@@ -357,7 +357,7 @@ FAULTS: dict[str, Fault] = {
     "state of own rows": Fault(
         "the model sets a variable of a module, of which each worker has another value",
         "keras_fit/lost_state.py",
-        "if name != _GENERATOR]",
+        "if step_state.last_part(name) != _GENERATOR]",
         "if False]",
         ("tests/unit/keras_fit/test_lost_state.py",),
     ),

@@ -133,7 +133,7 @@ def refused_in_own_rows(models: Sequence[keras.Model], random_numbers: RandomNum
     known = [variable for model in models for variable in (*model.variables, *hidden_state(model))]
     of_metrics = [one for model in models for one in variables_of_metrics(metrics_held(model))]
     unknown = step_state.unknown_of(written, [*known, *of_metrics, *random_numbers.states])
-    if names := [name for name in step_state.names_of(unknown) if name != _GENERATOR]:
+    if names := [name for name in step_state.names_of(unknown) if step_state.last_part(name) != _GENERATOR]:
         raise keras_layers.keep_message(
             ConfigError(
                 f"The model sets the variable {names[0]!r} when it is called, which was not found in it (it is of a"

@@ -82,7 +82,12 @@ def unknown_of(handles: Iterable[tf.Tensor], known: Iterable[Any]) -> list[tf.Te
 def names_of(handles: Iterable[tf.Tensor]) -> list[str]:
     """Of those that are of variables of the run."""
     shown = [found[1] for found in map(_VARIABLE.search, map(str, handles)) if found]
-    return [name for name in shown if not name.startswith(_OF_THE_PROCESS)]
+    return [name for name in shown if not last_part(name).startswith(_OF_THE_PROCESS)]
+
+
+def last_part(name: str) -> str:
+    """Of a variable's name: it begins with the scopes in which it was made, which may be a layer's."""
+    return name.rpartition("/")[2]
 
 
 def drawn(kinds: set[str]) -> str:
