@@ -350,7 +350,7 @@ FAULTS: dict[str, Fault] = {
     "state of losses": Fault(
         "what losses and metrics keep is in no backup",
         "keras_fit/variables.py",
-        ", *state_beside_layers(model)]",
+        ", *state_beside_layers(model, hidden)]",
         "]",
         ("tests/unit/keras_fit/test_lost_state.py",),
     ),

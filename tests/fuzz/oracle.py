@@ -194,14 +194,14 @@ class Reference:
             )
             parts = self._parts(whole, losses * weights, total) if self.travelling else [whole]
         variables = [variable.value for variable in self.model.trainable_variables]
-        found = tape.gradient(whole, variables)
-        self.idle = {place for place, gradient in enumerate(found) if gradient is None}
+        found = [tape.gradient(part, variables) for part in parts]
+        self.idle = {place for place in range(len(variables)) if all(gradients[place] is None for gradients in found)}
         gradients = [
             [
-                tf.convert_to_tensor(gradient)
-                for gradient in tape.gradient(part, variables, unconnected_gradients="zero")
+                tf.zeros_like(variable) if gradient is None else tf.convert_to_tensor(gradient)
+                for gradient, variable in zip(gradients, variables, strict=True)
             ]
-            for part in parts
+            for gradients in found
         ]
         return self._added_up(gradients) if self.travelling else gradients[0], float(loss)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from tfdist.artifacts import state
 from tfdist.artifacts.data_position import RunningFit
-from tfdist.artifacts.hidden_state import state_beside_layers
+from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
@@ -196,5 +196,6 @@ def _beside(model: keras.Model, with_drawn: bool = True) -> dict[str, Any]:
     """What losses and metrics of the model hold; and the state of Keras' generator of all that is drawn without one, if
     there is one."""
     generator = global_seed_generator() if with_drawn else None
-    held = {f"beside/{index:04d}": variable for index, variable in enumerate(state_beside_layers(model))}
+    beside = state_beside_layers(model, hidden_state(model))
+    held = {f"beside/{index:04d}": variable for index, variable in enumerate(beside)}
     return held if generator is None else {**held, _DRAWN_WITHOUT_ONE: generator.state}

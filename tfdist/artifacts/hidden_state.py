@@ -28,42 +28,47 @@ _PLAIN = {bool, int, float, str, bytes, type(None)}  # types of most attributes:
 
 def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:
     """Variables of TensorFlow's that the layer, or one in it, holds; without those of generators."""
-    held = _held(layer)
-    if not held:
-        return []
-    known = {id(keras_variables.stored_value(one)) for one in layer.variables}  # those of --zero=3 have none
-    known |= {id(each.state) for each in held if isinstance(each, tf.random.Generator)}
-    return [each for each in held if isinstance(each, tf.Variable) and id(each) not in known]
+    return _variables_among(layer, _held(layer))
 
 
 def hidden_generators(layer: keras.Layer) -> list[tf.Variable]:
     """The states of each tf.random.Generator that the layer, or one in it, holds."""
-    return [each.state for each in _held(layer) if isinstance(each, tf.random.Generator)]
+    return _generators_among(_held(layer))
 
 
 def hidden_state(layer: keras.Layer) -> list[tf.Variable]:
     """Both."""
-    return [*hidden_variables(layer), *hidden_generators(layer)]
+    held = _held(layer)
+    return [*_variables_among(layer, held), *_generators_among(held)]
+
+
+def _variables_among(layer: keras.Layer, held: Sequence[Any]) -> list[tf.Variable]:
+    if not held:
+        return []
+    known = {id(keras_variables.stored_value(one)) for one in layer.variables}  # those of --zero=3 have none
+    known |= {id(state) for state in _generators_among(held)}
+    return [each for each in held if isinstance(each, tf.Variable) and id(each) not in known]
+
+
+def _generators_among(held: Sequence[Any]) -> list[tf.Variable]:
+    return [each.state for each in held if isinstance(each, tf.random.Generator)]
 
 
 def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
     """Those that regularizers and constraints of weights hold, which are called beside the layers."""
     rules = [rule for each in keras_layers.all_layers(layer) for rule in _rules(each)]
     found = [one for rule in rules for one in _inside(rule, _DEPTH)]
-    variables = [one.state if isinstance(one, tf.random.Generator) else one for one in found]
-    return [each for each in variables if isinstance(each, tf.Variable)]
+    return [each for one in found if isinstance(one, (tf.Variable, tf.random.Generator)) for each in _variables_of(one)]
 
 
-def state_beside_layers(model: keras.Model) -> list[tf.Variable]:
+def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> list[tf.Variable]:
     """What the losses and metrics that `compile` was given hold, and the model does not. Of Keras' own metrics nothing:
-    they begin anew with each epoch."""
+    they begin anew with each epoch. hidden: the `hidden_state` of the model."""
     losses = keras.tree.flatten(getattr(model, "loss", None))
     metrics = keras_trainer.given_metrics(model)
     own = [each for each in metrics if not _is_of_keras(each)]
     functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
-    known = {id(keras_variables.stored_value(one)) for one in model.variables} | {
-        id(one) for one in hidden_state(model)
-    }
+    known = {id(one) for one in (*map(keras_variables.stored_value, model.variables), *hidden)}
     return [each for each in held_by([*losses, *own, *functions]) if id(each) not in known]
 
 

@@ -221,7 +221,7 @@ class DistributedCall:
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
         compiles = self._compiles(kwargs, find)
-        with lost_state.refused_in_own_rows([self._model, self._compiled_as], self._random_numbers):
+        with lost_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers):
             pass_over = tf.function(forward, jit_compile=True, autograph=False) if compiles else forward
             outputs, losses, masks, added = pass_over(tensors)
         if compiles:

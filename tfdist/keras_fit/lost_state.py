@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import keras
@@ -118,7 +118,7 @@ def _look(model: keras.Model, step: str) -> None:
 
 
 @contextlib.contextmanager
-def refused_in_own_rows(models: Sequence[keras.Model], random_numbers: RandomNumbers) -> Iterator[None]:
+def refused_in_own_rows(models: Set[keras.Model], random_numbers: RandomNumbers) -> Iterator[None]:
     """Around the forward pass of a worker's own rows: that it sets a variable which none of the models holds is a
     ConfigError when it is traced."""
     if not _is_of_a_function():
@@ -128,11 +128,12 @@ def refused_in_own_rows(models: Sequence[keras.Model], random_numbers: RandomNum
     before = {id(handle) for handle in tensorflow_graphs.written_from_outside(graph)}
     yield
     written = [each for each in tensorflow_graphs.written_from_outside(graph) if id(each) not in before]
-    if not written:
+    unknown = step_state.unknown_of(written, (variable for model in models for variable in model.variables))
+    if not unknown:  # most often: the rest costs a walk through all layers
         return
-    known = [variable for model in models for variable in (*model.variables, *hidden_state(model))]
+    hidden = [variable for model in models for variable in hidden_state(model)]
     of_metrics = [one for model in models for one in variables_of_metrics(metrics_held(model))]
-    unknown = step_state.unknown_of(written, [*known, *of_metrics, *random_numbers.states])
+    unknown = step_state.unknown_of(unknown, [*hidden, *of_metrics, *random_numbers.states])
     if names := [name for name in step_state.names_of(unknown) if step_state.last_part(name) != _GENERATOR]:
         raise keras_layers.keep_message(
             ConfigError(

@@ -18,7 +18,8 @@ from tfdist.runtime.base import PeerRuntime
 def of_model(model: keras.Model) -> list[keras.Variable | tf.Variable]:
     """What all workers hold alike, and a backup: also what Keras does not know of, of the layers and of the losses and
     metrics that `compile` was given."""
-    return [*model.variables, *hidden_state(model), *state_beside_layers(model)]
+    hidden = hidden_state(model)
+    return [*model.variables, *hidden, *state_beside_layers(model, hidden)]
 
 
 def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | tf.Variable]) -> bool:
