@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_layers
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
@@ -101,6 +102,8 @@ class Job:
         split, runtime, options = self.eval_split, self.runtime, self.config.data
         if split is None:
             return None
+        # Of the last batch, too: one process needs it for a model that knows the rows of the batch before.
+        filled = runtime.size > 1 or runtime.replicas > 1 or bool(keras_layers.stateful_layer(model or self.model))
 
         def datasets() -> tuple[list[tf.data.Dataset], int]:
             made = [
@@ -110,7 +113,7 @@ class Job:
                     replica=runtime.first_replica + index,
                     replicas=runtime.replicas,
                     limit=options.eval_samples,
-                    filled=runtime.size > 1 or runtime.replicas > 1,
+                    filled=filled,
                 )
                 for index in range(runtime.local_replicas)
             ]

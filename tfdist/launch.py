@@ -34,7 +34,7 @@ from typing import Any
 
 from tfdist import flags
 from tfdist.config import COMPONENTS, Config
-from tfdist.control import exit_codes, lease
+from tfdist.control import backup_count, exit_codes, lease
 from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
@@ -164,8 +164,8 @@ def check_elastic(config: Config) -> None:
 
 def launch_program(command: list[str], name: str, options: LaunchOptions) -> int:
     """A module with its arguments on every worker, such as tfdist.script with a Keras script that calls tfdist.fit;
-    logs are in runs/NAME/logs. What it saves is its own affair, so there is no progress to be seen from here:
-    --max_restarts counts all failures."""
+    logs are in runs/NAME/logs. Where it saves is its own affair: its progress is the number of its backups, and none
+    with Ray, whose workers may be elsewhere."""
     if options.ps or options.min_workers or options.evaluator or options.elastic:
         raise ConfigError(
             "--ps, --min_workers, --evaluator and --elastic are for flags of tfdist.train, not for a script or a"
@@ -176,11 +176,22 @@ def launch_program(command: list[str], name: str, options: LaunchOptions) -> int
     if options.on == "ray":
         return launch_on_ray(["-m", *command], logs, options)
 
+    backups = logs.parent / "backups"
+    backup_count.begin(backups)
+    os.environ[backup_count.VARIABLE] = str(backups.absolute())
+
     def make_job(workers: int) -> LocalJob:
         return LocalJob([sys.executable, "-m", *command], workers, logs, **job_options(options))
 
     return run(
-        Supervisor(make_job, RestartPolicy(options.max_restarts), lambda: -1, WorkerCount(options.workers, 0)), logs
+        Supervisor(
+            make_job,
+            RestartPolicy(options.max_restarts),
+            lambda: backup_count.read(backups),
+            WorkerCount(options.workers, 0),
+            counted="backup",
+        ),
+        logs,
     )
 
 

@@ -13,6 +13,7 @@ then. run/session.py uses the same object for `--backup_dir`.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,9 +28,11 @@ from tfdist.artifacts.store import SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
+from tfdist.control import backup_count
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 _METRIC = "metric/"
+_finished: collections.Counter[str] = collections.Counter()  # fits of this process with a backup, by its folder
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
 
 
@@ -98,6 +101,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     # -- the Keras callback ----------------------------------------------------------------------------------------
 
     @property
+    def _number(self) -> int:
+        """Of the fit: how many of this process have ended with a backup in this folder, and one."""
+        return _finished[self.backup_dir] + 1
+
+    @property
     def _trained(self) -> Any:
         """The model; Keras sets it before the first callback."""
         return self.model
@@ -105,13 +113,19 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_begin(self, logs: Mapping | None = None) -> None:
         if self.writes:
             self.store.clean()
+        model = self._trained
+        if not model.built:
+            raise ConfigError(
+                "BackupAndRestore needs a built model: call it on a batch, or give it an Input layer, before `fit`."
+            )
         snapshot, _ = self.store.newest_valid()
         if snapshot is None:
             return
-        model = self._trained
-        if not model.built:
+        if (number := snapshot.manifest.get("fit", 1)) > self._number:
             raise CheckpointError(
-                "BackupAndRestore needs a built model: call it on a batch, or give it an Input layer, before `fit`."
+                f"The backup in {self.backup_dir} was written by fit number {number} with this folder of a program, and"
+                f" this is number {self._number}, which would go on from the other's epochs: give each fit a"
+                " BackupAndRestore with a folder of its own, or remove the backup to begin anew."
             )
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -145,6 +159,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: Mapping | None = None) -> None:
+        _finished[self.backup_dir] += 1
         self.delete()
 
     def _save(self, epoch: int, batch: int) -> None:
@@ -155,11 +170,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             {
                 "epoch": epoch,
                 "batch": batch,
+                "fit": self._number,
                 "generators": state.generator_states(),
                 "ends": RunningFit.of(self._trained).ends(),
             },
         )
         self.writer.wait()  # a script that is killed a moment later must find it
+        if self.writes:
+            backup_count.count_one()
 
     def _variables(self) -> dict[str, Any]:
         model = self._trained

@@ -62,14 +62,18 @@ def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
 
 
 def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> list[tf.Variable]:
-    """What the losses and metrics that `compile` was given hold, and the model does not. Of Keras' own metrics nothing:
-    they begin anew with each epoch. hidden: the `hidden_state` of the model."""
+    """What the losses, metrics and the optimizer that `compile` was given hold (a schedule with a variable of its own),
+    and neither the model nor the optimizer knows. Of Keras' own metrics nothing: they begin anew with each epoch.
+    hidden: the `hidden_state` of the model."""
     losses = keras.tree.flatten(getattr(model, "loss", None))
     metrics = keras_trainer.given_metrics(model)
     own = [each for each in metrics if not _is_of_keras(each)]
     functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
-    known = {id(one) for one in (*map(keras_variables.stored_value, model.variables), *hidden)}
-    return [each for each in held_by([*losses, *own, *functions]) if id(each) not in known]
+    optimizers = keras_trainer.with_inner(getattr(model, "optimizer", None))
+    of_optimizers = [value for each in optimizers for value in vars(each).values()]
+    counted = (*model.variables, *(one for each in optimizers for one in each.variables))
+    known = {id(one) for one in (*map(keras_variables.stored_value, counted), *hidden)}
+    return [each for each in held_by([*losses, *own, *functions, *of_optimizers]) if id(each) not in known]
 
 
 def held_by(objects: Iterable[Any]) -> list[tf.Variable]:

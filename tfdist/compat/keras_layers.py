@@ -29,6 +29,11 @@ def all_built(model: keras.Layer) -> bool:
     return all(layer.built for layer in all_layers(model))
 
 
+def stateful_layer(model: keras.Layer) -> keras.Layer | None:
+    """The first that carries the state of row i of a batch over to row i of the next, as an RNN may."""
+    return next((layer for layer in all_layers(model) if getattr(layer, "stateful", False)), None)
+
+
 def inputs_of(layer: keras.Layer) -> list[keras.KerasTensor]:
     """Symbolic tensors with which the layer was called. Relies on `Layer._inbound_nodes`; without it a sample is not
     named that looks up a row which is not there.

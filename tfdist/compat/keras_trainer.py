@@ -56,6 +56,12 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     return list({id(one): one for one in held}.values())
 
 
+def with_inner(optimizer: keras.Optimizer | None) -> list[keras.Optimizer]:
+    """The optimizer, and the one whose loss it scales, if there is one."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [each for each in (optimizer, inner) if isinstance(each, keras.optimizers.Optimizer)]
+
+
 def _optimizers_in(value: Any, depth: int = 0) -> Iterator[keras.Optimizer]:
     if isinstance(value, keras.optimizers.Optimizer):
         yield value

@@ -65,6 +65,7 @@ class Supervisor:
     workers: how many there are to be; when that changes while a job runs, the job
     saves, ends and is started again.
     standby_after: seconds into a job at which spare processes for the next one are started; None: never.
+    counted: what `newest_step` counts, for messages.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class Supervisor:
         newest_step: Callable[[], int],
         workers: WorkerSupply,
         standby_after: float | None = None,
+        counted: str = "step",
     ):
         self.make_job, self.policy, self.newest_step = make_job, policy, newest_step
-        self.workers, self.standby_after = workers, standby_after
+        self.workers, self.standby_after, self.counted = workers, standby_after, counted
         self.job: Job | None = None
         self.restarts = 0
         self._stopped = False
@@ -110,7 +112,7 @@ class Supervisor:
             if result.code != ExitCode.PREEMPTED:
                 self.workers.failed(result.rank, progress)
             self.restarts += 1
-            where = f"from step {step}" if step >= 0 else "from the beginning"
+            where = f"from {self.counted} {step}" if step >= 0 else "from the beginning"
             fewer = f" with {self.workers.count} workers" if self.workers.count != count else ""
             _say(f"{result.cause}; restart number {self.restarts}{fewer} in {wait:.1f} s, {where}.")
             self._sleep(wait)
@@ -137,7 +139,8 @@ class Supervisor:
     def _give_up(self, result: JobResult, step: int) -> JobResult:
         if self.policy.failures <= self.policy.max_restarts or self.policy.max_restarts == 0:
             return result  # starting again would not help, or is not wanted
-        where = f"after step {step}" if step >= 0 else "before the first snapshot"
+        first = "snapshot" if self.counted == "step" else self.counted
+        where = f"after {self.counted} {step}" if step >= 0 else f"before the first {first}"
         cause = (
             f"the job failed {self.policy.failures} times {where} without progress"
             f" (--max_restarts={self.policy.max_restarts}); the last time, {result.cause}"

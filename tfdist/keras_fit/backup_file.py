@@ -2,11 +2,13 @@
 
     MAGIC | SHA-256 of what follows | length of the JSON | JSON | bytes of the arrays
 
-A value is None, a bool, number, text, array, list, tuple or dict of them, or one of Keras' two functions that compare.
+A value is None, a bool, number, text, bytes, array, one of Keras' two functions that compare, or a list, tuple, dict,
+set or one of collections' containers of them.
 """
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 import os
@@ -21,16 +23,20 @@ _MAGIC = b"tfdist backup 1\n"
 _LENGTH = 8  # bytes that hold the length of the JSON
 _COMPARISONS = {"less": keras.ops.less, "greater": keras.ops.greater}  # `monitor_op` of Keras' callbacks
 
+# Those of a defaultdict whose function is another come back as a dict.
+_FACTORIES: dict[str, Any] = {factory.__name__: factory for factory in (int, float, list, dict, set)}
+_CONTAINERS = {"counter": collections.Counter, "ordered": collections.OrderedDict, "set": set, "frozenset": frozenset}
+
 
 def is_storable(value: Any) -> bool:
     """Whether `write` takes it."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         return all(map(is_storable, value))
     if isinstance(value, dict):
         return all(is_storable(item) for pair in value.items() for item in pair)
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.dtype.kind not in "OSUMm"
-    return value is None or isinstance(value, (bool, int, float, str)) or _comparison(value) is not None
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, str):
+        return _has_numbers(value.dtype)
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes)) or _comparison(value) is not None
 
 
 def parts_of(value: Any) -> tuple[bytes, ...]:
@@ -78,22 +84,45 @@ def parse(data: bytes) -> Any:
         raise ValueError(f"it holds what no backup holds ({error})") from None
 
 
+def _has_numbers(dtype: np.dtype) -> bool:
+    """Of those kinds that TensorFlow knows by the same name."""
+    try:
+        return dtype.kind not in "OSUMm" and tf.as_dtype(dtype.name).as_numpy_dtype == dtype.newbyteorder("=")
+    except TypeError:  # of a record, or of more digits
+        return False
+
+
 def _comparison(value: Any) -> str | None:
     return next((name for name, function in _COMPARISONS.items() if value is function), None)
 
 
 def _encoded(value: Any, arrays: list[np.ndarray]) -> Any:
     """As JSON, in which lists stand for themselves and a dict of one entry for anything else."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex) and not isinstance(value, np.generic):
+        return {"complex": [value.real, value.imag]}
     if isinstance(value, (np.ndarray, np.generic)):
         offset = sum(array.nbytes for array in arrays)
-        arrays.append(np.ascontiguousarray(value))
+        arrays.append(np.ascontiguousarray(value, value.dtype.newbyteorder("=")))
         return {"array": [offset, value.dtype.name, list(value.shape), isinstance(value, np.generic)]}
     if isinstance(value, list):
         return [_encoded(item, arrays) for item in value]
     if isinstance(value, tuple):
         return {"tuple": [_encoded(item, arrays) for item in value]}
+    if isinstance(value, (set, frozenset)):  # in an order that is the same in another process
+        return {"set" if isinstance(value, set) else "frozenset": sorted(_encoded(list(value), arrays), key=json.dumps)}
+    if isinstance(value, collections.deque):
+        return {"deque": [value.maxlen, _encoded(list(value), arrays)]}
     if isinstance(value, dict):
-        return {"dict": [[_encoded(key, arrays), _encoded(item, arrays)] for key, item in value.items()]}
+        pairs = [[_encoded(key, arrays), _encoded(item, arrays)] for key, item in value.items()]
+        makes = value.default_factory if isinstance(value, collections.defaultdict) else None
+        if name := next((name for name, factory in _FACTORIES.items() if factory is makes), None):
+            return {"defaultdict": [name, pairs]}
+        kinds = (name for name, container in _CONTAINERS.items() if isinstance(value, container))
+        return {next(kinds, "dict"): pairs}
     return {"comparison": _comparison(value)} if _comparison(value) else value
 
 
@@ -105,8 +134,18 @@ def _decoded(value: Any, data: memoryview) -> Any:
     ((kind, content),) = value.items()
     if kind == "tuple":
         return tuple(_decoded(item, data) for item in content)
-    if kind == "dict":
-        return {_decoded(key, data): _decoded(item, data) for key, item in content}
+    if kind in ("set", "frozenset"):
+        return _CONTAINERS[kind](_decoded(content, data))
+    if kind == "deque":
+        return collections.deque(_decoded(content[1], data), content[0])
+    if kind == "defaultdict":
+        return collections.defaultdict(_FACTORIES[content[0]], _pairs(content[1], data))
+    if kind in ("dict", "counter", "ordered"):
+        return _CONTAINERS.get(kind, dict)(_pairs(content, data))
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "complex":
+        return complex(*content)
     if kind == "comparison":
         return _COMPARISONS[content]
     offset, dtype, shape, scalar = content
@@ -114,3 +153,7 @@ def _decoded(value: Any, data: memoryview) -> Any:
         shape
     )
     return array[()] if scalar else array.copy()
+
+
+def _pairs(content: Any, data: memoryview) -> dict[Any, Any]:
+    return {_decoded(key, data): _decoded(item, data) for key, item in content}

@@ -8,6 +8,7 @@ unchanged goes on after the last complete epoch, on all workers, with the data w
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import sys
@@ -22,6 +23,7 @@ from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
+from tfdist.control import backup_count
 from tfdist.control.exit_codes import CheckpointError, ConfigError, TfdistError
 from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
@@ -106,6 +108,9 @@ def _of_chief(runtime: OneDevice, data: bytes) -> bytes:
     return received.tobytes()
 
 
+_finished: collections.Counter[str] = collections.Counter()  # fits of this process with a backup, by its name
+
+
 class EpochBackup(FitCallback):
     """Saves after each epoch, and restores what an earlier run of the program has left.
 
@@ -117,6 +122,7 @@ class EpochBackup(FitCallback):
     ):
         super().__init__()
         self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
+        self._number = _finished[self._place.name] + 1
         self._state = self._read()
         self._at_first: list[dict[str, tuple]] = []  # of each other callback what it began with
         self.epoch: int = self._state["epoch"] if self._state else 0
@@ -134,7 +140,14 @@ class EpochBackup(FitCallback):
         received = _of_chief(self._runtime, data)
         if damaged:
             raise CheckpointError(received.decode())
-        return backup_file.parse(received) if received else None
+        state = backup_file.parse(received) if received else None
+        if state is not None and state.get("fit", 1) > self._number:
+            raise CheckpointError(
+                f"{self._place.name} was written by fit number {state['fit']} with this folder of a program, and this"
+                f" is number {self._number}, which would go on from the other's epochs: give each fit a"
+                " BackupAndRestore with a folder of its own, or remove the backup to begin anew."
+            )
+        return state
 
     def _variables(self) -> list:
         return [*of_model(self.fitted), *self.fitted.optimizer.variables]
@@ -145,15 +158,16 @@ class EpochBackup(FitCallback):
                 "BackupAndRestore keeps the optimizer that the model was compiled with, but"
                 f" {type(self.fitted).__name__} has others beside it, which would begin anew: train without it."
             )
+        if not self.fitted.built:  # as Keras does; else a run that is killed finds out when it is to go on
+            raise ConfigError(
+                "BackupAndRestore needs a model that is built, into which a backup can be restored:"
+                f" {type(self.fitted).__name__} is not. Give it an Input, or call it on a batch, before fit."
+            )
+        self._tell_what_is_not_held()
         plain = [callback_state.state_of(callback) for callback in self._others]
         self._at_first = [{name: backup_file.parts_of(value) for name, value in state.items()} for state in plain]
         if self._state is None:
             return
-        if not self.fitted.built:
-            raise CheckpointError(
-                f"{self._place.name} cannot be restored into a model that is not built: give the model an Input, or"
-                " call model.build, before fit."
-            )
         if not self.fitted.optimizer.built:
             self.fitted.optimizer.build(self.fitted.trainable_variables)
         variables = self._variables()
@@ -176,6 +190,16 @@ class EpochBackup(FitCallback):
             print(f"tfdist: resumed after epoch {self.epoch} from {self._place.name}.", file=sys.stderr, flush=True)
         if not self._state["stopped"]:
             self._find_the_place_in_the_data(self._state)
+
+    def _tell_what_is_not_held(self) -> None:
+        names = [f"{type(each).__name__}.{name}" for each in self._others for name in callback_state.not_held(each)]
+        if names and self._runtime.rank == 0:
+            print(
+                f"tfdist: BackupAndRestore does not hold {', '.join(names)}: in a fit that is resumed they begin anew."
+                " Keep numbers, arrays of numbers, texts and containers of them, or variables as attributes.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _find_the_place_in_the_data(self, state: dict[str, Any]) -> None:
         if RunningFit.of(self.fitted).go_to(self.epoch, state["ends"]):
@@ -207,6 +231,7 @@ class EpochBackup(FitCallback):
                 "variables": [host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
                 "drawn_without_one": None if without_one is None else np.asarray(without_one.state.value),
                 "epoch": epoch + 1,
+                "fit": self._number,
                 "stopped": bool(self.fitted.stop_training),
                 "history": {**history.history, **values},
                 "epochs": [*history.epoch, epoch],
@@ -219,10 +244,12 @@ class EpochBackup(FitCallback):
                 "generators": host_state.generator_states(),
             },
         )
+        backup_count.count_one()
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._restore_history()
         keras_trainer.begin_at(self.fitted, None)
+        _finished[self._place.name] += 1
         if self._delete and self._runtime.rank == 0:
             self._place.remove()
 

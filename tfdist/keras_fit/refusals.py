@@ -24,13 +24,12 @@ def refuse_unsupported(model: keras.Model) -> None:
             " give the class a call() that its train_step uses, or make models of what the train_step calls."
         )
     refuse_batch_norm(model)
-    for layer in keras_layers.all_layers(model):
-        if getattr(layer, "stateful", False):
-            raise ConfigError(
-                f"The layer {layer.name} is stateful: it carries the state of row i of a batch over to row i of the"
-                " next, which tfdist.fit does not keep when it divides the rows over workers. Use stateful=False, or"
-                " train it in one process."
-            )
+    if layer := keras_layers.stateful_layer(model):
+        raise ConfigError(
+            f"The layer {layer.name} is stateful: it carries the state of row i of a batch over to row i of the"
+            " next, which tfdist.fit does not keep when it divides the rows over workers. Use stateful=False, or"
+            " train it in one process."
+        )
     if isinstance(getattr(model, "optimizer", None), list):
         raise ConfigError("The model was compiled with several optimizers: tfdist.fit needs one.")
 

@@ -67,7 +67,7 @@ class LocalTrainer(Trainer):
     def __init__(self, inputs: TrainerInputs):
         job, self.schedule = inputs.job, inputs.schedule
         self._job, self.step = job, job.step
-        self.rates = make_rates(job.config, job.runtime, job.model, job.train_split)
+        self.rates = make_rates(job.config, job.runtime, job.model, job.train_split, job.plan.micro_batch)
         runtime, factor = job.runtime, job.config.cluster.straggler_factor
         self.watch = Watch(inputs.clock, runtime.rank, runtime.all_gather, job.step.splits, factor)
 

@@ -145,16 +145,16 @@ def _flops(operation: Any) -> float:
     return 2.0 * result * (math.prod(kernel[:2]) if operation.type.startswith("Depthwise") else math.prod(kernel[:-1]))
 
 
-def forward_flops(model: Any, x_spec: Any) -> float:
+def forward_flops(model: Any, x_spec: Any, rows: int = 1) -> float:
     """Floating-point operations of the forward pass of one sample: products and convolutions.
 
-    Traces it once, runs nothing.
+    Traces it once, of so many rows (a model may take no other number), runs nothing.
     """
     import tensorflow as tf
 
-    spec = tf.nest.map_structure(lambda each: tf.TensorSpec([1, *each.shape], each.dtype), x_spec)
+    spec = tf.nest.map_structure(lambda each: tf.TensorSpec([rows, *each.shape], each.dtype), x_spec)
     traced = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(spec)
-    return sum(_flops(operation) for operation in traced.graph.get_operations())
+    return sum(_flops(operation) for operation in traced.graph.get_operations()) / rows
 
 
 def count(model: Any, objective: Any, specs: tuple, precision: str = "float32") -> dict[str, Any]:

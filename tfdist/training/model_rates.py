@@ -22,12 +22,14 @@ from tfdist.telemetry.rates import Rates, host_memory
 from tfdist.training.model_cost import forward_flops
 
 
-def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Split) -> Rates:
-    """Raises ConfigError if --scaling_baseline is neither a number nor the folder of a finished run of one worker."""
+def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Split, rows: int = 1) -> Rates:
+    """`rows`: of a forward pass.
+
+    Raises ConfigError if --scaling_baseline is neither a number nor the folder of a finished run of one worker."""
     x = split.element_spec[0]
     is_tokens = isinstance(x, tf.TensorSpec) and x.dtype.is_integer and len(x.shape) == 1
     return Rates(
-        forward_flops=_formula(config, split) or (forward_flops(model, x) if runtime.holds_whole_model else 0.0),
+        forward_flops=_formula(config, split) or (forward_flops(model, x, rows) if runtime.holds_whole_model else 0.0),
         tokens=(x.shape.num_elements() or 0) if is_tokens else 0,
         peak_flops=peak_flops(config) * runtime.size * runtime.local_replicas,
         baseline=baseline(config.telemetry.scaling_baseline),

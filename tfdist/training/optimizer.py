@@ -29,6 +29,23 @@ class FusedAdam(keras.optimizers.Adam):
     m += (g - m)(1 - b1), v += (g^2 - v)(1 - b2), w -= lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + epsilon).
     """
 
+    _shared: dict[str, tf.Tensor] | None = None  # what all updates of one `apply` take
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """One step of all variables."""
+        self._shared = self._numbers()
+        try:
+            return super().apply(grads, trainable_variables)
+        finally:
+            self._shared = None
+
+    def _numbers(self) -> dict[str, tf.Tensor]:
+        # Keras' types are those of any backend.
+        step = tf.cast(self.iterations + 1, tf.float32)  # type: ignore[reportCallIssue, reportOptionalOperand]
+        beta1, beta2, epsilon = (tf.constant(each, tf.float32) for each in (self.beta_1, self.beta_2, self.epsilon))
+        powers = {"beta1_power": tf.pow(beta1, step), "beta2_power": tf.pow(beta2, step)}
+        return {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, **powers}
+
     def update_step(
         self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable, learning_rate: tf.Tensor
     ) -> None:
@@ -37,8 +54,6 @@ class FusedAdam(keras.optimizers.Adam):
             super().update_step(gradient, variable, learning_rate)
             return
         index = self._get_variable_index(variable)
-        # Keras' types are those of any backend.
-        step = tf.cast(self.iterations + 1, tf.float32)  # type: ignore[reportCallIssue, reportOptionalOperand]
         var, m, v = (
             (each.value if isinstance(each, keras.Variable) else each).handle
             for each in (variable, self._momentums[index], self._velocities[index])
@@ -49,12 +64,8 @@ class FusedAdam(keras.optimizers.Adam):
             v=v,
             grad=tf.cast(gradient, tf.float32),
             lr=tf.cast(learning_rate, tf.float32),
-            beta1=self.beta_1,
-            beta2=self.beta_2,
-            epsilon=self.epsilon,
-            beta1_power=tf.pow(self.beta_1, step),
-            beta2_power=tf.pow(self.beta_2, step),
             use_locking=True,
+            **(self._shared or self._numbers()),
         )
 
 

@@ -2,9 +2,11 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
+from tfdist.control import backup_count
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.local_job import LocalJob
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_saved_step
@@ -86,6 +88,48 @@ def test_a_crash_loop_ends_with_its_cause_and_step(tmp_path):
     _, result, starts = supervise(tmp_path, code)
     assert result.code == ExitCode.CRASH_LOOP and starts == 3
     assert "3 times after step 40" in result.cause and "the disk is on fire" in result.cause
+
+
+COUNTING = """
+sys.path.insert(0, {root!r})
+import os
+from tfdist.control import backup_count
+os.environ[backup_count.VARIABLE] = str(folder / "backups")
+if starts < 4:
+    backup_count.count_one()
+sys.exit(6)
+"""
+
+
+def test_backups_of_a_script_are_progress(tmp_path):
+    """Four starts that write one each, and then two that write none."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER + COUNTING.format(root=str(Path(__file__).parents[3])))
+    file = tmp_path / "backups"
+    file.write_text("9")  # of an earlier job
+    backup_count.begin(file)
+    made = Supervisor(
+        lambda workers: LocalJob([sys.executable, str(script)], workers, tmp_path / "logs", output=io.StringIO()),
+        policy(first_wait=0.01),
+        lambda: backup_count.read(file),
+        WorkerCount(1, 1),
+        counted="backup",
+    )
+    result = made.run()
+    assert result.code == ExitCode.CRASH_LOOP and "3 times after backup 4" in result.cause
+    assert len(list(tmp_path.glob("start-*"))) == 6
+
+
+def test_a_backup_is_counted_only_where_a_launcher_asks(tmp_path):
+    file = tmp_path / "backups"
+    backup_count.count_one({})
+    backup_count.count_one({backup_count.VARIABLE: str(tmp_path / "missing" / "backups")})
+    assert backup_count.read(file) == -1
+    for _ in range(2):
+        backup_count.count_one({backup_count.VARIABLE: str(file)})
+    assert backup_count.read(file) == 2
+    file.write_text("two")
+    assert backup_count.read(file) == -1
 
 
 def test_a_mistake_keeps_its_own_code(tmp_path):

@@ -1,9 +1,11 @@
 """tfdist.fit's file of an epoch: what callbacks keep comes back, and reading a stranger's executes nothing."""
 
 import collections
+import io
 import os
 import pickle
 import random
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -17,7 +19,7 @@ from tfdist.control import lease
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
 from tfdist.data.tuning import untuned
-from tfdist.keras_fit import backup_file, callback_state
+from tfdist.keras_fit import backup_file, callback_state, epoch_backup
 from tfdist.keras_fit.backup_place import FILE
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.runtime.one_device import OneDevice
@@ -69,12 +71,19 @@ def test_what_callbacks_keep_comes_back(tmp_path):
     assert not hasattr(other, "other") and not hasattr(other, "hook")
 
 
+class Best(NamedTuple):
+    value: float = 0.0
+    at: tuple[int, ...] = ()
+
+
 class Remembering(keras.callbacks.Callback):
     """State of other kinds than numbers."""
 
     def __init__(self):
         super().__init__()
-        self.last, self.seen = collections.deque([0], maxlen=3), {0}
+        self.last, self.seen, self.best = collections.deque([0], maxlen=3), {0}, Best()
+        self.signs, self.by_sign = collections.Counter(), collections.defaultdict(lambda: [0.0])
+        self.rows = {"seen": self.seen}
         self.python, self.old, self.new = random.Random(1), np.random.RandomState(1), np.random.default_rng(1)
         self.of_keras, self.of_tensorflow = keras.random.SeedGenerator(1), tf.random.Generator.from_seed(1)
 
@@ -83,15 +92,52 @@ class Remembering(keras.callbacks.Callback):
         drawn += [float(keras.random.normal([], seed=self.of_keras)), float(self.of_tensorflow.normal([]))]
         self.last.append(drawn[0])
         self.seen.add(drawn[1])
-        return [*drawn, list(self.last), self.seen]
+        sign = "+" if drawn[0] > 0 else "-"
+        self.signs[sign] += 1
+        self.by_sign[sign].append(drawn[0])
+        if drawn[1] > self.best.value:
+            self.best = self.best._replace(value=drawn[1], at=(*self.best.at, len(self.seen)))
+        return [*drawn, list(self.last), set(self.seen), dict(self.signs), dict(self.by_sign), self.best]
 
 
-def test_sets_queues_and_generators_of_a_callback_come_back(tmp_path):
+def test_containers_and_generators_of_a_callback_come_back(tmp_path):
     undisturbed, other = Remembering(), Remembering()
     for _ in range(4):
         undisturbed.draw()
     callback_state.restore(other, backup_file.parse(stored(callback_state.state_of(undisturbed))(tmp_path)))
     assert [other.draw() for _ in range(3)] == [undisturbed.draw() for _ in range(3)] and other.last.maxlen == 3
+
+
+def test_what_of_a_callback_no_backup_holds_is_known():
+    callback = Remembering()
+    callback.variables, callback.names = [tf.Variable(1.0)], np.array(["a"])
+    callback.layers, callback.functions = [keras.layers.Dense(1)], {"print": print}
+    callback.scores, callback.file = keras.metrics.Mean(), io.StringIO()
+    assert callback_state.not_held(callback) == ["variables", "names", "scores"]
+    assert not callback_state.not_held(keras.callbacks.ReduceLROnPlateau())
+
+
+def test_a_backup_of_a_later_fit_of_the_program_is_not_taken(tmp_path):
+    def fit(epochs, end_at=-1):
+        def end(epoch, logs=None):
+            if epoch == end_at:
+                raise Ended
+
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        callbacks = [keras.callbacks.LambdaCallback(on_epoch_begin=end), keras.callbacks.BackupAndRestore(tmp_path)]
+        data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+        return tfdist.fit(model, *data, epochs=epochs, verbose=0, callbacks=callbacks).epoch
+
+    assert fit(2) == [0, 1]
+    with pytest.raises(Ended):
+        fit(4, end_at=3)
+    assert fit(4) == [0, 1, 2, 3]  # the second again, in the same process
+    with pytest.raises(Ended):
+        fit(4, end_at=3)
+    epoch_backup._finished.clear()  # as in a new process
+    with pytest.raises(CheckpointError, match="fit number 3 with this folder of a program, and this is number 1"):
+        fit(2)
 
 
 class Warming(keras.callbacks.Callback):

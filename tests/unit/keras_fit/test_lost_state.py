@@ -25,7 +25,7 @@ def fit(model, callbacks=(), run=tfdist.fit, epochs=1):
 
 
 def compiled(model, loss="sparse_categorical_crossentropy", **options):
-    model.compile(keras.optimizers.SGD(0.1), loss, **options)
+    model.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": loss, **options})
     return model
 
 
@@ -143,9 +143,31 @@ def smoothed():
     return {"loss": "sparse_categorical_crossentropy", "metrics": [Smoothed()]}
 
 
+class Warming(keras.optimizers.schedules.LearningRateSchedule):
+    """Counts its own calls."""
+
+    def __init__(self):
+        self.calls = tf.Variable(0.0, trainable=False)
+
+    def __call__(self, step):
+        return 0.01 * self.calls.assign_add(1.0)
+
+
+def warming():
+    return {"loss": "sparse_categorical_crossentropy", "optimizer": keras.optimizers.Adam(Warming())}
+
+
+def warming_behind_a_loss_scale():
+    inner = keras.optimizers.SGD(Warming())
+    return {"loss": "sparse_categorical_crossentropy", "optimizer": keras.optimizers.LossScaleOptimizer(inner)}
+
+
+BESIDE = [lambda: {"loss": Centered()}, relative, drawn, counted, balanced, smoothed]
+
+
 @pytest.mark.parametrize(("run", "make"), [(tfdist.fit, kept), (keras.Model.fit, backup.BackupAndRestore)])
-@pytest.mark.parametrize("given", [lambda: {"loss": Centered()}, relative, drawn, counted, balanced, smoothed])
-def test_what_losses_and_metrics_keep_is_kept(given, run, make, tmp_path):
+@pytest.mark.parametrize("given", [*BESIDE, warming, warming_behind_a_loss_scale])
+def test_what_losses_metrics_and_optimizers_keep_is_kept(given, run, make, tmp_path):
     def model():
         keras.utils.set_random_seed(1)
         return compiled(model_of(keras.layers.Dense(4)), **given())
@@ -202,8 +224,14 @@ class OwnTest(OwnStep):
 
 def test_a_step_of_the_validation_is_looked_at(tmp_path):
     model = compiled(OwnTest(model_of(keras.layers.Dense(4))))
+    model(X)
     with pytest.raises(ConfigError, match=REFUSED):
         tfdist.fit(model, X, Y, validation_data=(X, Y), verbose=0, callbacks=[kept(tmp_path)])
+
+
+def test_a_model_that_is_not_built_is_refused_before_it_trains(tmp_path):
+    with pytest.raises(ConfigError, match="needs a model that is built.* Give it an Input"):
+        tfdist.fit(compiled(OwnTest(model_of(keras.layers.Dense(4)))), X, Y, verbose=0, callbacks=[kept(tmp_path)])
 
 
 def test_draws_are_told_with_a_backup(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The pieces of tfdist.fit that need no second worker."""
 
+import collections
 import contextlib
 import hashlib
 import importlib
@@ -125,17 +126,25 @@ def test_a_backup_file_gives_back_what_was_written_and_executes_nothing(tmp_path
         "small": np.zeros([2, 0], "float16"),
         "bfloat16": tf.constant([1.5, 2.5], tf.bfloat16).numpy(),
         "scalar": np.array(7),
+        "bytes": b"\x00\xff",
+        "complex": [1 - 2j, np.complex64(3j)],
+        "counts": collections.Counter("abba"),
+        "ordered": collections.OrderedDict([(2, {1, 2}), (1, frozenset([(1, 2)]))]),
+        "lists": collections.defaultdict(list, {"x": [1], "y": [collections.deque([1, 2], 2)]}),
     }
     assert backup_file.is_storable(value)
     backup_file.write(tmp_path / "file", value)
     data = (tmp_path / "file").read_bytes()
     found = backup_file.parse(data)
-    assert list(map(str, found.values())) == list(map(str, value.values())) and list(found) == list(value)
+    assert list(map(repr, found.values())) == list(map(repr, value.values())) and list(found) == list(value)
     assert all(
         found[key].dtype == value[key].dtype and found[key].shape == value[key].shape
         for key in (3, "small", "bfloat16", "scalar")
     )
-    for other in (Bomb(), len, np.array(["a"]), {"a": [Bomb()]}):
+    backup_file.write(tmp_path / "other order", np.arange(3, dtype=">f4"))
+    assert backup_file.parse((tmp_path / "other order").read_bytes()).tolist() == [0, 1, 2]
+    records = np.zeros(2, [("epoch", "i4"), ("value", "f4")])
+    for other in (Bomb(), len, np.array(["a"]), {"a": [Bomb()]}, records, records[0], np.zeros(2, np.longdouble)):
         assert not backup_file.is_storable(other)
     for foreign in (pickle.dumps(Bomb()), b"", data[:40], data.replace(b"less", b"exec")):
         with pytest.raises(ValueError):
