@@ -354,6 +354,27 @@ FAULTS: dict[str, Fault] = {
         "]",
         ("tests/unit/keras_fit/test_lost_state.py",),
     ),
+    "state of schedules": Fault(
+        "what a learning rate schedule keeps is in no backup",
+        "artifacts/hidden_state.py",
+        ", *functions, *of_optimizers])",
+        ", *functions])",
+        ("tests/unit/keras_fit/test_lost_state.py",),
+    ),
+    "backup of a later fit": Fault(
+        "the first fit of a program takes the backup of its second",
+        "keras_fit/epoch_backup.py",
+        'state.get("fit", 1) > self._number',
+        "False",
+        ("tests/unit/keras_fit/test_backup_file.py",),
+    ),
+    "containers of callbacks": Fault(
+        "a Counter of a callback comes back as a dict",
+        "keras_fit/backup_file.py",
+        'return {next(kinds, "dict"): pairs}',
+        'return {"dict": pairs}',
+        ("tests/unit/keras_fit/test_pieces.py",),
+    ),
     "state of own rows": Fault(
         "the model sets a variable of a module, of which each worker has another value",
         "keras_fit/lost_state.py",

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz import data, given, keras_settings, loops, models, space, train_steps
+from tests.fuzz import data, given, keras_settings, layers, loops, models, space, train_steps
 from tests.fuzz.oracle import MORE, POLICIES, is_number, once, shake
 
 FLOAT = {False: "float32", True: "float64"}
@@ -194,8 +194,9 @@ def _compile(case: Mapping[str, Any], model: keras.Model, eager: bool) -> None:
     loss, metrics = LOSSES[options["loss"]](), [METRICS[name]() for name in options["metrics"]]
     if case["model"]["head"] == "dict":
         loss, metrics = {"kind": LOSSES["entropy"](), "size": "mse"}, {"kind": ["accuracy"], "size": ["mae"]}
+    rate = options["learning_rate"]
     model.compile(
-        optimizer(options["learning_rate"], **arguments),
+        optimizer(layers.CountingRate(rate) if options.get("counting_rate") else rate, **arguments),
         loss=loss,
         # An empty list would be a metric that a train_step of one's own has to build.
         metrics=(metrics or None) if not options.get("weighted_metrics") else None,

@@ -117,6 +117,11 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sorted(options.items()) if value is not None}
 
 
+def may_count_rates(case: Mapping[str, Any]) -> bool:
+    """Whether the rate may be a schedule's, which no callback can set."""
+    return not {"plateau", "scheduler"} & set(case["fit"].get("callbacks", ())) and "loop" not in case
+
+
 def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     """Why a case cannot be compared with Keras, or is none; "" if it can."""
     compiled, fit, data = case["compile"], case["fit"], case["data"]

@@ -158,6 +158,18 @@ class Keeps(keras.layers.Layer):
         return x * (1 + 0.1 * ops.cast(self.calls % 4, x.dtype)) + ops.cast(0.0 * drawn, x.dtype)
 
 
+class CountingRate(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate by a count of its own, of which the optimizer does not know."""
+
+    def __init__(self, rate: float):
+        self.rate = rate
+        self.calls = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def __call__(self, step):
+        calls = ops.cast(self.calls.assign_add(1) % 4, keras.config.floatx())
+        return ops.cast(self.rate, keras.config.floatx()) / (1 + 0.5 * calls)
+
+
 class Louder(keras.layers.Layer):
     """Computes something else in training."""
 

@@ -57,17 +57,17 @@ def check_model(config: Config, runtime: Runtime, model: keras.Model) -> None:
 def _refuse_whole_batches(flag: str, model: keras.Model) -> None:
     """Raises ConfigError for a model that knows what row i of the batch before was, or how many rows there are."""
     parts = "several workers, replicas or micro-batches (--accumulation) compute parts of a batch"
-    if layer := keras_layers.stateful_layer(model):
-        raise ConfigError(
-            f"{flag}: the layer {layer.name} is stateful, which carries the state of row i of a batch over to row i of"
-            f" the next, but {parts}: use stateful=False."
-        )
     for layer in keras_layers.all_layers(model):
         rows = layer.batch_shape[0] if isinstance(layer, keras.layers.InputLayer) else None
         if rows is not None:
             raise ConfigError(
                 f"{flag} takes batches of {rows} rows only, but {parts}: leave batch_size out of its keras.Input."
             )
+    if layer := keras_layers.stateful_layer(model):
+        raise ConfigError(
+            f"{flag}: the layer {layer.name} is stateful, which carries the state of row i of a batch over to row i of"
+            f" the next, but {parts}: use stateful=False."
+        )
 
 
 def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
