@@ -363,9 +363,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "backup of a later fit": Fault(
         "the first fit of a program takes the backup of its second",
-        "keras_fit/epoch_backup.py",
-        'state.get("fit", 1) > self._number',
-        "False",
+        "artifacts/fit_of_program.py",
+        "if written_by > number(backup):",
+        "if False:",
         ("tests/unit/keras_fit/test_backup_file.py",),
     ),
     "containers of callbacks": Fault(

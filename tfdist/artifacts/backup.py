@@ -13,14 +13,13 @@ then. run/session.py uses the same object for `--backup_dir`.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from tfdist.artifacts import state
+from tfdist.artifacts import fit_of_program, state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers
 from tfdist.artifacts.policy import Retention
@@ -29,10 +28,9 @@ from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
-from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.exit_codes import ConfigError
 
 _METRIC = "metric/"
-_finished: collections.Counter[str] = collections.Counter()  # fits of this process with a backup, by its folder
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
 
 
@@ -101,11 +99,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     # -- the Keras callback ----------------------------------------------------------------------------------------
 
     @property
-    def _number(self) -> int:
-        """Of the fit: how many of this process have ended with a backup in this folder, and one."""
-        return _finished[self.backup_dir] + 1
-
-    @property
     def _trained(self) -> Any:
         """The model; Keras sets it before the first callback."""
         return self.model
@@ -114,19 +107,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self.writes:
             self.store.clean()
         model = self._trained
-        if not model.built:
-            raise ConfigError(
-                "BackupAndRestore needs a built model: call it on a batch, or give it an Input layer, before `fit`."
-            )
+        fit_of_program.refuse_unbuilt(model)
         snapshot, _ = self.store.newest_valid()
         if snapshot is None:
             return
-        if (number := snapshot.manifest.get("fit", 1)) > self._number:
-            raise CheckpointError(
-                f"The backup in {self.backup_dir} was written by fit number {number} with this folder of a program, and"
-                f" this is number {self._number}, which would go on from the other's epochs: give each fit a"
-                " BackupAndRestore with a folder of its own, or remove the backup to begin anew."
-            )
+        fit_of_program.refuse_backup_of_later(self.backup_dir, snapshot.manifest.get("fit", 1))
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
@@ -159,7 +144,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: Mapping | None = None) -> None:
-        _finished[self.backup_dir] += 1
+        fit_of_program.end(self.backup_dir)
         self.delete()
 
     def _save(self, epoch: int, batch: int) -> None:
@@ -170,7 +155,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             {
                 "epoch": epoch,
                 "batch": batch,
-                "fit": self._number,
+                "fit": fit_of_program.number(self.backup_dir),
                 "generators": state.generator_states(),
                 "ends": RunningFit.of(self._trained).ends(),
             },

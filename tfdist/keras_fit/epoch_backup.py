@@ -8,7 +8,6 @@ unchanged goes on after the last complete epoch, on all workers, with the data w
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.artifacts import fit_of_program
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.compat import keras_trainer
@@ -108,9 +108,6 @@ def _of_chief(runtime: OneDevice, data: bytes) -> bytes:
     return received.tobytes()
 
 
-_finished: collections.Counter[str] = collections.Counter()  # fits of this process with a backup, by its name
-
-
 class EpochBackup(FitCallback):
     """Saves after each epoch, and restores what an earlier run of the program has left.
 
@@ -122,7 +119,6 @@ class EpochBackup(FitCallback):
     ):
         super().__init__()
         self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
-        self._number = _finished[self._place.name] + 1
         self._state = self._read()
         self._at_first: list[dict[str, tuple]] = []  # of each other callback what it began with
         self.epoch: int = self._state["epoch"] if self._state else 0
@@ -141,12 +137,8 @@ class EpochBackup(FitCallback):
         if damaged:
             raise CheckpointError(received.decode())
         state = backup_file.parse(received) if received else None
-        if state is not None and state.get("fit", 1) > self._number:
-            raise CheckpointError(
-                f"{self._place.name} was written by fit number {state['fit']} with this folder of a program, and this"
-                f" is number {self._number}, which would go on from the other's epochs: give each fit a"
-                " BackupAndRestore with a folder of its own, or remove the backup to begin anew."
-            )
+        if state is not None:
+            fit_of_program.refuse_backup_of_later(self._place.name, state.get("fit", 1))
         return state
 
     def _variables(self) -> list:
@@ -158,11 +150,7 @@ class EpochBackup(FitCallback):
                 "BackupAndRestore keeps the optimizer that the model was compiled with, but"
                 f" {type(self.fitted).__name__} has others beside it, which would begin anew: train without it."
             )
-        if not self.fitted.built:  # as Keras does; else a run that is killed finds out when it is to go on
-            raise ConfigError(
-                "BackupAndRestore needs a model that is built, into which a backup can be restored:"
-                f" {type(self.fitted).__name__} is not. Give it an Input, or call it on a batch, before fit."
-            )
+        fit_of_program.refuse_unbuilt(self.fitted)
         self._tell_what_is_not_held()
         plain = [callback_state.state_of(callback) for callback in self._others]
         self._at_first = [{name: backup_file.parts_of(value) for name, value in state.items()} for state in plain]
@@ -231,7 +219,7 @@ class EpochBackup(FitCallback):
                 "variables": [host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
                 "drawn_without_one": None if without_one is None else np.asarray(without_one.state.value),
                 "epoch": epoch + 1,
-                "fit": self._number,
+                "fit": fit_of_program.number(self._place.name),
                 "stopped": bool(self.fitted.stop_training),
                 "history": {**history.history, **values},
                 "epochs": [*history.epoch, epoch],
@@ -249,7 +237,7 @@ class EpochBackup(FitCallback):
     def on_train_end(self, logs: dict | None = None) -> None:
         self._restore_history()
         keras_trainer.begin_at(self.fitted, None)
-        _finished[self._place.name] += 1
+        fit_of_program.end(self._place.name)
         if self._delete and self._runtime.rank == 0:
             self._place.remove()
 

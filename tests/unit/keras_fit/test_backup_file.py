@@ -13,13 +13,14 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.artifacts import fit_of_program
 from tfdist.compat import keras_epochs
 from tfdist.compat.temporary_attributes import replaced
 from tfdist.control import lease
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
 from tfdist.data.tuning import untuned
-from tfdist.keras_fit import backup_file, callback_state, epoch_backup
+from tfdist.keras_fit import backup_file, callback_state
 from tfdist.keras_fit.backup_place import FILE
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.runtime.one_device import OneDevice
@@ -135,8 +136,8 @@ def test_a_backup_of_a_later_fit_of_the_program_is_not_taken(tmp_path):
     assert fit(4) == [0, 1, 2, 3]  # the second again, in the same process
     with pytest.raises(Ended):
         fit(4, end_at=3)
-    epoch_backup._finished.clear()  # as in a new process
-    with pytest.raises(CheckpointError, match="fit number 3 with this folder of a program, and this is number 1"):
+    fit_of_program._ended.clear()  # as in a new process
+    with pytest.raises(CheckpointError, match="fit number 3 of a program with this folder, and this is number 1"):
         fit(2)
 
 
