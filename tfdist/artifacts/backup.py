@@ -111,7 +111,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         snapshot, _ = self.store.newest_valid()
         if snapshot is None:
             return
-        fit_of_program.refuse_backup_of_later(self.backup_dir, snapshot.manifest.get("fit", 1))
+        written_by = snapshot.manifest.get("fit", 1)
+        fit_of_program.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)

@@ -1,7 +1,7 @@
 """What a backup is restored into: a model that is built, in that fit of a program which wrote it.
 
 A program may fit several times with one folder. Killed in its second fit and started again, its first one would find
-the backup of the second.
+the backup of the second. Where backups are kept, that is as it should be: each fit goes on from what was there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ def end(backup: str) -> None:
     _ended[backup] += 1
 
 
-def refuse_backup_of_later(backup: str, written_by: int) -> None:
-    """Raises CheckpointError if the fit that wrote the backup comes after the one that begins."""
-    if written_by > number(backup):
+def refuse_backup_of_later(backup: str, written_by: int, is_kept: bool) -> None:
+    """Raises CheckpointError if the fit that wrote the backup comes after the one that begins.
+
+    is_kept: whether fits leave it where it is when they end (`delete_checkpoint=False`)."""
+    if written_by > number(backup) and not is_kept:
         raise CheckpointError(
             f"{backup} was written by fit number {written_by} of a program with this folder, and this is number"
             f" {number(backup)}, which would go on from the other's epochs: give each fit a BackupAndRestore with a"

@@ -42,8 +42,9 @@ class BackupPlace(Protocol):
         """The newest backup, b"" if there is none. Raises ValueError if there are only damaged ones, OSError."""
         ...
 
-    def write(self, value: dict[str, Any]) -> None:
-        """Replaces the backup. Raises OSError in a folder; a store that is away is told of, and training goes on."""
+    def write(self, value: dict[str, Any]) -> bool:
+        """Replaces the backup. Raises OSError in a folder; a store that is away is told of, and training goes on.
+        Returns whether it was written."""
         ...
 
     def remove(self) -> None:
@@ -77,8 +78,9 @@ class _Folder:
         parse(data)
         return data
 
-    def write(self, value: dict[str, Any]) -> None:
+    def write(self, value: dict[str, Any]) -> bool:
         backup_file.write(self._path, value)
+        return True
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -124,7 +126,7 @@ class _Objects:
             raise ValueError(damage)
         return newest
 
-    def write(self, value: dict[str, Any]) -> None:
+    def write(self, value: dict[str, Any]) -> bool:
         name = _NAMES[value["epoch"] % 2]
         try:
             if self._url in _leases:
@@ -141,6 +143,8 @@ class _Objects:
                 file=sys.stderr,
                 flush=True,
             )
+            return False
+        return True
 
     def remove(self) -> None:
         with contextlib.suppress(StoreError):  # what is left is of a finished run: it says so, and nothing is trained

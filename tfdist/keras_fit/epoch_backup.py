@@ -138,7 +138,7 @@ class EpochBackup(FitCallback):
             raise CheckpointError(received.decode())
         state = backup_file.parse(received) if received else None
         if state is not None:
-            fit_of_program.refuse_backup_of_later(self._place.name, state.get("fit", 1))
+            fit_of_program.refuse_backup_of_later(self._place.name, state.get("fit", 1), not self._delete)
         return state
 
     def _variables(self) -> list:
@@ -214,7 +214,7 @@ class EpochBackup(FitCallback):
             name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
             for name, value in (logs or {}).items()
         }
-        self._place.write(
+        is_written = self._place.write(
             {
                 "variables": [host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
                 "drawn_without_one": None if without_one is None else np.asarray(without_one.state.value),
@@ -232,7 +232,8 @@ class EpochBackup(FitCallback):
                 "generators": host_state.generator_states(),
             },
         )
-        backup_count.count_one()
+        if is_written:
+            backup_count.count_one()
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._restore_history()

@@ -118,27 +118,41 @@ def test_what_of_a_callback_no_backup_holds_is_known():
     assert not callback_state.not_held(keras.callbacks.ReduceLROnPlateau())
 
 
+def fitted_in_turn(folder, epochs, end_at=-1, **options):
+    """The epochs of a fit of a new model, or until it is ended before one of them."""
+
+    def end(epoch, logs=None):
+        if epoch == end_at:
+            raise Ended
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    backup = keras.callbacks.BackupAndRestore(folder, **options)
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_begin=end), backup]
+    data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    return tfdist.fit(model, *data, epochs=epochs, verbose=0, callbacks=callbacks).epoch
+
+
 def test_a_backup_of_a_later_fit_of_the_program_is_not_taken(tmp_path):
-    def fit(epochs, end_at=-1):
-        def end(epoch, logs=None):
-            if epoch == end_at:
-                raise Ended
-
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        callbacks = [keras.callbacks.LambdaCallback(on_epoch_begin=end), keras.callbacks.BackupAndRestore(tmp_path)]
-        data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
-        return tfdist.fit(model, *data, epochs=epochs, verbose=0, callbacks=callbacks).epoch
-
-    assert fit(2) == [0, 1]
+    assert fitted_in_turn(tmp_path, 2) == [0, 1]
     with pytest.raises(Ended):
-        fit(4, end_at=3)
-    assert fit(4) == [0, 1, 2, 3]  # the second again, in the same process
+        fitted_in_turn(tmp_path, 4, end_at=3)
+    assert fitted_in_turn(tmp_path, 4) == [0, 1, 2, 3]  # the second again, in the same process
     with pytest.raises(Ended):
-        fit(4, end_at=3)
+        fitted_in_turn(tmp_path, 4, end_at=3)
     fit_of_program._ended.clear()  # as in a new process
     with pytest.raises(CheckpointError, match="fit number 3 of a program with this folder, and this is number 1"):
-        fit(2)
+        fitted_in_turn(tmp_path, 2)
+
+
+def test_backups_that_are_kept_are_gone_on_from(tmp_path):
+    for epochs in (1, 2):
+        assert fitted_in_turn(tmp_path, epochs, delete_checkpoint=False) == [0, 1][:epochs]
+    with pytest.raises(Ended):
+        fitted_in_turn(tmp_path, 4, end_at=3, delete_checkpoint=False)
+    fit_of_program._ended.clear()  # as in a new process
+    for epochs, trained in ((1, [0, 1, 2]), (4, [0, 1, 2, 3])):
+        assert fitted_in_turn(tmp_path, epochs, delete_checkpoint=False) == trained
 
 
 class Warming(keras.callbacks.Callback):
