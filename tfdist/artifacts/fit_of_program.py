@@ -43,5 +43,6 @@ def refuse_unbuilt(model: keras.Model) -> None:
     if not model.built:
         raise ConfigError(
             "BackupAndRestore needs a model that is built, into which a backup can be restored:"
-            f" {type(model).__name__} is not. Give it an Input, or call it on a batch, before fit."
+            f" {type(model).__name__} is not. Give it an Input, or call it on a batch, before fit; of one without"
+            " call(), set built = True when all layers in it are."
         )

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist.compat import keras_layers, keras_trainer, keras_variables
 
 _DEPTH = 4  # of lists, dictionaries and objects in each other
+_DEPTH_BESIDE = 8  # the same of what is no layer, which is little
 _MOST = 10_000  # entries of a list that are looked at: more are data
 # Modules of objects that hold nothing of the user's own.
 _NOT_OWN = ("keras.", "tensorflow.", "tfdist.", "numpy", "builtins", "functools", "inspect", "enum", "_thread")
@@ -80,7 +81,8 @@ def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
     """All variables, and states of generators, that objects beside the layers hold, with those of metrics and layers
     among them."""
     found: dict[int, tf.Variable] = {}
-    for one in (each for value in objects for each in _inside(value, _DEPTH)):
+    seen: dict[int, Any] = {}
+    for one in (each for value in objects for each in _inside(value, _DEPTH_BESIDE, seen)):
         found |= {id(each): each for each in _variables_of(one)}
     return list(found.values())
 
@@ -134,8 +136,8 @@ def _rules(layer: keras.Layer) -> list[Any]:
     return [part for variable in layer.weights for part in (variable.regularizer, variable.constraint)]
 
 
-def _inside(value: Any, depth: int) -> Iterator[Any]:
-    """Variables, generators, metrics, layers."""
+def _inside(value: Any, depth: int, seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """Variables, generators, metrics, layers. seen: by their ids what has been looked into, and is not again."""
     if type(value) in _PLAIN:
         return
     if isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric, *_TRACKED)):
@@ -145,8 +147,12 @@ def _inside(value: Any, depth: int) -> Iterator[Any]:
         if (stored := keras_variables.stored_value(value)) is not None:
             yield stored
         return
+    if seen is not None:
+        if id(value) in seen:
+            return
+        seen[id(value)] = value
     for each in _parts(value) if depth else ():
-        yield from _inside(each, depth - 1)
+        yield from _inside(each, depth - 1, seen)
 
 
 def _parts(value: Any) -> Iterable[Any]:

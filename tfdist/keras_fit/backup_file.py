@@ -23,19 +23,23 @@ _MAGIC = b"tfdist backup 1\n"
 _LENGTH = 8  # bytes that hold the length of the JSON
 _COMPARISONS = {"less": keras.ops.less, "greater": keras.ops.greater}  # `monitor_op` of Keras' callbacks
 
-# Those of a defaultdict whose function is another come back as a dict.
 _FACTORIES: dict[str, Any] = {factory.__name__: factory for factory in (int, float, list, dict, set)}
 _CONTAINERS = {"counter": collections.Counter, "ordered": collections.OrderedDict, "set": set, "frozenset": frozenset}
 
 
 def is_storable(value: Any) -> bool:
-    """Whether `write` takes it."""
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+    """Whether `write` takes it, and `parse` gives it back as it was: nothing of a class of the user's own."""
+    kind = type(value)
+    if kind in (list, tuple, set, frozenset, collections.deque):
         return all(map(is_storable, value))
-    if isinstance(value, dict):
+    if kind is collections.defaultdict and value.default_factory not in _FACTORIES.values():
+        return False
+    if kind in (dict, collections.Counter, collections.OrderedDict, collections.defaultdict):
         return all(is_storable(item) for pair in value.items() for item in pair)
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, str):
         return _has_numbers(value.dtype)
+    if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
+        return False
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes)) or _comparison(value) is not None
 
 
@@ -118,8 +122,8 @@ def _encoded(value: Any, arrays: list[np.ndarray]) -> Any:
         return {"deque": [value.maxlen, _encoded(list(value), arrays)]}
     if isinstance(value, dict):
         pairs = [[_encoded(key, arrays), _encoded(item, arrays)] for key, item in value.items()]
-        makes = value.default_factory if isinstance(value, collections.defaultdict) else None
-        if name := next((name for name, factory in _FACTORIES.items() if factory is makes), None):
+        if isinstance(value, collections.defaultdict):
+            (name,) = (name for name, factory in _FACTORIES.items() if factory is value.default_factory)
             return {"defaultdict": [name, pairs]}
         kinds = (name for name, container in _CONTAINERS.items() if isinstance(value, container))
         return {next(kinds, "dict"): pairs}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -14,17 +14,19 @@ import tensorflow as tf
 from tfdist.keras_fit import backup_file
 
 _VARIABLES = (keras.Variable, tf.Variable)
-# append_header: whether a CSV file has its header yet.
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
-_DATA = (np.ndarray, np.generic, tf.Tensor, tf.Variable, keras.Variable, keras.metrics.Metric)
+_DATA = (bytearray, np.ndarray, np.generic, tf.Tensor, tf.Variable, keras.Variable, keras.metrics.Metric)
+# append_header: whether a CSV file has its header yet.
 _NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
 
 
 class _Kind(NamedTuple):
-    """told: an attribute -> a plain value. again: (the attribute of a new callback, that value) -> the attribute."""
+    """told: an attribute -> a plain value. again: (the attribute of a new callback, that value) -> the attribute; of
+    values of the type `plain`, others are the attribute themselves."""
 
     told: Callable[[Any], Any]
     again: Callable[[Any, Any], Any]
+    plain: type = object
 
 
 def _set(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -46,15 +48,30 @@ def _of_state() -> _Kind:
     return _Kind(lambda held: _array(held.state), _set(lambda held, value: held.state.assign(value)))
 
 
+def _plain_dict(held: dict[Any, Any]) -> Any:
+    """A class of the user's own, and a function that makes what is missing, are those of the new callback."""
+    return held if _is_storable(held) else dict(held)
+
+
+def _array_again(held: np.ndarray, value: Any) -> Any:
+    fits = held.shape == value.shape and held.dtype == value.dtype
+    if not fits or not held.flags.writeable:
+        return value
+    held[...] = value
+    return held
+
+
 _KINDS: dict[type | tuple[type, ...], _Kind] = {
-    _VARIABLES: _Kind(_array, _set(lambda held, value: held.assign(value))),
+    _VARIABLES: _Kind(_array, _set(lambda held, value: held.assign(value)), np.ndarray),
     keras.random.SeedGenerator: _of_state(),
     tf.random.Generator: _of_state(),
-    # A subclass of the user's own, and a function that makes what is missing, are those of the new callback.
-    dict: _Kind(lambda held: held, _set(lambda held, value: (held.clear(), held.update(value)))),
-    collections.deque: _Kind(list, lambda held, value: collections.deque(value, held.maxlen)),
-    set: _Kind(list, lambda _, value: set(value)),
-    tuple: _Kind(lambda held: held, lambda held, value: type(held)(*value) if hasattr(held, "_fields") else value),
+    # They stay the objects that they are, of whatever class: others may hold them, too.
+    dict: _Kind(_plain_dict, _set(lambda held, value: (held.clear(), held.update(value))), dict),
+    list: _Kind(list, _set(lambda held, value: held.__setitem__(slice(None), value)), list),
+    collections.deque: _Kind(list, _set(lambda held, value: (held.clear(), held.extend(value))), list),
+    set: _Kind(list, _set(lambda held, value: (held.clear(), held.update(value))), list),
+    np.ndarray: _Kind(lambda held: held, _array_again, np.ndarray),
+    tuple: _Kind(tuple, lambda held, value: type(held)(*value) if hasattr(held, "_fields") else value, tuple),
     random.Random: _Kind(lambda held: held.getstate(), _set(lambda held, value: held.setstate(value))),
     np.random.RandomState: _Kind(
         lambda held: held.get_state(legacy=False), _set(lambda held, value: held.set_state(value))
@@ -75,15 +92,21 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
 
     Of TensorBoard no private ones: they say what this process has open.
     """
-    plain = _plain(callback)
-    return {name: value for name, value in plain.items() if backup_file.is_storable(value)}
+    return {name: value for name, value in _plain(callback).items() if _is_storable(value)}
 
 
 def not_held(callback: keras.callbacks.Callback) -> list[str]:
     """The names of attributes with data that `state_of` leaves out; a callback of Keras' own has none."""
     if type(callback).__module__.startswith("keras."):
         return []
-    return [name for name, value in _plain(callback).items() if not backup_file.is_storable(value) and _is_data(value)]
+    return [name for name, value in _plain(callback).items() if not _is_storable(value) and _is_data(value)]
+
+
+def _is_storable(value: Any) -> bool:
+    try:
+        return backup_file.is_storable(value)
+    except RecursionError:  # a list in itself
+        return False
 
 
 def _plain(callback: keras.callbacks.Callback) -> dict[str, Any]:
@@ -99,8 +122,11 @@ def _plain(callback: keras.callbacks.Callback) -> dict[str, Any]:
 def _is_data(value: Any) -> bool:
     """Arrays, and containers of them and of what can be stored: not of layers, functions or open files."""
     if isinstance(value, _CONTAINERS):
-        return all(map(_is_data, [*value, *value.values()] if isinstance(value, dict) else value))
-    return isinstance(value, _DATA) or backup_file.is_storable(value)
+        try:
+            return all(map(_is_data, [*value, *value.values()] if isinstance(value, dict) else value))
+        except RecursionError:
+            return True
+    return isinstance(value, _DATA) or _is_storable(value)
 
 
 def changed(state: dict[str, Any], first: dict[str, tuple]) -> dict[str, Any]:
@@ -111,8 +137,17 @@ def changed(state: dict[str, Any], first: dict[str, tuple]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if backup_file.parts_of(value) != first.get(name)}
 
 
+def names_of(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
+    """Their classes, numbered: by these a program that is started again with more of them, or in another order, finds
+    the state of each."""
+    kinds = [type(callback).__qualname__ for callback in callbacks]
+    return [f"{kind} {kinds[:place].count(kind)}" for place, kind in enumerate(kinds)]
+
+
 def restore(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
     for name, value in state.items():
         held = callback.__dict__.get(name)
         kind = _kind_of(held)
-        callback.__dict__[name] = value if kind is None else kind.again(held, value)
+        if kind is not None and isinstance(value, kind.plain):
+            value = kind.again(held, value)
+        callback.__dict__[name] = value

@@ -120,6 +120,7 @@ class EpochBackup(FitCallback):
         super().__init__()
         self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
         self._state = self._read()
+        self._told: list[str] = []  # attributes of theirs that are not held
         self._at_first: list[dict[str, tuple]] = []  # of each other callback what it began with
         self.epoch: int = self._state["epoch"] if self._state else 0
         self.order: int | None = self._state["order"] if self._state else None
@@ -170,8 +171,10 @@ class EpochBackup(FitCallback):
         keras_trainer.begin_an_epoch_of_metrics(self.fitted)
         if (drawn := self._state.get("drawn_without_one")) is not None and (made := made_global_seed_generator()):
             made.state.assign(drawn)
-        for callback, state in zip(self._others, self._state["callbacks"], strict=False):
-            callback_state.restore(callback, state)
+        names = callback_state.names_of(self._others)
+        held = dict(zip(self._state.get("callback_names", names), self._state["callbacks"], strict=False))
+        for name, callback in zip(names, self._others, strict=True):
+            callback_state.restore(callback, held.get(name, {}))
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if self._state["stopped"] else self.epoch)
         if self._runtime.rank == 0:
@@ -180,7 +183,9 @@ class EpochBackup(FitCallback):
             self._find_the_place_in_the_data(self._state)
 
     def _tell_what_is_not_held(self) -> None:
-        names = [f"{type(each).__name__}.{name}" for each in self._others for name in callback_state.not_held(each)]
+        found = [f"{type(each).__name__}.{name}" for each in self._others for name in callback_state.not_held(each)]
+        names = [name for name in found if name not in self._told]
+        self._told.extend(names)
         if names and self._runtime.rank == 0:
             print(
                 f"tfdist: BackupAndRestore does not hold {', '.join(names)}: in a fit that is resumed they begin anew."
@@ -207,6 +212,7 @@ class EpochBackup(FitCallback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if self._runtime.rank:
             return
+        self._tell_what_is_not_held()
         history = self.fitted.history
         # Keras' History comes after this callback: the present epoch is not in it yet.
         without_one = global_seed_generator()  # of what layers draw from no generator of their own
@@ -227,6 +233,7 @@ class EpochBackup(FitCallback):
                     callback_state.changed(callback_state.state_of(callback), first)
                     for callback, first in zip(self._others, self._at_first, strict=True)
                 ],
+                "callback_names": callback_state.names_of(self._others),
                 "order": self.order,
                 "ends": RunningFit.of(self.fitted).ends(),
                 "generators": host_state.generator_states(),

@@ -118,6 +118,55 @@ def test_what_of_a_callback_no_backup_holds_is_known():
     assert not callback_state.not_held(keras.callbacks.ReduceLROnPlateau())
 
 
+class Noting(keras.callbacks.Callback):
+    """Into a list and an array that others hold, too; other attributes change their type."""
+
+    def __init__(self, notes, counts, factor=1):
+        super().__init__()
+        self.notes, self.counts, self.factor = notes, counts, factor
+        self.first, self.rest, self.scale = None, [], keras.Variable(1.0, trainable=False)
+        self.itself = [0]
+        self.itself.append(self.itself)
+
+    def note(self):
+        self.notes.append(self.factor * len(self.notes))
+        self.counts += 1
+        self.first, self.rest, self.scale = [1], None, None
+
+
+class Other(Noting):
+    pass
+
+
+def test_what_callbacks_share_stays_shared_and_each_finds_its_own_state():
+    notes, counts = [1.0], np.zeros(2)
+    before = [Noting(notes, counts), Noting(notes, counts, 2), Other(notes, counts, 3)]
+    for callback in before:
+        callback.note()
+    states = dict(zip(callback_state.names_of(before), map(callback_state.state_of, before), strict=True))
+    notes, counts = [1.0], np.zeros(2)
+    after = [Other(notes, counts), keras.callbacks.Callback(), Noting(notes, counts), Noting(notes, counts)]
+    names = callback_state.names_of(after)
+    assert names == ["Other 0", "Callback 0", "Noting 0", "Noting 1"]
+    for name, callback in zip(names, after, strict=True):
+        callback_state.restore(callback, states.get(name, {}))
+    assert notes == [1.0, 1, 4, 9] and counts.tolist() == [3, 3]
+    for callback, factor in ((after[0], 3), (after[2], 1), (after[3], 2)):
+        assert callback.notes is notes and callback.counts is counts and callback.factor == factor
+        assert (callback.first, callback.rest, callback.scale) == ([1], None, None)
+    assert callback_state.not_held(after[0]) == ["itself"]
+
+
+class Named(NamedTuple):
+    at: int
+
+
+def test_what_would_come_back_as_another_type_is_not_held():
+    callback = Remembering()
+    callback.records, callback.by_name = [Named(1)], {"a": collections.defaultdict(lambda: 0)}
+    assert callback_state.not_held(callback) == ["records", "by_name"]
+
+
 def fitted_in_turn(folder, epochs, end_at=-1, **options):
     """The epochs of a fit of a new model, or until it is ended before one of them."""
 
