@@ -371,7 +371,7 @@ FAULTS: dict[str, Fault] = {
     "containers of callbacks": Fault(
         "a Counter of a callback comes back as a dict",
         "keras_fit/backup_file.py",
-        'return {next(kinds, "dict"): pairs}',
+        "return {_name_of(value, _OF_PAIRS): pairs}",
         'return {"dict": pairs}',
         ("tests/unit/keras_fit/test_pieces.py",),
     ),

@@ -24,22 +24,30 @@ _LENGTH = 8  # bytes that hold the length of the JSON
 _COMPARISONS = {"less": keras.ops.less, "greater": keras.ops.greater}  # `monitor_op` of Keras' callbacks
 
 _FACTORIES: dict[str, Any] = {factory.__name__: factory for factory in (int, float, list, dict, set)}
-_CONTAINERS = {"counter": collections.Counter, "ordered": collections.OrderedDict, "set": set, "frozenset": frozenset}
+_OF_ITEMS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}  # beside lists, which JSON has
+_OF_PAIRS: dict[str, Any] = {"counter": collections.Counter, "ordered": collections.OrderedDict, "dict": dict}
+CONTAINERS = (list, dict, collections.deque, *_OF_ITEMS.values())
 
 
 def is_storable(value: Any) -> bool:
-    """Whether `write` takes it, and `parse` gives it back as it was: nothing of a class of the user's own."""
-    kind = type(value)
-    if kind in (list, tuple, set, frozenset, collections.deque):
-        return all(map(is_storable, value))
-    if kind is collections.defaultdict and value.default_factory not in _FACTORIES.values():
+    """Whether `write` takes it, and `parse` gives it back as it was: nothing of a class of the user's own, and nothing
+    that contains itself."""
+    try:
+        return _is_storable(value)
+    except RecursionError:
         return False
-    if kind in (dict, collections.Counter, collections.OrderedDict, collections.defaultdict):
-        return all(is_storable(item) for pair in value.items() for item in pair)
+
+
+def _is_storable(value: Any) -> bool:
+    if isinstance(value, CONTAINERS):
+        if isinstance(value, collections.defaultdict):
+            is_known = type(value) is collections.defaultdict and value.default_factory in _FACTORIES.values()
+        else:
+            is_known = type(value) in (*CONTAINERS, *_OF_PAIRS.values())
+        parts = (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
+        return is_known and all(map(_is_storable, parts))
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, str):
         return _has_numbers(value.dtype)
-    if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
-        return False
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes)) or _comparison(value) is not None
 
 
@@ -96,6 +104,10 @@ def _has_numbers(dtype: np.dtype) -> bool:
         return False
 
 
+def _name_of(value: Any, kinds: dict[str, Any]) -> str:
+    return next((name for name, kind in kinds.items() if isinstance(value, kind)), "")
+
+
 def _comparison(value: Any) -> str | None:
     return next((name for name, function in _COMPARISONS.items() if value is function), None)
 
@@ -114,10 +126,10 @@ def _encoded(value: Any, arrays: list[np.ndarray]) -> Any:
         return {"array": [offset, value.dtype.name, list(value.shape), isinstance(value, np.generic)]}
     if isinstance(value, list):
         return [_encoded(item, arrays) for item in value]
-    if isinstance(value, tuple):
-        return {"tuple": [_encoded(item, arrays) for item in value]}
-    if isinstance(value, (set, frozenset)):  # in an order that is the same in another process
-        return {"set" if isinstance(value, set) else "frozenset": sorted(_encoded(list(value), arrays), key=json.dumps)}
+    if name := _name_of(value, _OF_ITEMS):
+        items = [_encoded(item, arrays) for item in value]
+        # Of a set in an order that does not hang on how it was made.
+        return {name: items if name == "tuple" else sorted(items, key=json.dumps)}
     if isinstance(value, collections.deque):
         return {"deque": [value.maxlen, _encoded(list(value), arrays)]}
     if isinstance(value, dict):
@@ -125,8 +137,7 @@ def _encoded(value: Any, arrays: list[np.ndarray]) -> Any:
         if isinstance(value, collections.defaultdict):
             (name,) = (name for name, factory in _FACTORIES.items() if factory is value.default_factory)
             return {"defaultdict": [name, pairs]}
-        kinds = (name for name, container in _CONTAINERS.items() if isinstance(value, container))
-        return {next(kinds, "dict"): pairs}
+        return {_name_of(value, _OF_PAIRS): pairs}
     return {"comparison": _comparison(value)} if _comparison(value) else value
 
 
@@ -136,16 +147,14 @@ def _decoded(value: Any, data: memoryview) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
-    if kind == "tuple":
-        return tuple(_decoded(item, data) for item in content)
-    if kind in ("set", "frozenset"):
-        return _CONTAINERS[kind](_decoded(content, data))
+    if kind in _OF_ITEMS:
+        return _OF_ITEMS[kind](_decoded(content, data))
+    if kind in _OF_PAIRS:
+        return _OF_PAIRS[kind](_pairs(content, data))
     if kind == "deque":
         return collections.deque(_decoded(content[1], data), content[0])
     if kind == "defaultdict":
         return collections.defaultdict(_FACTORIES[content[0]], _pairs(content[1], data))
-    if kind in ("dict", "counter", "ordered"):
-        return _CONTAINERS.get(kind, dict)(_pairs(content, data))
     if kind == "bytes":
         return bytes.fromhex(content)
     if kind == "complex":

@@ -14,7 +14,6 @@ import tensorflow as tf
 from tfdist.keras_fit import backup_file
 
 _VARIABLES = (keras.Variable, tf.Variable)
-_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _DATA = (bytearray, np.ndarray, np.generic, tf.Tensor, tf.Variable, keras.Variable, keras.metrics.Metric)
 # append_header: whether a CSV file has its header yet.
 _NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
@@ -50,7 +49,7 @@ def _of_state() -> _Kind:
 
 def _plain_dict(held: dict[Any, Any]) -> Any:
     """A class of the user's own, and a function that makes what is missing, are those of the new callback."""
-    return held if _is_storable(held) else dict(held)
+    return held if backup_file.is_storable(held) else dict(held)
 
 
 def _array_again(held: np.ndarray, value: Any) -> Any:
@@ -92,41 +91,39 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
 
     Of TensorBoard no private ones: they say what this process has open.
     """
-    return {name: value for name, value in _plain(callback).items() if _is_storable(value)}
+    found = {}
+    for name, value in _attributes(callback).items():
+        kind = _kind_of(value)
+        plain = value if kind is None else kind.told(value)
+        if backup_file.is_storable(plain):
+            found[name] = plain
+    return found
 
 
-def not_held(callback: keras.callbacks.Callback) -> list[str]:
-    """The names of attributes with data that `state_of` leaves out; a callback of Keras' own has none."""
+def not_held(callback: keras.callbacks.Callback, state: dict[str, Any]) -> list[str]:
+    """The names of attributes with data that its `state_of` leaves out; a callback of Keras' own has none."""
     if type(callback).__module__.startswith("keras."):
         return []
-    return [name for name, value in _plain(callback).items() if not _is_storable(value) and _is_data(value)]
+    return [name for name, value in _attributes(callback).items() if name not in state and _is_data(value)]
 
 
-def _is_storable(value: Any) -> bool:
-    try:
-        return backup_file.is_storable(value)
-    except RecursionError:  # a list in itself
-        return False
-
-
-def _plain(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    found = {}
-    for name, value in callback.__dict__.items():
-        if name in _NOT_STATE or name.startswith("_") and isinstance(callback, keras.callbacks.TensorBoard):
-            continue
-        kind = _kind_of(value)
-        found[name] = value if kind is None else kind.told(value)
-    return found
+def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
+    return {
+        name: value
+        for name, value in callback.__dict__.items()
+        if name not in _NOT_STATE and not (is_tensorboard and name.startswith("_"))
+    }
 
 
 def _is_data(value: Any) -> bool:
     """Arrays, and containers of them and of what can be stored: not of layers, functions or open files."""
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, backup_file.CONTAINERS):
         try:
             return all(map(_is_data, [*value, *value.values()] if isinstance(value, dict) else value))
-        except RecursionError:
+        except RecursionError:  # a list in itself
             return True
-    return isinstance(value, _DATA) or _is_storable(value)
+    return isinstance(value, _DATA) or backup_file.is_storable(value)
 
 
 def changed(state: dict[str, Any], first: dict[str, tuple]) -> dict[str, Any]:

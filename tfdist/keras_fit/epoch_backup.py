@@ -152,9 +152,8 @@ class EpochBackup(FitCallback):
                 f" {type(self.fitted).__name__} has others beside it, which would begin anew: train without it."
             )
         fit_of_program.refuse_unbuilt(self.fitted)
-        self._tell_what_is_not_held()
-        plain = [callback_state.state_of(callback) for callback in self._others]
-        self._at_first = [{name: backup_file.parts_of(value) for name, value in state.items()} for state in plain]
+        states = self._states_of_others()
+        self._at_first = [{name: backup_file.parts_of(value) for name, value in state.items()} for state in states]
         if self._state is None:
             return
         if not self.fitted.optimizer.built:
@@ -182,8 +181,14 @@ class EpochBackup(FitCallback):
         if not self._state["stopped"]:
             self._find_the_place_in_the_data(self._state)
 
-    def _tell_what_is_not_held(self) -> None:
-        found = [f"{type(each).__name__}.{name}" for each in self._others for name in callback_state.not_held(each)]
+    def _states_of_others(self) -> list[dict[str, Any]]:
+        """Of each other callback; what is not held is told, once."""
+        states = [callback_state.state_of(callback) for callback in self._others]
+        found = [
+            f"{type(callback).__name__}.{name}"
+            for callback, state in zip(self._others, states, strict=True)
+            for name in callback_state.not_held(callback, state)
+        ]
         names = [name for name in found if name not in self._told]
         self._told.extend(names)
         if names and self._runtime.rank == 0:
@@ -193,6 +198,7 @@ class EpochBackup(FitCallback):
                 file=sys.stderr,
                 flush=True,
             )
+        return states
 
     def _find_the_place_in_the_data(self, state: dict[str, Any]) -> None:
         if RunningFit.of(self.fitted).go_to(self.epoch, state["ends"]):
@@ -212,7 +218,6 @@ class EpochBackup(FitCallback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if self._runtime.rank:
             return
-        self._tell_what_is_not_held()
         history = self.fitted.history
         # Keras' History comes after this callback: the present epoch is not in it yet.
         without_one = global_seed_generator()  # of what layers draw from no generator of their own
@@ -230,8 +235,8 @@ class EpochBackup(FitCallback):
                 "history": {**history.history, **values},
                 "epochs": [*history.epoch, epoch],
                 "callbacks": [
-                    callback_state.changed(callback_state.state_of(callback), first)
-                    for callback, first in zip(self._others, self._at_first, strict=True)
+                    callback_state.changed(state, first)
+                    for state, first in zip(self._states_of_others(), self._at_first, strict=True)
                 ],
                 "callback_names": callback_state.names_of(self._others),
                 "order": self.order,
