@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,28 +13,30 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
+from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import UnsupportedError
 
 __all__ = ["EpochIterator"]
-DATA = "_get_iterator"  # the method () -> what the epochs are read from, that the class may have replaced
-
-_data_of_keras: Callable[[EpochIterator], Any] | None = getattr(EpochIterator, DATA, None)
+_DATA = "_get_iterator"  # the method () -> what the epochs are read from
 
 
-def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset]) -> Callable[[EpochIterator], Any]:
-    """For `EpochIterator.DATA`: what Keras would read, datasets changed, and generators read no further than needed.
-    Relies on `TFEpochIterator._get_iterator`."""
-    if _data_of_keras is None:
-        raise UnsupportedError(f"This version of Keras reads data in another way: {DATA} of its epochs is gone.")
-    keras_own = _data_of_keras
+@contextlib.contextmanager
+def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset], read_ahead: bool = False) -> Iterator[None]:
+    """Inside, Keras reads each dataset as `change` gives it back, and generators no further than needed, but with
+    `read_ahead`. Relies on `TFEpochIterator._get_iterator`."""
+    keras_own: Callable[[EpochIterator], Any] | None = getattr(EpochIterator, _DATA, None)
+    if keras_own is None:
+        raise UnsupportedError(f"This version of Keras reads data in another way: {_DATA} of its epochs is gone.")
 
     def data(epochs: EpochIterator) -> Any:
         found = keras_own(epochs)
         if not isinstance(found, tf.data.Dataset):
             return found
-        return change(_not_ahead(found) if isinstance(epochs.data_adapter, GeneratorDataAdapter) else found)
+        whole = read_ahead or not isinstance(epochs.data_adapter, GeneratorDataAdapter)
+        return change(found if whole else _not_ahead(found))
 
-    return data
+    with replaced(EpochIterator, _DATA, data):
+        yield
 
 
 def _not_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -13,10 +13,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_optimizers, keras_trainer
+from tfdist.compat import keras_epochs, keras_optimizers, keras_trainer
 from tfdist.compat.temporary_attributes import replaced
 from tfdist.control.exit_codes import ConfigError, TfdistError
 from tfdist.control.user_errors import failure
+from tfdist.data.tuning import untuned
 from tfdist.keras_fit import lost_state, silent_lookups
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held
@@ -250,7 +251,7 @@ def _over_workers(
 
 def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if not has_peers(runtime):
-        with silent_lookups.told(model):
+        with silent_lookups.told(model), keras_epochs.data_changed(untuned, read_ahead=True):
             return _alone(model, purpose, loop)
     refuse_unsupported(model)
     if runtime.rank == 0:

@@ -105,8 +105,7 @@ class DistributedModel:
                 if isinstance(layer, keras.layers.BatchNormalization):
                     stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
             stack.enter_context(keras_tensors.argmax_within_gpus())
-            data = keras_epochs.data_changed(untuned)
-            stack.enter_context(replaced(keras_epochs.EpochIterator, keras_epochs.DATA, data))
+            stack.enter_context(keras_epochs.data_changed(untuned))
             for function in self._functions:
                 stack.enter_context(replaced(model, function.loop.function_name, function.begin()))
                 stack.enter_context(replaced(model, function.loop.maker_name, function.again))

@@ -7,7 +7,6 @@ import keras
 import numpy as np
 
 from tfdist.compat import keras_epochs
-from tfdist.compat.temporary_attributes import replaced
 
 
 def test_a_generator_is_read_no_further_than_it_is_needed():
@@ -27,7 +26,7 @@ def test_a_generator_is_read_no_further_than_it_is_needed():
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with replaced(keras_epochs.EpochIterator, keras_epochs.DATA, keras_epochs.data_changed(lambda dataset: dataset)):
+    with keras_epochs.data_changed(lambda dataset: dataset):
         model.fit(
             batches("train"),
             steps_per_epoch=5,

@@ -15,7 +15,6 @@ import tensorflow as tf
 import tfdist
 from tfdist.artifacts import fit_of_program
 from tfdist.compat import keras_epochs
-from tfdist.compat.temporary_attributes import replaced
 from tfdist.control import lease
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
@@ -288,8 +287,19 @@ def test_no_data_is_read_with_the_tuner():
     read = []
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    data = keras_epochs.data_changed(lambda dataset: read.append(untuned(dataset)) or read[-1])
-    with replaced(keras_epochs.EpochIterator, keras_epochs.DATA, data):
+    with keras_epochs.data_changed(lambda dataset: read.append(untuned(dataset)) or read[-1]):
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
         model.predict(tf.data.Dataset.from_tensors(np.ones((4, 2))), verbose=0)
     assert {dataset.options().autotune.enabled for dataset in read} == {False}
+
+
+def test_one_worker_reads_without_the_tuner_too(monkeypatch):
+    read = []
+    monkeypatch.setattr("tfdist.keras_fit.api.untuned", lambda dataset: read.append(untuned(dataset)) or read[-1])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.ones((4, 2)), np.ones((4, 1))
+    tfdist.fit(model, x, y, validation_data=tf.data.Dataset.from_tensors((x, y)), verbose=0)
+    of_fit = len(read)
+    tfdist.predict(model, x, verbose=0)
+    assert 2 <= of_fit < len(read) and {dataset.options().autotune.enabled for dataset in read} == {False}
