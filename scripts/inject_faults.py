@@ -375,6 +375,13 @@ FAULTS: dict[str, Fault] = {
         'return {"dict": pairs}',
         ("tests/unit/keras_fit/test_pieces.py",),
     ),
+    "one object or two": Fault(
+        "two attributes of a callback that were one at first, and no longer, are one after a restart",
+        "keras_fit/callback_state.py",
+        "held if stays else copy.copy(held)",
+        "held",
+        ("tests/unit/keras_fit/test_backup_file.py",),
+    ),
     "state of own rows": Fault(
         "the model sets a variable of a module, of which each worker has another value",
         "keras_fit/lost_state.py",

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.fuzz import data, given, keras_settings, layers, loops, models, space, train_steps
+from tests.fuzz.callbacks import Ledger
 from tests.fuzz.oracle import MORE, POLICIES, is_number, once, shake
 
 FLOAT = {False: "float32", True: "float64"}
@@ -67,6 +68,7 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "plateau": lambda: keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, factor=0.5, min_delta=0.1),
     "scheduler": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7),
     "swap_ema": lambda: keras.callbacks.SwapEMAWeights(),
+    "ledger": Ledger,
 }
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import copy
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,10 +16,13 @@ import tensorflow as tf
 
 from tfdist.keras_fit import backup_file
 
+Path = tuple[Any, ...]  # name of the callback, of its attribute, then keys and places in containers
 _VARIABLES = (keras.Variable, tf.Variable)
 _DATA = (bytearray, np.ndarray, np.generic, tf.Tensor, tf.Variable, keras.Variable, keras.metrics.Metric)
+_OBJECTS = (list, dict, set, collections.deque, np.ndarray)  # that several may hold, and each may change
 # append_header: whether a CSV file has its header yet.
 _NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
+_LISTS = (list, set, collections.deque)
 
 
 class _Kind(NamedTuple):
@@ -25,7 +31,7 @@ class _Kind(NamedTuple):
 
     told: Callable[[Any], Any]
     again: Callable[[Any, Any], Any]
-    plain: type = object
+    plain: type | tuple[type, ...] = object
 
 
 def _set(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -47,9 +53,9 @@ def _of_state() -> _Kind:
     return _Kind(lambda held: _array(held.state), _set(lambda held, value: held.state.assign(value)))
 
 
-def _plain_dict(held: dict[Any, Any]) -> Any:
+def _plain(kind: type) -> Callable[[Any], Any]:
     """A class of the user's own, and a function that makes what is missing, are those of the new callback."""
-    return held if backup_file.is_storable(held) else dict(held)
+    return lambda held: held if backup_file.is_storable(held) else kind(held)
 
 
 def _array_again(held: np.ndarray, value: Any) -> Any:
@@ -65,10 +71,10 @@ _KINDS: dict[type | tuple[type, ...], _Kind] = {
     keras.random.SeedGenerator: _of_state(),
     tf.random.Generator: _of_state(),
     # They stay the objects that they are, of whatever class: others may hold them, too.
-    dict: _Kind(_plain_dict, _set(lambda held, value: (held.clear(), held.update(value))), dict),
+    dict: _Kind(_plain(dict), _set(lambda held, value: (held.clear(), held.update(value))), dict),
     list: _Kind(list, _set(lambda held, value: held.__setitem__(slice(None), value)), list),
-    collections.deque: _Kind(list, _set(lambda held, value: (held.clear(), held.extend(value))), list),
-    set: _Kind(list, _set(lambda held, value: (held.clear(), held.update(value))), list),
+    collections.deque: _Kind(_plain(list), _set(lambda held, value: (held.clear(), held.extend(value))), _LISTS),
+    set: _Kind(_plain(list), _set(lambda held, value: (held.clear(), held.update(value))), _LISTS),
     np.ndarray: _Kind(lambda held: held, _array_again, np.ndarray),
     tuple: _Kind(tuple, lambda held, value: type(held)(*value) if hasattr(held, "_fields") else value, tuple),
     random.Random: _Kind(lambda held: held.getstate(), _set(lambda held, value: held.setstate(value))),
@@ -109,11 +115,17 @@ def not_held(callback: keras.callbacks.Callback, state: dict[str, Any]) -> list[
 
 def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
     is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
+    in_slots = {name: getattr(callback, name) for name in _slots(callback) if hasattr(callback, name)}
     return {
         name: value
-        for name, value in callback.__dict__.items()
+        for name, value in (callback.__dict__ | in_slots).items()
         if name not in _NOT_STATE and not (is_tensorboard and name.startswith("_"))
     }
+
+
+def _slots(callback: keras.callbacks.Callback) -> list[str]:
+    kinds = type(callback).__mro__
+    return [name for kind in kinds for name, member in vars(kind).items() if inspect.ismemberdescriptor(member)]
 
 
 def _is_data(value: Any) -> bool:
@@ -141,10 +153,110 @@ def names_of(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
     return [f"{kind} {kinds[:place].count(kind)}" for place, kind in enumerate(kinds)]
 
 
-def restore(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        held = callback.__dict__.get(name)
-        kind = _kind_of(held)
-        if kind is not None and isinstance(value, kind.plain):
-            value = kind.again(held, value)
-        callback.__dict__[name] = value
+def shared_in(callbacks: Sequence[keras.callbacks.Callback]) -> list[list[Path]]:
+    """Of each container or array that several attributes, or containers in them, hold: where it is held."""
+    places = [list(filter(backup_file.is_storable, paths)) for _, paths in _objects_in(callbacks)]
+    return [paths for paths in places if len(paths) > 1]
+
+
+def restore(
+    callbacks: Sequence[keras.callbacks.Callback], states: dict[str, dict[str, Any]], shared: Sequence[Sequence[Path]]
+) -> None:
+    """Gives back what `state_of` told. What was one object is one again, and what was not is not.
+
+    states: of the callbacks by `names_of`. shared: by `shared_in`.
+    """
+    restored = _Restored(callbacks, states, shared)
+    for callback, name in zip(callbacks, names_of(callbacks), strict=True):
+        held = _attributes(callback)
+        for attribute, value in states.get(name, {}).items():
+            again = restored.value((name, attribute), value, held.get(attribute))
+            if attribute in _slots(callback):
+                setattr(callback, attribute, again)
+            else:
+                callback.__dict__[attribute] = again
+
+
+def _objects_in(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[Any, list[Path]]]:
+    """Containers and arrays, each with all places where it is held."""
+    found: dict[int, tuple[Any, list[Path]]] = {}
+
+    def look(held: Any, path: Path) -> None:
+        if isinstance(held, _OBJECTS):
+            is_known = id(held) in found
+            found.setdefault(id(held), (held, []))[1].append(path)
+            if is_known:
+                return
+        if isinstance(held, dict):
+            for key, item in held.items():
+                look(item, (*path, key))
+        elif isinstance(held, (list, tuple, collections.deque)):
+            for place, item in enumerate(held):
+                look(item, (*path, place))
+
+    for callback, name in zip(callbacks, names_of(callbacks), strict=True):
+        for attribute, held in _attributes(callback).items():
+            with contextlib.suppress(RecursionError):  # of such depth that no backup holds it
+                look(held, (name, attribute))
+    return list(found.values())
+
+
+class _Restored:
+    """What a backup holds, as objects of this process: those that are there stay, as others may hold them, too, where
+    the same attributes share them."""
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        states: dict[str, dict[str, Any]],
+        shared: Sequence[Sequence[Path]],
+    ) -> None:
+        self._states, self._shared = states, shared
+        self._groups = {path: number for number, paths in enumerate(shared) for path in paths}
+        # Looked up before anything is changed. Of callbacks that the backup does not know, nothing is asked.
+        self._held = {
+            path: (held, [place for place in paths if place[0] in states])
+            for held, paths in _objects_in(callbacks)
+            for path in paths
+        }
+        self._made: dict[Any, Any] = {}  # number of a group, or path -> object
+
+    def value(self, path: Path, value: Any, held: Any = None) -> Any:
+        """held: what stands at `path` in this process, where it is no container."""
+        if not isinstance(value, _OBJECTS) or (held is not None and path not in self._held):
+            return _of_kind(held, self._with_parts(path, value))
+        key = self._key(path)
+        if key not in self._made:
+            again = self._with_parts(path, value)
+            held, places = self._held.get(self._unchanged(key) or path, (None, []))
+            stays = all(self._key(place) == key for place in places)
+            self._made[key] = _of_kind(held if stays else copy.copy(held), again)
+        return self._made[key]
+
+    def _unchanged(self, key: Any) -> Path | None:
+        """Where the object stands in an attribute that is as it was at first, and therefore not in the backup."""
+        for path in self._shared[key] if isinstance(key, int) else ():
+            if path in self._held and path[0] in self._states and path[1] not in self._states[path[0]]:
+                return path
+        return None
+
+    def _key(self, path: Path) -> Any:
+        return self._groups.get(path, path)
+
+    def _with_parts(self, path: Path, value: Any) -> Any:
+        if isinstance(value, dict):
+            again = copy.copy(value)
+            for key, item in value.items():
+                again[key] = self.value((*path, key), item)
+            return again
+        if isinstance(value, (list, tuple, collections.deque)):
+            parts = [self.value((*path, place), item) for place, item in enumerate(value)]
+            return (
+                collections.deque(parts, value.maxlen) if isinstance(value, collections.deque) else type(value)(parts)
+            )
+        return value
+
+
+def _of_kind(held: Any, value: Any) -> Any:
+    kind = _kind_of(held)
+    return kind.again(held, value) if kind is not None and isinstance(value, kind.plain) else value

@@ -172,8 +172,7 @@ class EpochBackup(FitCallback):
             made.state.assign(drawn)
         names = callback_state.names_of(self._others)
         held = dict(zip(self._state.get("callback_names", names), self._state["callbacks"], strict=False))
-        for name, callback in zip(names, self._others, strict=True):
-            callback_state.restore(callback, held.get(name, {}))
+        callback_state.restore(self._others, held, self._state.get("shared", []))
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if self._state["stopped"] else self.epoch)
         if self._runtime.rank == 0:
@@ -239,6 +238,7 @@ class EpochBackup(FitCallback):
                     for state, first in zip(self._states_of_others(), self._at_first, strict=True)
                 ],
                 "callback_names": callback_state.names_of(self._others),
+                "shared": callback_state.shared_in(self._others),
                 "order": self.order,
                 "ends": RunningFit.of(self.fitted).ends(),
                 "generators": host_state.generator_states(),

@@ -104,8 +104,17 @@ def test_containers_and_generators_of_a_callback_come_back(tmp_path):
     undisturbed, other = Remembering(), Remembering()
     for _ in range(4):
         undisturbed.draw()
-    callback_state.restore(other, backup_file.parse(stored(callback_state.state_of(undisturbed))(tmp_path)))
+    gone_on_with([undisturbed], [other], tmp_path)
     assert [other.draw() for _ in range(3)] == [undisturbed.draw() for _ in range(3)] and other.last.maxlen == 3
+
+
+def gone_on_with(before, after, folder, first=()):
+    """Gives the callbacks `after` what those before have come to, by a file. first: their states at the start."""
+    states = dict(zip(callback_state.names_of(before), map(callback_state.state_of, before), strict=True))
+    for (name, state), at_first in zip(states.items(), first, strict=False):
+        states[name] = callback_state.changed(state, at_first)
+    read = backup_file.parse(stored([states, callback_state.shared_in(before)])(folder))
+    callback_state.restore(after, *read)
 
 
 def left_out(callback):
@@ -141,23 +150,87 @@ class Other(Noting):
     pass
 
 
-def test_what_callbacks_share_stays_shared_and_each_finds_its_own_state():
+def test_what_callbacks_share_stays_shared_and_each_finds_its_own_state(tmp_path):
     notes, counts = [1.0], np.zeros(2)
     before = [Noting(notes, counts), Noting(notes, counts, 2), Other(notes, counts, 3)]
     for callback in before:
         callback.note()
-    states = dict(zip(callback_state.names_of(before), map(callback_state.state_of, before), strict=True))
     notes, counts = [1.0], np.zeros(2)
     after = [Other(notes, counts), keras.callbacks.Callback(), Noting(notes, counts), Noting(notes, counts)]
-    names = callback_state.names_of(after)
-    assert names == ["Other 0", "Callback 0", "Noting 0", "Noting 1"]
-    for name, callback in zip(names, after, strict=True):
-        callback_state.restore(callback, states.get(name, {}))
+    assert callback_state.names_of(after) == ["Other 0", "Callback 0", "Noting 0", "Noting 1"]
+    gone_on_with(before, after, tmp_path)
     assert notes == [1.0, 1, 4, 9] and counts.tolist() == [3, 3]
     for callback, factor in ((after[0], 3), (after[2], 1), (after[3], 2)):
         assert callback.notes is notes and callback.counts is counts and callback.factor == factor
         assert (callback.first, callback.rest, callback.scale) == ([1], None, None)
     assert left_out(after[0]) == ["itself"]
+
+
+class Table(keras.callbacks.Callback):
+    """What holds what changes while it trains."""
+
+    __slots__ = ("count",)
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.window, self.kinds = 0, None, None
+        self.rows = []
+        self.log = {"rows": self.rows, "last": []}
+        self.best = self.now = np.zeros(2)  # one at first, two later
+        self.first = self.second = [0]  # the first is not touched
+        self.pair, self.one, self.other = [[1], [2]], [3], [4]  # three at first, two later
+        self.weights, self.given = None, [1.0]
+
+    def train(self):
+        self.count += 1
+        self.rows.append([self.count])
+        self.log["last"] = self.rows[-1]
+        self.now = self.now + self.count
+        if self.count == 1:
+            self.best, self.second = self.now.copy(), [1]
+            self.window, self.kinds = collections.deque([0], maxlen=2), {0}
+            self.other = self.pair[0] = self.one
+            self.weights = self.given  # which has not changed yet
+        if self.count > 3:
+            self.given.append(self.count)
+        self.best += 1
+        self.log["last"].append(len(self.rows))
+        self.one.append(self.count)
+        self.second.append(self.first[-1])
+        self.window.append(self.count)
+        self.kinds.add(self.count)
+
+    def told(self):
+        names = (
+            *self.__slots__,
+            "window",
+            "kinds",
+            "rows",
+            "log",
+            "pair",
+            "one",
+            "other",
+            "first",
+            "second",
+            "weights",
+        )
+        return [getattr(self, name) for name in names] + [self.best.tolist(), self.now.tolist()]
+
+
+@pytest.mark.parametrize("trained", (1, 3))
+def test_objects_within_containers_are_as_many_as_they_were(tmp_path, trained):
+    undisturbed, other = Table(), Table()
+    first = [{name: backup_file.parts_of(value) for name, value in callback_state.state_of(undisturbed).items()}]
+    for _ in range(trained):
+        undisturbed.train()
+    rows = other.rows
+    gone_on_with([undisturbed], [other], tmp_path, first)
+    for _ in range(2):
+        undisturbed.train()
+        other.train()
+        assert other.told() == undisturbed.told()
+    assert other.log["rows"] is other.rows is rows and other.log["last"] is rows[-1]
+    assert other.pair[0] is other.one is other.other and other.first is not other.second
 
 
 class Named(NamedTuple):

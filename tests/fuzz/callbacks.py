@@ -1,0 +1,27 @@
+"""Callbacks with state of their own."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+
+class Ledger(keras.callbacks.Callback):
+    """Sets the rate of each epoch by what it has written down, in containers and arrays that are one in two places, or
+    were."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows: list[list[int]] = []
+        self.book = {"rows": self.rows, "last": [0]}
+        self.slow = self.fast = np.ones(1)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.rows.append([epoch])
+        self.book["last"] = self.book["rows"][-1]
+        self.fast = self.fast * 0.8
+        self.slow *= 0.9
+        self.book["last"].append(len(self.rows))
+        weight = len(self.rows) / sum(map(len, self.book["rows"]))
+        rate = self.model.optimizer.learning_rate
+        rate.assign(float(rate.numpy()) * weight * float(self.slow[0] / self.fast[0]))
