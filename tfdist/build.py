@@ -66,6 +66,7 @@ class Job:
     objective: Objective
     schedule: Schedule
     step: TrainStep
+    parameters: int  # of the whole model, however it is divided
     warnings: Sequence[str] = ()  # of what was composed, for the user
     state: ShardedState | None = None  # where the state is divided over a mesh: how to bring it together
     first_data: tuple[Split, tf.data.Dataset] | None = None  # of the first replica here, from the split's beginning
@@ -147,6 +148,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         composition_checks.check_model(config, runtime, model)
         config = composition_checks.with_xla(config, runtime, model)
         options = _step_options(config, runtime, plan, train_split)
+        parameters = model.count_params()
         composition_checks.check_added(runtime, model, options.weighted, spec[0])
         warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch, spec)
         if limits:
@@ -176,7 +178,8 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         Parallelism(on_axes.update, on_axes.pipeline, added) if on_axes else Parallelism(added=added),
     )
     composition_checks.check_best(config, step.metric_names if eval_split else None)
-    job = Job(config, runtime, plan, train_split, eval_split, model, optimizer, objective, schedule, step, warnings)
+    splits = train_split, eval_split
+    job = Job(config, runtime, plan, *splits, model, optimizer, objective, schedule, step, parameters, warnings)
     job.first_data = train_split, data
     if idle is not None:
         warnings += step.update.connected.without(idle, model)

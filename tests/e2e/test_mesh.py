@@ -66,6 +66,11 @@ def test_saved_on_one_mesh_and_resumed_on_another(chain, more, tmp_path):
     assert sorted(losses[1]) == list(range(1, end + 1))
     for step in losses[0]:
         assert losses[1][step] == pytest.approx(losses[0][step], abs=1e-5), step
+    parameters = [
+        {record["values"]["parameters"] for record in records(tmp_path / name, kind="start")}
+        for name in ("one", "many")
+    ]
+    assert parameters[1] == parameters[0] and len(parameters[0]) == 1  # of the whole model on each mesh
     dropped = [record["values"]["train/dropped_fraction"] for record in records(tmp_path / "many", kind="train")]
     assert min(dropped) >= 0 and 0 < max(dropped) < 0.5
     one, many = snapshot(tmp_path / "one", end), snapshot(tmp_path / "many", end)

@@ -119,11 +119,11 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
     if case["kind"] == "fit":
         chance = random.Random(f"{seed}/{number}/keeps in fit")
         _some_instead(case["model"]["blocks"], "long_counter", "keeps", chance)
+        chance = random.Random(f"{seed}/{number}/ledger")
         if random.Random(f"{seed}/{number}/counting rate").random() < 0.15 and fit_space.may_count_rates(case):
             case["compile"]["counting_rate"] = True
-        elif fit_space.may_count_rates(case):
-            if random.Random(f"{seed}/{number}/ledger").random() < (0.5 if "backup" in case["fit"] else 0.1):
-                case["fit"]["callbacks"] = [*case["fit"].get("callbacks", ()), "ledger"]
+        elif chance.random() < (0.5 if "backup" in case["fit"] else 0.1) and fit_space.may_count_rates(case):
+            case["fit"]["callbacks"] = [*case["fit"].get("callbacks", ()), "ledger"]
     mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
     on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
     return case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -117,13 +118,16 @@ class LossContinuity:
     KEPT, STANDARD_DEVIATIONS, LEAST = 10, 6.0, 0.3  # LEAST: a jump by less than this part of the loss is never named
 
     def __init__(self, saved: Sequence[float] = ()):
-        self.losses, self._expected = list(saved), list(saved)
+        self.losses = [loss for loss in saved if math.isfinite(loss)]
+        self._expected = self.losses
 
     def add(self, loss: float) -> str:
-        """The mean loss of one interval.
+        """The mean loss of one interval; NaN where the loss scale was still too large for each of its steps.
 
         Returns a sentence if it does not go on where the restored run was, else "".
         """
+        if not math.isfinite(loss):
+            return ""
         self.losses = [*self.losses, loss][-self.KEPT :]
         expected, self._expected = self._expected, []
         if len(expected) < 3:

@@ -47,7 +47,8 @@ def _is_storable(value: Any) -> bool:
         parts = (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
         return is_known and all(map(_is_storable, parts))
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, str):
-        return _has_numbers(value.dtype)
+        # Not NumPy's other kinds of arrays, as those with a mask.
+        return (type(value) is np.ndarray or isinstance(value, np.generic)) and _has_numbers(value.dtype)
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes)) or _comparison(value) is not None
 
 

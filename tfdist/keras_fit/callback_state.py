@@ -6,7 +6,10 @@ import collections
 import contextlib
 import copy
 import inspect
+import io
+import os
 import random
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +21,17 @@ from tfdist.keras_fit import backup_file
 
 Path = tuple[Any, ...]  # name of the callback, of its attribute, then keys and places in containers
 _VARIABLES = (keras.Variable, tf.Variable)
-_DATA = (bytearray, np.ndarray, np.generic, tf.Tensor, tf.Variable, keras.Variable, keras.metrics.Metric)
+# Of Keras and TensorFlow, what changes while it trains and is not the model's.
+_DATA = (*_VARIABLES, tf.Tensor, keras.metrics.Metric)
+# What is not missed where it begins anew: kinds, and where the classes of others come from.
+_NO_DATA = (
+    *(type(None), bool, str, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+    *(keras.Layer, keras.Optimizer, keras.Loss, keras.callbacks.Callback, tf.Module, io.IOBase, os.PathLike),
+)
+_NO_DATA_OF = (
+    *("keras", "tensorflow", "tfdist", "absl", "io", "csv", "logging", "tempfile", "socket", "subprocess", "queue"),
+    *("threading", "thread", "multiprocessing", "concurrent", "contextlib", "functools", "weakref", "re"),
+)
 _OBJECTS = (list, dict, set, collections.deque, np.ndarray)  # that several may hold, and each may change
 # append_header: whether a CSV file has its header yet.
 _NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
@@ -129,13 +142,14 @@ def _slots(callback: keras.callbacks.Callback) -> list[str]:
 
 
 def _is_data(value: Any) -> bool:
-    """Arrays, and containers of them and of what can be stored: not of layers, functions or open files."""
+    """What a fit that goes on may miss: not functions, layers, open files and the like, nor containers of them."""
     if isinstance(value, backup_file.CONTAINERS):
         try:
-            return all(map(_is_data, [*value, *value.values()] if isinstance(value, dict) else value))
+            return not value or any(map(_is_data, value.values() if isinstance(value, dict) else value))
         except RecursionError:  # a list in itself
             return True
-    return isinstance(value, _DATA) or backup_file.is_storable(value)
+    comes_from = type(value).__module__.partition(".")[0].lstrip("_")
+    return isinstance(value, _DATA) or not (isinstance(value, _NO_DATA) or comes_from in _NO_DATA_OF)
 
 
 def changed(state: dict[str, Any], first: dict[str, tuple]) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class EpochBackup(FitCallback):
             for callback, state in zip(self._others, states, strict=True)
             for name in callback_state.not_held(callback, state)
         ]
-        names = [name for name in found if name not in self._told]
+        names = [name for name in dict.fromkeys(found) if name not in self._told]
         self._told.extend(names)
         if names and self._runtime.rank == 0:
             print(

@@ -81,10 +81,15 @@ def _problem(plan: Plan, mesh: dict[str, int]) -> str:
     tensor, pipe, expert = (mesh.get(name, 1) for name in ("model", "pipe", "expert"))
     if size != plan.devices:
         return f"--mesh={text} makes {size} devices, but --devices={plan.devices}: change one of them."
-    if tensor > 1 and ("model" not in plan.model.axes or plan.model.heads % tensor):
+    if tensor > 1 and "model" not in plan.model.axes:
+        return (
+            f"--mesh={text}: what model={tensor} would divide of {plan.model.name} is not known here: it is of tfdist's"
+            " transformers only. Plan without model=, or train with it and look at the memory in the log."
+        )
+    if tensor > 1 and plan.model.heads % tensor:
         return (
             f"--mesh={text}: model={tensor} must divide the attention heads, of which {plan.model.name} has"
-            f" {plan.model.heads if 'model' in plan.model.axes else 'none that can be divided'}."
+            f" {plan.model.heads}."
         )
     if pipe > max(1, plan.model.blocks):
         return (

@@ -36,7 +36,7 @@ class Announcement:
 
     def events(self, cluster: Cluster, job: Job, folder: Path, first_step: int) -> Iterator[Event]:
         """The "start" event, and what there is to say beside it."""
-        runtime, parameters = job.runtime, job.model.count_params()
+        runtime, parameters = job.runtime, job.parameters
         stored = f"{job.config.run.run_dir}, working copy " if is_url(job.config.run.run_dir) else ""
         xla = self.xla or ("XLA compiles steps (--nojit_compile: not)" if job.config.model.jit_compile else "")
         message = (

@@ -96,7 +96,7 @@ def leave_results(
             observer(Event("warning", step, {"message": problem}))
     table = {
         "run_dir": config.run.run_dir if is_url(config.run.run_dir) else str(folder),
-        "parameters": job.model.count_params(),
+        "parameters": job.parameters,
         "global_batch": job.plan.global_batch,
         **values,
         **info,

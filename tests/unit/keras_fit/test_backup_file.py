@@ -1,8 +1,12 @@
 """tfdist.fit's file of an epoch: what callbacks keep comes back, and reading a stranger's executes nothing."""
 
 import collections
+import datetime
 import io
+import itertools
+import logging
 import os
+import pathlib
 import pickle
 import random
 from typing import NamedTuple
@@ -127,7 +131,18 @@ def test_what_of_a_callback_no_backup_holds_is_known():
     callback.layers, callback.functions = [keras.layers.Dense(1)], {"print": print}
     callback.scores, callback.file = keras.metrics.Mean(), io.StringIO()
     assert left_out(callback) == ["variables", "names", "scores"]
+    callback.day, callback.meter, callback.left = datetime.date(2026, 1, 1), Meter(), itertools.count()
+    callback.masked, callback.meters = np.ma.array([1.0, 2.0], mask=[0, 1]), [Meter()]
+    callback.folder, callback.logger, callback.loss = pathlib.Path("."), logging.getLogger("a"), keras.losses.Huber()
+    assert left_out(callback)[3:] == ["day", "meter", "left", "masked", "meters"]
     assert not left_out(keras.callbacks.ReduceLROnPlateau())
+
+
+class Meter:
+    """State of a class of the user's own."""
+
+    def __init__(self):
+        self.count = 0
 
 
 class Noting(keras.callbacks.Callback):

@@ -58,6 +58,14 @@ def test_what_does_not_fit_says_why():
     assert "activations" in reason and "--micro_batch" in reason
 
 
+def test_of_another_model_it_is_not_known_what_model_divides():
+    of_cnn = plan(["--source=digits", "--model=cnn", "--global_batch=64"], 2)
+    with pytest.raises(ConfigError, match="what model=2 would divide of cnn is not known here"):
+        search(of_cnn, Wish(mesh={"model": 2}))
+    with pytest.raises(ConfigError, match="model=5 must divide the attention heads, of which .* has [0-9]+"):
+        search(plan(SMALL, 5), Wish(mesh={"model": 5}))
+
+
 def test_memory_of_layouts():
     shape, config = plan(LARGE, 8).model, plan(LARGE, 8).config
     alone = memory(shape, config, Layout())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.stores.s3_server import BUCKET
+from tfdist.artifacts.restore import LossContinuity
 from tfdist.config import Config
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
@@ -263,3 +265,10 @@ def test_a_run_that_goes_on_from_memory_sends_its_snapshots(s3, tmp_path):
         recovery.save(20)
         recovery.files.finish()
     assert "runs/one/checkpoints/step-00000020/manifest.json" in s3.names()
+
+
+def test_losses_go_on_where_some_were_no_numbers():
+    """In float16 those of the first steps, while the loss scale is too large."""
+    losses = LossContinuity([math.nan, 2.0, 2.1, 1.9])
+    assert not losses.add(math.nan) and "the loss jumps from 2 " in losses.add(9.0)
+    assert losses.losses == [2.0, 2.1, 1.9, 9.0] and not losses.add(9.0)
