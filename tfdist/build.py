@@ -67,9 +67,9 @@ class Job:
     schedule: Schedule
     step: TrainStep
     parameters: int  # of the whole model, however it is divided
+    first_data: tuple[Split, tf.data.Dataset] | None = None  # of the first replica here, from the split's beginning
     warnings: Sequence[str] = ()  # of what was composed, for the user
     state: ShardedState | None = None  # where the state is divided over a mesh: how to bring it together
-    first_data: tuple[Split, tf.data.Dataset] | None = None  # of the first replica here, from the split's beginning
 
     @property
     def stream_cut(self) -> int:
@@ -162,11 +162,9 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     on_axes = None
     if on_mesh(runtime):
         on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan, lambda number: rows(number)[0])
-    if on_axes:
-        objective = on_axes.objective
-    else:
+    if not on_axes:
         _build_whole(config, runtime, model, optimizer)
-    objective = with_dropped(objective, model)
+    objective = with_dropped(on_axes.objective if on_axes else objective, model)
     step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(
         runtime,
         model,
@@ -178,9 +176,8 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         Parallelism(on_axes.update, on_axes.pipeline, added) if on_axes else Parallelism(added=added),
     )
     composition_checks.check_best(config, step.metric_names if eval_split else None)
-    splits = train_split, eval_split
-    job = Job(config, runtime, plan, *splits, model, optimizer, objective, schedule, step, parameters, warnings)
-    job.first_data = train_split, data
+    splits, first = (train_split, eval_split), (train_split, data)
+    job = Job(config, runtime, plan, *splits, model, optimizer, objective, schedule, step, parameters, first, warnings)
     if idle is not None:
         warnings += step.update.connected.without(idle, model)
     if on_axes and on_mesh(runtime):
