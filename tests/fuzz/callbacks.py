@@ -12,16 +12,18 @@ class Ledger(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self.rows: list[list[int]] = []
-        self.book = {"rows": self.rows, "last": [0]}
+        self.rows: list[list[int]] = [[]]
+        self.book = {"rows": self.rows, "last": self.rows[-1]}
         self.slow = self.fast = np.ones(1)
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.rows.append([epoch])
-        self.book["last"] = self.book["rows"][-1]
         self.fast = self.fast * 0.8
         self.slow *= 0.9
         self.book["last"].append(len(self.rows))
-        weight = len(self.rows) / sum(map(len, self.book["rows"]))
+        weight = len(self.rows) / (1 + sum(map(len, self.book["rows"])))
         rate = self.model.optimizer.learning_rate
         rate.assign(float(rate.numpy()) * weight * float(self.slow[0] / self.fast[0]))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.rows.append([])
+        self.book["last"] = self.book["rows"][-1]

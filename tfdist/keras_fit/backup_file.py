@@ -2,13 +2,14 @@
 
     MAGIC | SHA-256 of what follows | length of the JSON | JSON | bytes of the arrays
 
-A value is None, a bool, number, text, bytes, array, one of Keras' two functions that compare, or a list, tuple, dict,
-set or one of collections' containers of them.
+A value is None, a bool, number, text, bytes, array, tensor, range, one of Keras' two functions that compare, or a list,
+tuple, dict, set or one of collections' containers of them.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ _FACTORIES: dict[str, Any] = {factory.__name__: factory for factory in (int, flo
 _OF_ITEMS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}  # beside lists, which JSON has
 _OF_PAIRS: dict[str, Any] = {"counter": collections.Counter, "ordered": collections.OrderedDict, "dict": dict}
 CONTAINERS = (list, dict, collections.deque, *_OF_ITEMS.values())
+_OF_JSON = {type(None), bool, int, float, str}
 
 
 def is_storable(value: Any) -> bool:
@@ -39,6 +41,8 @@ def is_storable(value: Any) -> bool:
 
 
 def _is_storable(value: Any) -> bool:
+    if type(value) is list and set(map(type, value)) <= _OF_JSON:  # of a million numbers, soon
+        return True
     if isinstance(value, CONTAINERS):
         if isinstance(value, collections.defaultdict):
             is_known = type(value) is collections.defaultdict and value.default_factory in _FACTORIES.values()
@@ -49,19 +53,22 @@ def _is_storable(value: Any) -> bool:
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, str):
         # Not NumPy's other kinds of arrays, as those with a mask.
         return (type(value) is np.ndarray or isinstance(value, np.generic)) and _has_numbers(value.dtype)
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes)) or _comparison(value) is not None
+    if isinstance(value, tf.Tensor):
+        return hasattr(value, "numpy") and _has_numbers(np.dtype(value.dtype.as_numpy_dtype))
+    is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes, range))
+    return is_plain or _comparison(value) is not None
 
 
 def parts_of(value: Any) -> tuple[bytes, ...]:
     """What tells whether two storable values are the same."""
-    arrays: list[np.ndarray] = []
+    arrays = _Arrays()
     text = json.dumps(_encoded(value, arrays)).encode()
     return (text, *(array.tobytes() for array in arrays))
 
 
 def write(path: Path, value: Any) -> None:
     """Writes under another name, flushes, renames. Only the owner may read it."""
-    arrays: list[np.ndarray] = []
+    arrays = _Arrays()
     text = json.dumps(_encoded(value, arrays)).encode()
     parts = [len(text).to_bytes(_LENGTH, "big"), text, *(array.reshape(-1).view(np.uint8) for array in arrays)]
     digest = hashlib.sha256()
@@ -97,6 +104,19 @@ def parse(data: bytes) -> Any:
         raise ValueError(f"it holds what no backup holds ({error})") from None
 
 
+class _Arrays(list[np.ndarray]):
+    """Those that come after the JSON."""
+
+    nbytes = 0
+
+    def add(self, array: np.ndarray) -> int:
+        """The place of its first byte."""
+        self.append(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
+        self.nbytes += array.nbytes
+        return self.nbytes - array.nbytes
+
+
+@functools.cache
 def _has_numbers(dtype: np.dtype) -> bool:
     """Of those kinds that TensorFlow knows by the same name."""
     try:
@@ -113,7 +133,7 @@ def _comparison(value: Any) -> str | None:
     return next((name for name, function in _COMPARISONS.items() if value is function), None)
 
 
-def _encoded(value: Any, arrays: list[np.ndarray]) -> Any:
+def _encoded(value: Any, arrays: _Arrays) -> Any:
     """As JSON, in which lists stand for themselves and a dict of one entry for anything else."""
     if isinstance(value, str):
         return str(value)
@@ -122,11 +142,14 @@ def _encoded(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, complex) and not isinstance(value, np.generic):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, (np.ndarray, np.generic)):
-        offset = sum(array.nbytes for array in arrays)
-        arrays.append(np.ascontiguousarray(value, value.dtype.newbyteorder("=")))
-        return {"array": [offset, value.dtype.name, list(value.shape), isinstance(value, np.generic)]}
+        place = arrays.add(np.asarray(value))
+        return {"array": [place, value.dtype.name, list(value.shape), isinstance(value, np.generic)]}
+    if isinstance(value, tf.Tensor):
+        return {"tensor": _encoded(np.asarray(value.numpy()), arrays)}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, list):
-        return [_encoded(item, arrays) for item in value]
+        return value if set(map(type, value)) <= _OF_JSON else [_encoded(item, arrays) for item in value]
     if name := _name_of(value, _OF_ITEMS):
         items = [_encoded(item, arrays) for item in value]
         # Of a set in an order that does not hang on how it was made.
@@ -156,6 +179,10 @@ def _decoded(value: Any, data: memoryview) -> Any:
         return collections.deque(_decoded(content[1], data), content[0])
     if kind == "defaultdict":
         return collections.defaultdict(_FACTORIES[content[0]], _pairs(content[1], data))
+    if kind == "tensor":
+        return tf.constant(_decoded(content, data))
+    if kind == "range":
+        return range(*content)
     if kind == "bytes":
         return bytes.fromhex(content)
     if kind == "complex":

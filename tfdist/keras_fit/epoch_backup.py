@@ -121,7 +121,7 @@ class EpochBackup(FitCallback):
         self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
         self._state = self._read()
         self._told: list[str] = []  # attributes of theirs that are not held
-        self._at_first: list[dict[str, tuple]] = []  # of each other callback what it began with
+        self._at_first: list[callback_state.Facts] = []  # of each other callback what it began with
         self.epoch: int = self._state["epoch"] if self._state else 0
         self.order: int | None = self._state["order"] if self._state else None
 
@@ -153,7 +153,7 @@ class EpochBackup(FitCallback):
             )
         fit_of_program.refuse_unbuilt(self.fitted)
         states = self._states_of_others()
-        self._at_first = [{name: backup_file.parts_of(value) for name, value in state.items()} for state in states]
+        self._at_first = callback_state.facts_of(self._others, states)
         if self._state is None:
             return
         if not self.fitted.optimizer.built:
@@ -171,8 +171,10 @@ class EpochBackup(FitCallback):
         if (drawn := self._state.get("drawn_without_one")) is not None and (made := made_global_seed_generator()):
             made.state.assign(drawn)
         names = callback_state.names_of(self._others)
-        held = dict(zip(self._state.get("callback_names", names), self._state["callbacks"], strict=False))
-        callback_state.restore(self._others, held, self._state.get("shared", []))
+        names = self._state.get("callback_names", names)
+        held = dict(zip(names, self._state["callbacks"], strict=False))
+        without = dict(zip(names, self._state.get("deleted", ()), strict=False))
+        callback_state.restore(self._others, held, self._state.get("shared", ()), without)
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if self._state["stopped"] else self.epoch)
         if self._runtime.rank == 0:
@@ -224,6 +226,8 @@ class EpochBackup(FitCallback):
             name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
             for name, value in (logs or {}).items()
         }
+        states = self._states_of_others()
+        now = callback_state.facts_of(self._others, states)
         is_written = self._place.write(
             {
                 "variables": [host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
@@ -233,10 +237,8 @@ class EpochBackup(FitCallback):
                 "stopped": bool(self.fitted.stop_training),
                 "history": {**history.history, **values},
                 "epochs": [*history.epoch, epoch],
-                "callbacks": [
-                    callback_state.changed(state, first)
-                    for state, first in zip(self._states_of_others(), self._at_first, strict=True)
-                ],
+                "callbacks": list(map(callback_state.changed, states, now, self._at_first)),
+                "deleted": callback_state.deleted(self._others, self._at_first),
                 "callback_names": callback_state.names_of(self._others),
                 "shared": callback_state.shared_in(self._others),
                 "order": self.order,

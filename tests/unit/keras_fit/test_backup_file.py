@@ -113,11 +113,13 @@ def test_containers_and_generators_of_a_callback_come_back(tmp_path):
 
 
 def gone_on_with(before, after, folder, first=()):
-    """Gives the callbacks `after` what those before have come to, by a file. first: their states at the start."""
-    states = dict(zip(callback_state.names_of(before), map(callback_state.state_of, before), strict=True))
-    for (name, state), at_first in zip(states.items(), first, strict=False):
-        states[name] = callback_state.changed(state, at_first)
-    read = backup_file.parse(stored([states, callback_state.shared_in(before)])(folder))
+    """Gives the callbacks `after` what those before have come to, by a file. first: their facts at the start."""
+    names, states, without = callback_state.names_of(before), list(map(callback_state.state_of, before)), {}
+    if first:
+        states = list(map(callback_state.changed, states, callback_state.facts_of(before, states), first))
+        without = dict(zip(names, callback_state.deleted(before, first), strict=True))
+    told = [dict(zip(names, states, strict=True)), callback_state.shared_in(before), without]
+    read = backup_file.parse(stored(told)(folder))
     callback_state.restore(after, *read)
 
 
@@ -185,6 +187,7 @@ class Table(keras.callbacks.Callback):
     """What holds what changes while it trains."""
 
     __slots__ = ("count",)
+    of_class: list[int] = []
 
     def __init__(self):
         super().__init__()
@@ -195,6 +198,10 @@ class Table(keras.callbacks.Callback):
         self.first = self.second = [0]  # the first is not touched
         self.pair, self.one, self.other = [[1], [2]], [3], [4]  # three at first, two later
         self.weights, self.given = None, [1.0]
+        self.lines = [[]]
+        self.line = self.lines[-1]  # of another line later, empty as this one
+        self.left = self.right = {}  # two later, both empty
+        self.gone, self.tensor, self.epochs = True, tf.constant(1.0), None
 
     def train(self):
         self.count += 1
@@ -208,6 +215,17 @@ class Table(keras.callbacks.Callback):
             self.weights = self.given  # which has not changed yet
         if self.count > 3:
             self.given.append(self.count)
+        if self.count == 1:
+            self.left = {}
+            del self.gone
+        self.line.append(self.count)
+        if self.count % 2:
+            self.lines.append([])
+            self.line = self.lines[-1]
+        if self.count == 4:
+            self.left["here"] = 4
+        self.of_class.append(self.count)
+        self.tensor, self.epochs = self.tensor * 0.5, range(self.count)
         self.best += 1
         self.log["last"].append(len(self.rows))
         self.one.append(self.count)
@@ -216,26 +234,15 @@ class Table(keras.callbacks.Callback):
         self.kinds.add(self.count)
 
     def told(self):
-        names = (
-            *self.__slots__,
-            "window",
-            "kinds",
-            "rows",
-            "log",
-            "pair",
-            "one",
-            "other",
-            "first",
-            "second",
-            "weights",
-        )
-        return [getattr(self, name) for name in names] + [self.best.tolist(), self.now.tolist()]
+        names = "count window kinds rows log pair one other first second weights lines line left right of_class epochs"
+        told = [getattr(self, name) for name in names.split()] + [self.best.tolist(), self.now.tolist()]
+        return [*told, float(self.tensor), hasattr(self, "gone")]
 
 
-@pytest.mark.parametrize("trained", (1, 3))
+@pytest.mark.parametrize("trained", (1, 2, 3))
 def test_objects_within_containers_are_as_many_as_they_were(tmp_path, trained):
-    undisturbed, other = Table(), Table()
-    first = [{name: backup_file.parts_of(value) for name, value in callback_state.state_of(undisturbed).items()}]
+    undisturbed, other = type("Table", (Table,), {"of_class": []})(), type("Table", (Table,), {"of_class": []})()
+    first = callback_state.facts_of([undisturbed], [callback_state.state_of(undisturbed)])
     for _ in range(trained):
         undisturbed.train()
     rows = other.rows
@@ -244,6 +251,7 @@ def test_objects_within_containers_are_as_many_as_they_were(tmp_path, trained):
         undisturbed.train()
         other.train()
         assert other.told() == undisturbed.told()
+        assert "of_class" not in other.__dict__  # but in the class still
     assert other.log["rows"] is other.rows is rows and other.log["last"] is rows[-1]
     assert other.pair[0] is other.one is other.other and other.first is not other.second
 

@@ -1,0 +1,121 @@
+"""What of the attributes of callbacks is state, by the kind of the value."""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import random
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.keras_fit import backup_file
+
+_VARIABLES = (keras.Variable, tf.Variable)
+# Of Keras and TensorFlow, what changes while it trains and is not the model's.
+_DATA = (*_VARIABLES, tf.Tensor, tf.data.Iterator, keras.metrics.Metric)
+# What is not missed where it begins anew: kinds, and where the classes of others come from.
+_NO_DATA = (
+    *(type(None), bool, str, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+    *(keras.Layer, keras.Optimizer, keras.Loss, keras.callbacks.Callback, tf.Module, io.IOBase, os.PathLike),
+)
+_NO_DATA_OF = (
+    *("keras", "tensorflow", "tfdist", "absl", "io", "csv", "logging", "tempfile", "socket", "subprocess", "queue"),
+    *("threading", "thread", "multiprocessing", "concurrent", "contextlib", "functools", "weakref", "re"),
+)
+OBJECTS = (list, dict, set, collections.deque, np.ndarray)  # that several may hold, and each may change
+_LISTS = (list, set, collections.deque)
+
+
+class _Kind(NamedTuple):
+    """told: an attribute -> a plain value. again: (the attribute of a new callback, that value) -> the attribute; of
+    values of the type `plain`, others are the attribute themselves."""
+
+    told: Callable[[Any], Any]
+    again: Callable[[Any, Any], Any]
+    plain: type | tuple[type, ...] = object
+
+
+def _set(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The attribute stays the object that it is."""
+
+    def again(held: Any, value: Any) -> Any:
+        change(held, value)
+        return held
+
+    return again
+
+
+def _array(variable: Any) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def _of_state() -> _Kind:
+    """Of a generator whose state is a variable."""
+    return _Kind(lambda held: _array(held.state), _set(lambda held, value: held.state.assign(value)))
+
+
+def _plain(kind: type) -> Callable[[Any], Any]:
+    """A class of the user's own, and a function that makes what is missing, are those of the new callback."""
+    return lambda held: held if backup_file.is_storable(held) else kind(held)
+
+
+def _array_again(held: np.ndarray, value: Any) -> Any:
+    fits = held.shape == value.shape and held.dtype == value.dtype
+    if not fits or not held.flags.writeable:
+        return value
+    held[...] = value
+    return held
+
+
+_KINDS: dict[type | tuple[type, ...], _Kind] = {
+    _VARIABLES: _Kind(_array, _set(lambda held, value: held.assign(value)), np.ndarray),
+    keras.random.SeedGenerator: _of_state(),
+    tf.random.Generator: _of_state(),
+    # They stay the objects that they are, of whatever class: others may hold them, too.
+    dict: _Kind(_plain(dict), _set(lambda held, value: (held.clear(), held.update(value))), dict),
+    list: _Kind(list, _set(lambda held, value: held.__setitem__(slice(None), value)), list),
+    collections.deque: _Kind(_plain(list), _set(lambda held, value: (held.clear(), held.extend(value))), _LISTS),
+    set: _Kind(_plain(list), _set(lambda held, value: (held.clear(), held.update(value))), _LISTS),
+    np.ndarray: _Kind(lambda held: held, _array_again, np.ndarray),
+    tuple: _Kind(tuple, lambda held, value: type(held)(*value) if hasattr(held, "_fields") else value, tuple),
+    random.Random: _Kind(lambda held: held.getstate(), _set(lambda held, value: held.setstate(value))),
+    np.random.RandomState: _Kind(
+        lambda held: held.get_state(legacy=False), _set(lambda held, value: held.set_state(value))
+    ),
+    np.random.Generator: _Kind(
+        lambda held: held.bit_generator.state, _set(lambda held, value: setattr(held.bit_generator, "state", value))
+    ),
+}
+
+
+def _kind_of(value: Any) -> _Kind | None:
+    return next((kind for types, kind in _KINDS.items() if isinstance(value, types)), None)
+
+
+def told(value: Any) -> Any:
+    """As a backup holds it, if `backup_file.is_storable`."""
+    kind = _kind_of(value)
+    return value if kind is None else kind.told(value)
+
+
+def again(held: Any, value: Any) -> Any:
+    """What stands in the place of `held` after a restart, if a backup holds `value`."""
+    kind = _kind_of(held)
+    return kind.again(held, value) if kind is not None and isinstance(value, kind.plain) else value
+
+
+def is_data(value: Any) -> bool:
+    """What a fit that goes on may miss: not functions, layers, open files and the like, nor containers of them."""
+    if isinstance(value, backup_file.CONTAINERS):
+        try:
+            return not value or any(map(is_data, value.values() if isinstance(value, dict) else value))
+        except RecursionError:  # a list in itself
+            return True
+    comes_from = type(value).__module__.partition(".")[0].lstrip("_")
+    return isinstance(value, _DATA) or not (isinstance(value, _NO_DATA) or comes_from in _NO_DATA_OF)
