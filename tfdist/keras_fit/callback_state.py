@@ -65,13 +65,15 @@ def _slots(callback: keras.callbacks.Callback) -> list[str]:
     return [name for kind in kinds for name, member in vars(kind).items() if inspect.ismemberdescriptor(member)]
 
 
-def facts_of(callbacks: Sequence[keras.callbacks.Callback], states: Sequence[dict[str, Any]]) -> list[Facts]:
+def facts_of(
+    callbacks: Sequence[keras.callbacks.Callback], states: Sequence[dict[str, Any]], shared: Sequence[Sequence[Path]]
+) -> list[Facts]:
     """What tells whether an attribute is as it was: its value, and where else what it holds is held.
 
-    states: by `state_of`.
+    states: by `state_of`. shared: by `shared_in`.
     """
     elsewhere = collections.defaultdict(list)
-    for paths in shared_in(callbacks):
+    for paths in shared:
         for owner in {path[:2] for path in paths}:
             elsewhere[owner].append(paths)
     return [

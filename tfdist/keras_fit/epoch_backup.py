@@ -152,8 +152,8 @@ class EpochBackup(FitCallback):
                 f" {type(self.fitted).__name__} has others beside it, which would begin anew: train without it."
             )
         fit_of_program.refuse_unbuilt(self.fitted)
-        states = self._states_of_others()
-        self._at_first = callback_state.facts_of(self._others, states)
+        states, shared = self._states_of_others(), callback_state.shared_in(self._others)
+        self._at_first = callback_state.facts_of(self._others, states, shared)
         if self._state is None:
             return
         if not self.fitted.optimizer.built:
@@ -170,8 +170,7 @@ class EpochBackup(FitCallback):
         keras_trainer.begin_an_epoch_of_metrics(self.fitted)
         if (drawn := self._state.get("drawn_without_one")) is not None and (made := made_global_seed_generator()):
             made.state.assign(drawn)
-        names = callback_state.names_of(self._others)
-        names = self._state.get("callback_names", names)
+        names = self._state.get("callback_names") or callback_state.names_of(self._others)
         held = dict(zip(names, self._state["callbacks"], strict=False))
         without = dict(zip(names, self._state.get("deleted", ()), strict=False))
         callback_state.restore(self._others, held, self._state.get("shared", ()), without)
@@ -226,8 +225,8 @@ class EpochBackup(FitCallback):
             name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
             for name, value in (logs or {}).items()
         }
-        states = self._states_of_others()
-        now = callback_state.facts_of(self._others, states)
+        states, shared = self._states_of_others(), callback_state.shared_in(self._others)
+        now = callback_state.facts_of(self._others, states, shared)
         is_written = self._place.write(
             {
                 "variables": [host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
@@ -240,7 +239,7 @@ class EpochBackup(FitCallback):
                 "callbacks": list(map(callback_state.changed, states, now, self._at_first)),
                 "deleted": callback_state.deleted(self._others, self._at_first),
                 "callback_names": callback_state.names_of(self._others),
-                "shared": callback_state.shared_in(self._others),
+                "shared": shared,
                 "order": self.order,
                 "ends": RunningFit.of(self.fitted).ends(),
                 "generators": host_state.generator_states(),

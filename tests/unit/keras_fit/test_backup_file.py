@@ -115,10 +115,11 @@ def test_containers_and_generators_of_a_callback_come_back(tmp_path):
 def gone_on_with(before, after, folder, first=()):
     """Gives the callbacks `after` what those before have come to, by a file. first: their facts at the start."""
     names, states, without = callback_state.names_of(before), list(map(callback_state.state_of, before)), {}
+    shared = callback_state.shared_in(before)
     if first:
-        states = list(map(callback_state.changed, states, callback_state.facts_of(before, states), first))
+        states = list(map(callback_state.changed, states, callback_state.facts_of(before, states, shared), first))
         without = dict(zip(names, callback_state.deleted(before, first), strict=True))
-    told = [dict(zip(names, states, strict=True)), callback_state.shared_in(before), without]
+    told = [dict(zip(names, states, strict=True)), shared, without]
     read = backup_file.parse(stored(told)(folder))
     callback_state.restore(after, *read)
 
@@ -242,7 +243,8 @@ class Table(keras.callbacks.Callback):
 @pytest.mark.parametrize("trained", (1, 2, 3))
 def test_objects_within_containers_are_as_many_as_they_were(tmp_path, trained):
     undisturbed, other = type("Table", (Table,), {"of_class": []})(), type("Table", (Table,), {"of_class": []})()
-    first = callback_state.facts_of([undisturbed], [callback_state.state_of(undisturbed)])
+    shared = callback_state.shared_in([undisturbed])
+    first = callback_state.facts_of([undisturbed], [callback_state.state_of(undisturbed)], shared)
     for _ in range(trained):
         undisturbed.train()
     rows = other.rows
