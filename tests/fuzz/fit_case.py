@@ -24,9 +24,57 @@ def masked_mean(y, outputs):
     return tf.reduce_sum(losses * tf.reshape(inside, tf.shape(losses))) / (tf.reduce_sum(inside) + 1e-3)
 
 
+def focal(y, outputs):
+    """Rows that are certain count less."""
+    losses = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+    return losses * tf.square(1 - tf.exp(-losses))
+
+
 def largest(y, outputs):
     """A metric that is one number for the whole batch."""
     return tf.reduce_max(outputs)
+
+
+class Annealed(keras.losses.Loss):
+    """A loss with a state of its own: it counts how often it was asked, and grows."""
+
+    def __init__(self, loss: keras.losses.Loss):
+        super().__init__(name="annealed")
+        self.loss = loss
+        self.asked = keras.Variable(0.0, dtype=keras.config.floatx(), trainable=False)
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        self.asked.assign_add(1.0)
+        return self.loss(y_true, y_pred, sample_weight) * (1.0 + 0.1 * self.asked)
+
+
+class Spread(keras.metrics.Metric):
+    """How much outputs vary over all that was seen; a metric written from nothing."""
+
+    def __init__(self):
+        super().__init__(name="spread", dtype=keras.config.floatx())
+        self.count, self.total, self.squares = (
+            self.add_weight(name=name, initializer="zeros") for name in ("count", "total", "squares")
+        )
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        values = tf.cast(y_pred, self.dtype)
+        self.count.assign_add(tf.cast(tf.size(values), self.dtype))
+        self.total.assign_add(tf.reduce_sum(values))
+        self.squares.assign_add(tf.reduce_sum(tf.square(values)))
+
+    def result(self):
+        return self.squares / self.count - tf.square(self.total / self.count)
+
+
+class OneClass(keras.metrics.AUC):
+    """The area under the curve of class 1."""
+
+    def __init__(self):
+        super().__init__(num_thresholds=20, from_logits=True, name="auc")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(tf.reshape(y_true, [-1]) == 1, y_pred[:, 1], sample_weight)
 
 
 LOSSES: dict[str, Callable[[], Any]] = {
@@ -39,6 +87,10 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "cosine": lambda: keras.losses.CosineSimilarity(),
     "dice": lambda: keras.losses.Dice(),
     "tversky": lambda: keras.losses.Tversky(),
+    "annealed": lambda: Annealed(keras.losses.MeanSquaredError()),
+    "annealed_entropy": lambda: Annealed(keras.losses.SparseCategoricalCrossentropy(from_logits=True)),
+    "focal": lambda: focal,
+    "log_cosh": lambda: keras.losses.LogCosh(),
 }
 
 
@@ -62,6 +114,9 @@ METRICS: dict[str, Callable[[], Any]] = {
     "mae": lambda: "mae",
     "r2": lambda: keras.metrics.R2Score(name="r2"),
     "rmse": lambda: keras.metrics.RootMeanSquaredError(name="rmse"),
+    "auc": OneClass,
+    "cosine": lambda: keras.metrics.CosineSimilarity(name="cosine"),
+    "spread": Spread,
 }
 CALLBACKS: dict[str, Callable[[], Any]] = {
     "early_stopping": lambda: keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=0.05),
@@ -172,14 +227,28 @@ def _model(case: Mapping[str, Any], double: bool) -> keras.Model:
     return model
 
 
+OPTIMIZERS: dict[str, Callable[..., keras.optimizers.Optimizer]] = {
+    "sgd": keras.optimizers.SGD,
+    "momentum": lambda rate, **more: keras.optimizers.SGD(rate, momentum=0.9, **more),
+    "adam": keras.optimizers.Adam,
+    "adamw": keras.optimizers.AdamW,
+    "adadelta": keras.optimizers.Adadelta,
+    "adafactor": keras.optimizers.Adafactor,
+    "adagrad": keras.optimizers.Adagrad,
+    "adamax": keras.optimizers.Adamax,
+    "ftrl": keras.optimizers.Ftrl,
+    "lamb": keras.optimizers.Lamb,
+    "lion": keras.optimizers.Lion,
+    "muon": keras.optimizers.Muon,
+    "nadam": keras.optimizers.Nadam,
+    "nesterov": lambda rate, **more: keras.optimizers.SGD(rate, momentum=0.9, nesterov=True, **more),
+    "rmsprop": lambda rate, **more: keras.optimizers.RMSprop(rate, momentum=0.5, centered=True, **more),
+}
+
+
 def _compile(case: Mapping[str, Any], model: keras.Model, eager: bool) -> None:
     options = case["compile"]
-    optimizer = {
-        "sgd": keras.optimizers.SGD,
-        "momentum": lambda rate, **more: keras.optimizers.SGD(rate, momentum=0.9, **more),
-        "adam": keras.optimizers.Adam,
-        "adamw": keras.optimizers.AdamW,
-    }[options["optimizer"]]
+    optimizer = OPTIMIZERS[options["optimizer"]]
     arguments = {
         name: options[name]
         for name in (
@@ -200,6 +269,7 @@ def _compile(case: Mapping[str, Any], model: keras.Model, eager: bool) -> None:
     model.compile(
         optimizer(layers.CountingRate(rate) if options.get("counting_rate") else rate, **arguments),
         loss=loss,
+        loss_weights={"kind": 0.4, "size": 2.5} if options.get("loss_weights") else None,
         # An empty list would be a metric that a train_step of one's own has to build.
         metrics=(metrics or None) if not options.get("weighted_metrics") else None,
         weighted_metrics=(metrics or None) if options.get("weighted_metrics") else None,

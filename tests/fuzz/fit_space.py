@@ -22,6 +22,27 @@ CLASSES = (
 )
 LOOPS = ("own", "on_batch", "gan", "gan_penalty")
 BACKUP_EPOCHS = 3
+# Drawn in the place of another one: with what learning rate.
+RARE_OPTIMIZERS = {
+    "adadelta": 1.0,
+    "adafactor": 0.01,
+    "adagrad": 0.1,
+    "adamax": 0.01,
+    "ftrl": 0.1,
+    "lamb": 0.01,
+    "lion": 0.01,
+    "muon": 0.01,
+    "nadam": 0.01,
+    "nesterov": 0.1,
+    "rmsprop": 0.01,
+}
+# The same of losses and metrics, by the head of the model.
+RARE_LOSSES = {
+    "classes": ["annealed_entropy", "focal"],
+    "tokens": ["annealed_entropy"],
+    "values": ["annealed", "log_cosh"],
+}
+RARE_METRICS = {"classes": ["auc", "spread"], "tokens": ["spread"], "values": ["spread", "cosine"]}
 # Blocks that add losses in the type they compute in.
 ADDING = {*models.SUMS_AND_MEANS, *models.NO_SUMS}
 
@@ -120,6 +141,22 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 def may_count_rates(case: Mapping[str, Any]) -> bool:
     """Whether the rate may be a schedule's, which no callback can set."""
     return not {"plateau", "scheduler"} & set(case["fit"].get("callbacks", ())) and "loop" not in case
+
+
+def with_rare(case: dict[str, Any], chance: random.Random) -> None:
+    """Puts what is seldom used into the places of the common."""
+    compiled, head = case["compile"], case["model"]["head"]
+    kinds = list(RARE_OPTIMIZERS) if "loop" not in case else ["rmsprop", "nesterov"]
+    if chance.random() < 0.25:
+        compiled["optimizer"] = chance.choice(kinds)
+        compiled["learning_rate"] = RARE_OPTIMIZERS[compiled["optimizer"]]
+    if head == "dict" and chance.random() < 0.5:
+        compiled["loss_weights"] = True
+    if head in RARE_LOSSES and "class" not in case["model"] and "loop" not in case:
+        if chance.random() < 0.2:
+            compiled["loss"] = chance.choice(RARE_LOSSES[head])
+        if compiled["metrics"] and chance.random() < 0.3:
+            compiled["metrics"] = [chance.choice(RARE_METRICS[head]), *compiled["metrics"][1:]]
 
 
 def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:

@@ -8,6 +8,7 @@ first weights on (tfdist.fit: from those that it has come to). A *feature* is a 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -124,6 +125,9 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
             case["compile"]["counting_rate"] = True
         elif chance.random() < (0.5 if "backup" in case["fit"] else 0.1) and fit_space.may_count_rates(case):
             case["fit"]["callbacks"] = [*case["fit"].get("callbacks", ()), "ledger"]
+        rare = copy.deepcopy(case)
+        fit_space.with_rare(rare, random.Random(f"{seed}/{number}/rare in fit"))
+        case = case if any(conflicts(part) for part in parts(rare)) else rare
     mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
     on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
     return case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu
