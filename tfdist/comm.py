@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 from tfdist import flags
 from tfdist.communication.measurement import BUS_FACTOR
 from tfdist.config import Config, option
+from tfdist.config.strategies import STRATEGIES, asked_for
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, UnsupportedError
 from tfdist.control.local_job import LocalJob
 from tfdist.control.preflight import Preflight
 from tfdist.control.resolvers import resolve_cluster
-from tfdist.control.strategies import STRATEGIES, asked_for
 from tfdist.control.token import with_token
 from tfdist.runtime.factory import resolve_strategy
 

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator
 from tfdist import comm, doctor, plan, report
 from tfdist.__main__ import COMMANDS
 from tfdist.config import COMPONENTS, is_switch
+from tfdist.config.strategies import STRATEGIES
 from tfdist.control import exit_codes
 from tfdist.control.command_parser import CommandParser, FlagValues
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.jobspecs.job_options import job_parser
 from tfdist.control.launch_options import launch_parser
-from tfdist.control.strategies import STRATEGIES
 from tfdist.data.sources.source_names import SOURCES
 from tfdist.models.model_names import MODELS
 from tfdist.run.snapshot_evaluation import EvaluateOptions

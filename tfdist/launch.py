@@ -34,6 +34,7 @@ from typing import Any
 
 from tfdist import flags
 from tfdist.config import COMPONENTS, Config
+from tfdist.config.strategies import STRATEGIES, asked_for
 from tfdist.control import backup_count, exit_codes, lease
 from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.elastic_job import ElasticJob
@@ -47,7 +48,6 @@ from tfdist.control.ray_cluster import RayPlacements, connect
 from tfdist.control.ray_job import RayJob
 from tfdist.control.run_address import backup_folder
 from tfdist.control.signals import StopSignals, on_hangup
-from tfdist.control.strategies import STRATEGIES, asked_for
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_saved_step
 from tfdist.control.terminal import say_at_once
 from tfdist.control.worker_count import WorkerCount

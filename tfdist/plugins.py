@@ -80,7 +80,20 @@ def resolve(flag: str, name: str, known: Mapping[str, Any]) -> Callable:
     target = known.get(name, name)
     if not isinstance(target, str):
         return target
-    module, _, function = target.partition(":")
+    found = imported(flag, name, target)
+    if not callable(found):
+        module, _, function = target.rpartition(":")
+        module = Path(module).stem if _is_path(module) else module
+        raise ConfigError(f"--{flag}={name}: the module {module} has no function {function!r}.")
+    return found
+
+
+def imported(flag: str, name: str, target: str) -> Any:
+    """What stands in "module:name" or "path/of/a/file.py:name"; None if the module has no such name.
+
+    Raises ConfigError, naming the flag and its value `name`, for a module that cannot be imported.
+    """
+    module, _, attribute = target.partition(":")
     file = Path(module).resolve() if _is_path(module) else None
     if file:
         module = file.stem
@@ -98,9 +111,7 @@ def resolve(flag: str, name: str, known: Mapping[str, Any]) -> Callable:
             f"--{flag}={name}: Python has another module {module!r} ({getattr(found, '__file__', 'built in')}): give"
             " the file another name."
         )
-    if not callable(getattr(found, function, None)):
-        raise ConfigError(f"--{flag}={name}: the module {module} has no function {function!r}.")
-    return getattr(found, function)
+    return getattr(found, attribute, None)
 
 
 def _is_path(module: str) -> bool:

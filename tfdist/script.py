@@ -44,8 +44,8 @@ def main(argv: list[str]) -> int:
 
 def _say_if_alone(script: Path) -> None:
     """Says so if a script for several workers has ended without having joined them."""
-    joining = sys.modules.get("tfdist.keras_fit.joining")
-    if joining and joining.has_joined():
+    joining, factory = (sys.modules.get(f"tfdist.{name}") for name in ("keras_fit.joining", "runtime.factory"))
+    if joining and joining.has_joined() or factory and factory.has_started():
         return
     cluster = resolve_cluster(os.environ)
     if cluster.size > 1 and cluster.is_chief:

@@ -12,6 +12,7 @@ import sys
 from tfdist import flags
 from tfdist.artifacts.status import is_finished
 from tfdist.config import Config
+from tfdist.config.strategies import asked_for, check_strategy
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
@@ -19,14 +20,16 @@ from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
 from tfdist.control.resolvers import resolve_cluster
-from tfdist.control.strategies import asked_for
 from tfdist.control.token import with_token
+from tfdist.data.augmentation_names import AUGMENTATIONS
 from tfdist.data.batch_plan import check_given, plan_batch
 from tfdist.data.sources.source_names import SOURCES
 from tfdist.models.model_names import MODELS
 from tfdist.planner import memory_check
 from tfdist.plugins import check_name
 from tfdist.runtime.factory import resolve_strategy
+from tfdist.telemetry.tracker_names import TRACKERS, names_in
+from tfdist.training.objective_names import OBJECTIVES
 
 USAGE = (
     (__doc__ or "")
@@ -88,8 +91,13 @@ def main(argv: list[str]) -> int:
 def _check_early(config: Config) -> None:
     """What can be told before TensorFlow is imported, which takes seconds. Raises ConfigError."""
     check_given(config.batch)
+    check_strategy(config.strategy.strategy)
     check_name("model", config.model.model, MODELS)
     check_name("source", config.data.source, SOURCES)
+    check_name("augment", config.data.augment, AUGMENTATIONS)
+    check_name("objective", config.model.objective, {"auto": "", **OBJECTIVES})
+    for tracker in names_in(config.telemetry.trackers):
+        check_name("trackers", tracker, TRACKERS)
 
 
 def dry_run(config: Config, cluster: Cluster) -> str:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import sys
 
+from tfdist.config.strategies import Strategy
 
-def check(runtime) -> None:
+
+def check(runtime, strategy: Strategy) -> None:
     import keras
     import ml_dtypes
     import numpy as np
     import tensorflow as tf
 
     from tfdist.control.exit_codes import ConfigError
-    from tfdist.control.strategies import STRATEGIES
     from tfdist.data import input_pipeline
     from tfdist.runtime.host import own_devices
     from tfdist.training import seeds
@@ -123,7 +124,7 @@ def check(runtime) -> None:
             )
         )
 
-    if "bf16" in STRATEGIES[runtime.name].compression:
+    if "bf16" in strategy.compression:
         wanted = sum(of_replica(index)[3] for index in range(runtime.replicas))
         for value, exact in small():
             assert exact.numpy().tolist() == [runtime.replicas * (2.0**20 + 1)]
@@ -240,10 +241,12 @@ def check(runtime) -> None:
 
 if __name__ == "__main__":
     from tfdist import build
+    from tfdist.config.strategies import strategy_named
     from tfdist.control.resolvers import resolve_cluster
     from tfdist.flags import parse
 
-    made = build.start_runtime(parse(sys.argv[1:]).config, resolve_cluster(os.environ))
-    check(made)
+    config = parse(sys.argv[1:]).config
+    made = build.start_runtime(config, resolve_cluster(os.environ))
+    check(made, strategy_named(config.strategy.strategy))
     print(f"conformance: {made.name} rank {made.rank} of {made.size} is as it must be", flush=True)
     made.close()

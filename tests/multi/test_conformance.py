@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.e2e.job import ENVIRONMENT, records
+from tests.e2e.job import ENVIRONMENT, records, run, train
 from tfdist.control.local_job import LocalJob
 
 pytestmark = pytest.mark.slow
@@ -27,6 +27,7 @@ RUNTIMES = {
         ["--strategy=horovod", "--horovod_fusion_mb=0.001", "--horovod_cycle_ms=0"],
     ),
     "mesh of three": (3, ["--strategy=mesh"]),
+    "two workers by one's own": (2, ["--strategy=examples/own_runtime.py:STAR"]),
 }
 
 
@@ -68,7 +69,7 @@ def test_conformance(name, tmp_path, request):
 
 
 def test_a_runtime_of_ones_own_is_a_file_and_a_line(tmp_path):
-    """It passes the suite, and trains as one device does on the same global batches."""
+    """It trains as one device does on the same global batches."""
     flags = [
         "--source=digits",
         "--model=mlp",
@@ -79,22 +80,13 @@ def test_a_runtime_of_ones_own_is_a_file_and_a_line(tmp_path):
         "--export=none",
         "--noplot",
     ]
-    output = io.StringIO()
-    job = LocalJob(
-        [sys.executable, "-m", "tests.multi.toy_runtime", str(tmp_path), *flags],
-        2,
-        tmp_path / "logs",
-        pin=False,
-        environment=ENVIRONMENT,
-        output=output,
-    )
-    job.start()
-    result = job.wait()
-    assert result.code == 0, f"{result.cause}\n{output.getvalue()}"
+    run(2, [*flags, "--strategy=examples/own_runtime.py:STAR", f"--run_dir={tmp_path}/star"])
+    alone = train([*flags, "--strategy=one_device", f"--run_dir={tmp_path}/alone"])
+    assert alone.returncode == 0, alone.stderr
     losses = {
-        run: [record["values"]["train/loss"] for record in records(tmp_path / run, kind="train")]
-        for run in ("toy", "alone")
+        name: [record["values"]["train/loss"] for record in records(tmp_path / name, kind="train")]
+        for name in ("star", "alone")
     }
     # The sum over a batch is added up in two parts: a few roundings of 2^-24 a step.
-    assert len(losses["toy"]) == 6
-    np.testing.assert_allclose(losses["toy"], losses["alone"], rtol=2e-6)
+    assert len(losses["star"]) == 6
+    np.testing.assert_allclose(losses["star"], losses["alone"], rtol=2e-6)

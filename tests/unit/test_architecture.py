@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 
 import tfdist
-from tfdist.control.strategies import STRATEGIES
+from tfdist.config.strategies import STRATEGIES
 
 PACKAGE = Path("tfdist")
 COMMANDS = {
@@ -24,19 +24,18 @@ COMMANDS = {
 # A room may import the rooms of lower levels, and its own.
 LEVEL = {
     "control": 0,
-    "compat": 1,
-    "config": 1,
-    "storage": 1,
-    **dict.fromkeys(("plugins", "flags", "runtime"), 2),
-    **dict.fromkeys(("data", "models", "telemetry", "artifacts"), 3),
-    "planner": 4,
-    "diagnosis": 4,
-    **dict.fromkeys(("training", "communication"), 5),
-    **dict.fromkeys(("build", "keras_fit"), 6),
-    "run": 7,
-    **dict.fromkeys(COMMANDS, 8),
-    "train": 9,  # which may turn out to be an evaluator
-    "completion": 9,  # of the flags of the others
+    **dict.fromkeys(("compat", "storage", "plugins"), 1),
+    "config": 2,
+    **dict.fromkeys(("flags", "runtime"), 3),
+    **dict.fromkeys(("data", "models", "telemetry", "artifacts"), 4),
+    "planner": 5,
+    "diagnosis": 5,
+    **dict.fromkeys(("training", "communication"), 6),
+    **dict.fromkeys(("build", "keras_fit"), 7),
+    "run": 8,
+    **dict.fromkeys(COMMANDS, 9),
+    "train": 10,  # which may turn out to be an evaluator
+    "completion": 10,  # of the flags of the others
 }
 NO_TENSORFLOW = (
     "control",
@@ -136,7 +135,7 @@ def test_only_the_runtime_touches_distribution():
 
 
 # Where a strategy's name may stand: the registry, the choice of one, the checks of the configuration.
-NAMES_OF_STRATEGIES = ("control/strategies.py", "runtime/factory.py", "config/checks.py")
+NAMES_OF_STRATEGIES = ("config/strategies.py", "runtime/factory.py", "config/checks.py")
 
 
 @functools.cache

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdist.config.options import parse_args, parse_profile_steps
+from tfdist.config.strategies import asked_for
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.ranks import parse_ranks
 from tfdist.control.run_address import check_address, is_below, is_url
-from tfdist.control.strategies import asked_for
 
 if TYPE_CHECKING:
     from tfdist.config.configuration import Config

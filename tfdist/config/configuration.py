@@ -13,6 +13,7 @@ from tfdist.config import checks
 from tfdist.config.cluster_options import ClusterConfig, ParallelConfig, ParameterServerConfig, StrategyConfig
 from tfdist.config.options import check_option
 from tfdist.config.run_options import CheckpointConfig, ExportConfig, LoopConfig, RunConfig, TelemetryConfig
+from tfdist.config.strategies import asked_for
 from tfdist.config.training_options import (
     BatchConfig,
     DataConfig,
@@ -22,7 +23,6 @@ from tfdist.config.training_options import (
     ScheduleConfig,
 )
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.strategies import asked_for
 
 
 @dataclass(frozen=True)

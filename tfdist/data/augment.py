@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfdist.compat import tensorflow_graphs
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data import order
+from tfdist.data.augmentation_names import AUGMENTATIONS
 from tfdist.data.sources.split import Sample, Split
 from tfdist.plugins import check_takes, own_code, resolve
 from tfdist.runtime.host import known_dims
@@ -35,6 +36,8 @@ def load_augmentation(name: str) -> Augmentation | None:
 
     Raises ConfigError for an unknown name, or a function of other arguments; when it is called, for one that fails.
     """
+    if name == "none":
+        return None
     function = resolve("augment", name, AUGMENTATIONS)
     if name in AUGMENTATIONS:
         return function
@@ -163,15 +166,6 @@ def random_resized_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
     boxes = tf.stack([top, left, top + scale_y, left + scale_x], axis=1)
     x = tf.image.crop_and_resize(x, boxes, tf.range(tf.shape(x)[0]), [height, width])
     return flip(x, y, seeds)
-
-
-AUGMENTATIONS = {
-    "none": None,
-    "flip": flip,
-    "flip_crop": flip_crop,
-    "random_resized_crop": random_resized_crop,
-    "shift": shift,
-}
 
 
 def _pad_and_crop(x: tf.Tensor, seeds: tf.Tensor, pad: int) -> tf.Tensor:

@@ -27,8 +27,8 @@ from tfdist.keras_fit.model import DistributedModel, build_optimizer, every_row_
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.keras_fit.signatures import arguments_told
 from tfdist.models.compiled_functions import in_steps
+from tfdist.runtime.base import Runtime
 from tfdist.runtime.errors import cause, message_of
-from tfdist.runtime.one_device import OneDevice
 from tfdist.training import same_model
 
 __all__ = ["barrier", "evaluate", "fit", "init", "is_chief", "predict", "spread"]
@@ -50,7 +50,7 @@ _compared: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # with those of the
 
 
 @contextlib.contextmanager
-def _mistakes_told(runtime: OneDevice, purpose: str) -> Iterator[None]:
+def _mistakes_told(runtime: Runtime, purpose: str) -> Iterator[None]:
     """With several workers, raises ConfigError for what Keras refuses: starting them again would not mend it."""
     try:
         yield
@@ -63,7 +63,7 @@ def _mistakes_told(runtime: OneDevice, purpose: str) -> Iterator[None]:
         raise ConfigError(f"tfdist.{purpose} {words}") from error
 
 
-def _join(model: Any, purpose: str) -> OneDevice:
+def _join(model: Any, purpose: str) -> Runtime:
     if not isinstance(model, keras.Model):
         raise ConfigError(
             f"tfdist.{purpose} takes a keras.Model, not {type(model).__name__}: pass the model first, then its data."
@@ -234,9 +234,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
             yield
 
 
-def _over_workers(
-    runtime: OneDevice, model: keras.Model, purpose: str, verbose: Any, loop: Callable[[Any], Any]
-) -> Any:
+def _over_workers(runtime: Runtime, model: keras.Model, purpose: str, verbose: Any, loop: Callable[[Any], Any]) -> Any:
     """Runs one of Keras' loops, over the workers if there are several; only the chief shows its progress. loop: takes
     Keras' argument `verbose`."""
     verbose = verbose if runtime.rank == 0 else 0
@@ -249,7 +247,7 @@ def _over_workers(
         raise
 
 
-def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
+def _spread_over(runtime: Runtime, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if not has_peers(runtime):
         with silent_lookups.told(model), keras_epochs.data_changed(untuned, read_ahead=True):
             return _alone(model, purpose, loop)
@@ -271,7 +269,7 @@ def _spread_over(runtime: OneDevice, model: keras.Model, purpose: str, loop: Cal
         return loop()
 
 
-def _compare(runtime: OneDevice, model: keras.Model, settings: dict[str, Any]) -> None:
+def _compare(runtime: Runtime, model: keras.Model, settings: dict[str, Any]) -> None:
     """Raises ConfigError unless all workers have this model and these settings."""
     optimizer = getattr(model, "optimizer", None)
     own = [each for each in (*keras.tree.flatten(getattr(model, "loss", None)), optimizer) if each is not None]

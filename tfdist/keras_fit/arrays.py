@@ -17,13 +17,13 @@ import tensorflow as tf
 from tfdist.compat import tensorflow_random
 from tfdist.control.exit_codes import DataError
 from tfdist.keras_fit.epoch_backup import EpochBackup
-from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.base import Runtime
 
 _DEFAULT_BATCH = 32  # Keras'
 
 
 def shuffle_alike(
-    runtime: OneDevice, x: Any, y: Any, arguments: dict[str, Any], backup: EpochBackup | None
+    runtime: Runtime, x: Any, y: Any, arguments: dict[str, Any], backup: EpochBackup | None
 ) -> tuple[Any, Any]:
     """(x, y) for `model.fit`; `arguments` is changed to suit.
 
@@ -63,7 +63,7 @@ def shuffle_alike(
     )
 
 
-def _random_numbers_agree(runtime: OneDevice) -> bool:
+def _random_numbers_agree(runtime: Runtime) -> bool:
     """Whether a seed was set, and all workers have drawn alike since."""
     states = runtime.all_gather(np.array([tensorflow_random.state_digest()], np.uint32))
     return bool(states.all() and (states == states[0]).all())

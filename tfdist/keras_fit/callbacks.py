@@ -16,8 +16,7 @@ from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.joining import has_peers
 from tfdist.keras_fit.model import DistributedModel
-from tfdist.runtime.base import PeerRuntime
-from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.base import PeerRuntime, Runtime
 
 _WRITERS = tuple(
     getattr(keras.callbacks, name)
@@ -27,7 +26,7 @@ _WRITERS = tuple(
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
-def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[keras.callbacks.Callback]:
+def arrange(callbacks: Any, runtime: Runtime, model: keras.Model) -> list[keras.callbacks.Callback]:
     """The callbacks of this worker, between our own: first the same logs, at last the same decisions."""
     given = epoch_backup.replace(_listed(callbacks), runtime)
     if not has_peers(runtime):
@@ -48,7 +47,7 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
     ]
 
 
-def backup_held(callbacks: Any, runtime: OneDevice) -> contextlib.AbstractContextManager[None]:
+def backup_held(callbacks: Any, runtime: Runtime) -> contextlib.AbstractContextManager[None]:
     """Inside, no other job keeps its backup where these callbacks do. Called by all workers, before `arrange`."""
     return epoch_backup.held(_listed(callbacks), runtime)
 

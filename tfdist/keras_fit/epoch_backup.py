@@ -24,15 +24,16 @@ from tfdist.artifacts.data_position import RunningFit
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
-from tfdist.control.exit_codes import CheckpointError, ConfigError, TfdistError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.keras_fit import backup_file, callback_state
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.variables import of_model
+from tfdist.runtime.base import Runtime
+from tfdist.runtime.chief import of_the_chief
 from tfdist.runtime.host import host_view
-from tfdist.runtime.one_device import OneDevice
 
 _ENTRIES = {
     "variables": list,
@@ -47,7 +48,7 @@ _ENTRIES = {
 }
 
 
-def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> list[keras.callbacks.Callback]:
+def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> list[keras.callbacks.Callback]:
     """The callbacks, with a BackupAndRestore of Keras' replaced by an EpochBackup, at the end.
 
     Called by all workers.
@@ -73,39 +74,29 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -
 
 
 @contextlib.contextmanager
-def held(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> Iterator[None]:
+def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Iterator[None]:
     """Inside, the chief holds the lease of the folder with the backup, if there is to be one: two jobs would go on from
     each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds it.
     """
     found = _backups(callbacks)
     with contextlib.ExitStack() as holding:
-        refusal = ""
-        if found and runtime.rank == 0:
+
+        def hold() -> None:
             folder = found[0].backup_dir
             try:
                 holding.enter_context(backup_place(folder).held(job_identity(os.environ, resolve_cluster(os.environ))))
             except OSError as error:
-                refusal = (
+                raise ConfigError(
                     f"BackupAndRestore's folder {folder} cannot be made ({error.strerror or error}): choose another."
-                )
-            except TfdistError as error:
-                refusal = str(error)
-        if found and (sentence := _of_chief(runtime, refusal.encode())):
-            raise ConfigError(sentence.decode())
+                ) from error
+
+        if found:
+            of_the_chief(runtime, hold)
         yield
 
 
 def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.BackupAndRestore]:
     return [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
-
-
-def _of_chief(runtime: OneDevice, data: bytes) -> bytes:
-    """The chief's bytes, on all workers."""
-    ((length,),) = runtime.broadcast([np.array([len(data)])])
-    (received,) = runtime.broadcast(
-        [np.frombuffer(data, np.uint8) if runtime.rank == 0 else np.empty(length, np.uint8)]
-    )
-    return received.tobytes()
 
 
 class EpochBackup(FitCallback):
@@ -115,7 +106,7 @@ class EpochBackup(FitCallback):
     """
 
     def __init__(
-        self, place: str | Path, runtime: OneDevice, others: Sequence[keras.callbacks.Callback], delete: bool = True
+        self, place: str | Path, runtime: Runtime, others: Sequence[keras.callbacks.Callback], delete: bool = True
     ):
         super().__init__()
         self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
@@ -127,16 +118,16 @@ class EpochBackup(FitCallback):
 
     def _read(self) -> dict[str, Any] | None:
         """What the chief finds, on all workers."""
-        data, damaged = b"", False
-        if self._runtime.rank == 0:
+
+        def read() -> bytes:
             try:
-                data = self._place.read(_parsed)
-            except (OSError, ValueError) as error:  # all must hear of it
-                data, damaged = f"{self._place.name} cannot be read ({error}): remove it to begin anew.".encode(), True
-        ((damaged,),) = self._runtime.broadcast([np.array([damaged])])
-        received = _of_chief(self._runtime, data)
-        if damaged:
-            raise CheckpointError(received.decode())
+                return self._place.read(_parsed)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"{self._place.name} cannot be read ({error}): remove it to begin anew."
+                ) from error
+
+        received = of_the_chief(self._runtime, read)
         state = backup_file.parse(received) if received else None
         if state is not None:
             fit_of_program.refuse_backup_of_later(self._place.name, state.get("fit", 1), not self._delete)

@@ -20,7 +20,7 @@ from tfdist.control.token import with_token
 from tfdist.keras_fit.local_gpus import CHOICES, use_all
 from tfdist.models.compiled_functions import compile_functions
 from tfdist.models.fused_attention import fuse_attention
-from tfdist.runtime.base import PeerRuntime
+from tfdist.runtime.base import PeerRuntime, Runtime
 from tfdist.runtime.errors import explain
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.peer_choice import ConnectedPeers
@@ -41,11 +41,11 @@ _COMMON = (
     "validation_batch_size",
     "validation_freq",
 )
-_runtime: OneDevice | None = None  # of this process, made once
+_runtime: Runtime | None = None  # of this process, made once
 _calls = 0  # of this process that all workers make together
 
 
-def init(*, local_gpus: str = "all", **options: float | str) -> OneDevice:
+def init(*, local_gpus: str = "all", **options: float | str) -> Runtime:
     """Joins the other workers that TF_CONFIG lists; alone without it. Done by the first fit, evaluate or predict if not
     before.
 
@@ -107,7 +107,7 @@ def _leave(runtime: PeerRuntime) -> None:
         runtime.leave()
 
 
-def agree_on(runtime: OneDevice, name: str, arguments: dict[str, Any]) -> None:
+def agree_on(runtime: Runtime, name: str, arguments: dict[str, Any]) -> None:
     """Raises ConfigError if another worker makes another call, or has come to its end."""
     global _calls
     _calls += 1
@@ -133,13 +133,13 @@ def is_chief() -> bool:
     return resolve_cluster(os.environ).is_chief
 
 
-def has_peers(runtime: OneDevice) -> TypeGuard[Peers]:
+def has_peers(runtime: Runtime) -> TypeGuard[Peers]:
     """Whether there are several workers; `init` gives them a runtime that can gather rows."""
     return runtime.size > 1
 
 
 @contextlib.contextmanager
-def explained(runtime: OneDevice) -> Iterator[None]:
+def explained(runtime: Runtime) -> Iterator[None]:
     """What goes wrong in the runtime inside becomes a sentence about the workers."""
     try:
         yield

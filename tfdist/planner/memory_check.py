@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.config import Config
+from tfdist.config.strategies import asked_for
 from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import MemoryShortError
 from tfdist.control.memory_amounts import MACHINE, PROCESS, amounts
-from tfdist.control.strategies import asked_for
 from tfdist.planner import formulas, shapes
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS, States, shard_states, slot_elements

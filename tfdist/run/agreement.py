@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -48,7 +46,7 @@ def identify(runtime: Runtime, folder: Path) -> RunIdentity:
     if runtime.rank == 0:
         run_id = read_status(folder).get("run_id") or uuid.uuid4().hex[:12]
         identity = asdict(RunIdentity(run_id, next_attempt(folder / "logs" / "rank-0.jsonl")))
-    return RunIdentity(**broadcast_json(runtime, identity))
+    return RunIdentity(**runtime.broadcast_object(identity))
 
 
 def must_agree(runtime: Runtime, what: str, identity: str, fix: str) -> None:
@@ -70,11 +68,3 @@ def must_go_together(runtime: Runtime, config: Config) -> None:
                 f"Rank {rank} has another --{_TOGETHER[int(different.argmax())]} than rank 0: give all workers the same"
                 " flags."
             )
-
-
-def broadcast_json(runtime: Runtime, value: Any) -> Any:
-    """The chief's value, on every worker."""
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    length = int(runtime.all_gather(np.array([data.size], np.int64))[0, 0])
-    (data,) = runtime.broadcast([data if runtime.rank == 0 else np.zeros(length, np.uint8)])
-    return json.loads(data.tobytes())

@@ -21,7 +21,6 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.fused_batch_norm import is_fused
 from tfdist.planner.memory_check import MemoryLimits
-from tfdist.run.agreement import broadcast_json
 from tfdist.runtime.base import Runtime
 from tfdist.telemetry.summary import write_summary
 
@@ -43,7 +42,7 @@ def tuned(config: Config, runtime: Runtime, run_dir: Path, limits: MemoryLimits 
     limits: as for `compose`.
     """
     config = config.replace(jit_tune=False)
-    found = broadcast_json(runtime, _read(run_dir / FILE) if runtime.rank == 0 else None)
+    found = runtime.broadcast_object(_read(run_dir / FILE) if runtime.rank == 0 else None)
     if found is None:
         found = _measure(config, runtime, limits)
         if runtime.rank == 0:
@@ -123,13 +122,13 @@ def _timed(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> Tim
         job.step(iterators, 1)  # traces and compiles
         begun = time.monotonic()
         job.step(iterators, 1)
-        steps = broadcast_json(runtime, min(_MOST_STEPS, max(1, int(_WINDOW_S / max(time.monotonic() - begun, 1e-6)))))
+        steps = runtime.broadcast_object(min(_MOST_STEPS, max(1, int(_WINDOW_S / max(time.monotonic() - begun, 1e-6)))))
         windows = []
         for _ in range(_WINDOWS):
             begun = time.monotonic()
             job.step(iterators, steps)
             windows.append((time.monotonic() - begun) / steps)
-        return Timed(broadcast_json(runtime, min(windows)), is_fused(job.model))
+        return Timed(runtime.broadcast_object(min(windows)), is_fused(job.model))
     finally:
         job = iterators = None
         keras.backend.clear_session()  # variables of the job to come must have the names that they have without

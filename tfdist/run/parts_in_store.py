@@ -23,11 +23,11 @@ from tfdist.artifacts.status import read_status
 from tfdist.artifacts.store import Snapshot
 from tfdist.artifacts.stored_parts import PARTS, StoredParts, left_parts, send_part
 from tfdist.artifacts.stored_snapshots import StoredSnapshots
-from tfdist.control.exit_codes import CheckpointError, StartupError, TfdistError
+from tfdist.control.exit_codes import CheckpointError, StartupError
 from tfdist.control.run_address import SNAPSHOTS
-from tfdist.run.agreement import broadcast_json
 from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.chief import of_the_chief
 from tfdist.storage.store_errors import StoreError, as_sentence
 from tfdist.training.parallel.sharded_state import ShardedState
 
@@ -68,21 +68,22 @@ class PartsInStore:
         self.writes.sender.start()
 
     def _agree_to_begin(self) -> dict[str, Any]:
-        message: dict[str, Any] = {}
-        failure: TfdistError | None = None
-        if self._shelf:
-            try:
-                with as_sentence():
-                    newest = max(self._shelf.steps(), default=-1)
-                run_id = read_status(self._stored.folder).get("run_id") or ""
-                message = {"token": uuid.uuid4().hex[:8], "lease": self._stored.lease_id, "run_id": run_id}
-                message["newest"] = newest
-            except TfdistError as error:
-                failure, message = error, {"error": str(error)}
-        message = broadcast_json(self._runtime, message)
-        if "error" in message:
-            raise failure or StartupError(message["error"])
-        return message
+        shelf = self._shelf
+
+        def begin() -> dict[str, Any]:
+            if not shelf:
+                return {}
+            with as_sentence():
+                newest = max(shelf.steps(), default=-1)
+            run_id = read_status(self._stored.folder).get("run_id") or ""
+            return {
+                "token": uuid.uuid4().hex[:8],
+                "lease": self._stored.lease_id,
+                "run_id": run_id,
+                "newest": newest,
+            }
+
+        return of_the_chief(self._runtime, begin)
 
     # -- going on --------------------------------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class PartsInStore:
                 message = {"wanted": self._gathering.announce(step)}
             except StoreError as error:
                 message = {"error": str(error)}
-        message = broadcast_json(self._runtime, message)
+        message = self._runtime.broadcast_object(message)
         self.writes.wanted = message.get("wanted", self.writes.wanted)
         return message.get("error", "")
 

@@ -18,14 +18,14 @@ from tfdist.artifacts import restore, state
 from tfdist.artifacts.policy import TimePolicy
 from tfdist.build import Job
 from tfdist.config import Config
-from tfdist.control.exit_codes import CheckpointError, DivergedError, TfdistError
+from tfdist.control.exit_codes import DivergedError
 from tfdist.control.faults import Faults
-from tfdist.run.agreement import broadcast_json
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
 from tfdist.run.moving_statistics import settle
 from tfdist.run.sample_identity import SampleIdentity
 from tfdist.run.snapshot_files import SnapshotFiles
 from tfdist.run.stored_run import StoredRun
+from tfdist.runtime.chief import of_the_chief
 from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.timer import Clock
 
@@ -113,20 +113,15 @@ class Recovery:
         return messages + self._adopt(found.manifest), found.manifest["step"]
 
     def _agreed_choice(self, config: Config, checkpoint: InMemoryCheckpoint | None) -> _Found:
-        """The chief's, on all workers. Raises CheckpointError on all."""
+        """The chief's, on all workers. Raises what it raises there, on all."""
         chosen = _Found([])
-        message: dict[str, Any] = {}
-        failure: TfdistError | None = None
-        if self.chief:
-            try:
-                chosen = self._recall(checkpoint) if checkpoint else self._choose(config)
-                message = chosen.without_arrays()
-            except TfdistError as error:
-                failure, message = error, {"error": str(error)}  # all must end, and say why
-        message = broadcast_json(self.runtime, message)
-        if "error" in message:
-            raise failure or CheckpointError(message["error"])
-        return _Found(**message, arrays=chosen.arrays)
+
+        def choose() -> dict[str, Any]:
+            nonlocal chosen
+            chosen = self._recall(checkpoint) if checkpoint else self._choose(config)
+            return chosen.without_arrays()
+
+        return _Found(**of_the_chief(self.runtime, choose), arrays=chosen.arrays)
 
     def _take_over(self, arrays: Mapping[str, np.ndarray] | None) -> None:
         """Gives all workers the arrays of the chief."""

@@ -30,7 +30,6 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
 from tfdist.control.run_address import backup_folder, is_url
-from tfdist.run.agreement import broadcast_json
 from tfdist.run.parts_in_store import PartsInStore
 from tfdist.run.stored_backup import StoredBackup
 from tfdist.run.stored_run import StoredRun
@@ -166,7 +165,7 @@ class SnapshotFiles:
         patience: seconds that the chief waits for the parts of the others; 0: any time.
         """
         directory = Path(self.store.directory)
-        token = broadcast_json(runtime, {"token": uuid.uuid4().hex[:8]})["token"]
+        token = runtime.broadcast_object(uuid.uuid4().hex[:8])
         mark = directory / f".seen-by-all-{token}"
         if self._writes:
             directory.mkdir(parents=True, exist_ok=True)

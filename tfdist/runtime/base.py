@@ -3,7 +3,7 @@
 A *worker* is a process, a *replica* a copy of the model; a worker holds one or more replicas. A per-replica value is
 one value per replica of this worker; with one replica it is just the value. A new runtime implements this protocol in
 a file of its own, inherits what suits it from RuntimeDefaults (defaults.py), and adds an entry to
-control/strategies.py; tests/multi runs one conformance suite over all of them. Its class has a constructor
+config/strategies.py; tests/multi runs one conformance suite over all of them. Its class has a constructor
 `create(config, cluster)`, which meets the other workers. Others may still probe this worker's address meanwhile, and
 somebody else may answer at theirs (control/preflight.py): who connects must say who it is, and be answered.
 """
@@ -36,7 +36,7 @@ class Runtime(Protocol):
     # False where another worker, with another part of the same replica, reads the same samples and counts them
     leads: bool
 
-    # What it can do. What must be known before TensorFlow is imported is in control/strategies.py.
+    # What it can do. What must be known before TensorFlow is imported is in config/strategies.py.
 
     holds_whole_model: bool  # whether a worker's graph has all of a replica's model
     compiles_updates: bool  # whether XLA may compile what `run` does to variables

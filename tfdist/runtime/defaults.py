@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tfdist.control.exit_codes import ConfigError, PeerLostError
 from tfdist.control.terminal import printable
-from tfdist.runtime.encoding import Malformed, decode, encode
 
 if TYPE_CHECKING:
     from tfdist.runtime.all_reduce_choice import Travel
@@ -21,6 +20,8 @@ class RuntimeDefaults:
     """To inherit from; see runtime/base.py. The rest of the protocol is the runtime's own."""
 
     rank: int
+    all_gather: Callable[[np.ndarray], np.ndarray]
+    broadcast: Callable[[list[np.ndarray]], list[np.ndarray]]
     leads = True
     mesh: Mesh | None = None
     holds_whole_model = True
@@ -38,6 +39,8 @@ class RuntimeDefaults:
         return {}
 
     def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
+        from tfdist.runtime.encoding import Malformed, decode, encode  # which imports TensorFlow
+
         problem, data = None, b""
         if self.rank == 0:
             try:
@@ -60,12 +63,6 @@ class RuntimeDefaults:
         length = int(self.all_gather(np.array([len(data)], np.int64))[0, 0])
         mine = np.frombuffer(data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)
         return self.broadcast([mine])[0].tobytes()
-
-    def all_gather(self, array: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
-
-    def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        raise NotImplementedError
 
     def waiting_for(self) -> int | None:
         return None

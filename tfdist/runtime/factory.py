@@ -5,18 +5,23 @@ TensorFlow is not imported before it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tfdist.config import Config
+from tfdist.config.strategies import Strategy, is_own, strategy_named
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, PeerLostError, StartupError
+from tfdist.control.exit_codes import ConfigError, PeerLostError, StartupError, TfdistError
 from tfdist.control.startup_deadline import connecting
-from tfdist.control.strategies import strategy_named
+from tfdist.control.user_errors import failure
+from tfdist.plugins import imported
 
 if TYPE_CHECKING:
     from tfdist.runtime.base import Runtime
+
+
+_has_started = False
 
 
 def _gpus_of_this_process() -> int:
@@ -54,14 +59,53 @@ def create_runtime(config: Config, cluster: Cluster, began: float | None = None)
             " --strategy=horovod, or start with tfdist.launch or TF_CONFIG."
         )
     config.check_compression(name)
-    module, _, kind = strategy.runtime.partition(":")
+    kind = _class_of(name, strategy)
     with connecting(cluster, config.cluster.startup_timeout, began):
         try:
-            return getattr(import_module(module), kind).create(config, cluster)
+            runtime = kind.create(config, cluster)
         except Exception as error:
             from tfdist.runtime.errors import explain
 
             lost = explain(error, cluster)
-            if not isinstance(lost, PeerLostError):
-                raise
-            raise StartupError(f"Not all workers came together. {lost}") from error
+            if isinstance(lost, PeerLostError):
+                raise StartupError(f"Not all workers came together. {lost}") from error
+            if is_own(name) and not isinstance(error, TfdistError):
+                raise ConfigError(f"--strategy={name} {failure(error)}") from error
+            raise
+    if is_own(name):
+        _check_complete(name, runtime)
+    global _has_started
+    _has_started = True
+    return runtime
+
+
+def has_started() -> bool:
+    """Whether this process has made a runtime."""
+    return _has_started
+
+
+def _class_of(name: str, strategy: Strategy) -> Any:
+    """The class that `strategy.runtime` names. Raises ConfigError if a user's own is not there."""
+    module, _, kind = strategy.runtime.partition(":")
+    if not is_own(name):
+        return getattr(import_module(module), kind)
+    found = imported("strategy", name, strategy.runtime)
+    if found is None:
+        raise ConfigError(f"--strategy={name}: the module {module} has no class {kind!r}.")
+    _check_complete(name, found, ("create",))
+    return found
+
+
+def _check_complete(name: str, what: Any, more: Sequence[str] = ()) -> None:
+    """Raises ConfigError unless a class, or an object with its attributes, has all that the protocol wants."""
+    from tfdist.runtime.base import Runtime
+
+    wanted = [*more, *(method for method in vars(Runtime) if not method.startswith("_"))]
+    if not isinstance(what, type):
+        wanted += Runtime.__annotations__
+    if lacking := sorted(each for each in wanted if not hasattr(what, each)):
+        raise ConfigError(
+            f"--strategy={name}: {what.__name__ if isinstance(what, type) else type(what).__name__} lacks"
+            f" {', '.join(lacking)}, which tfdist/runtime/base.py describes: add them, or inherit from"
+            " tfdist.runtime.single_replica.SingleReplica what suits."
+        )

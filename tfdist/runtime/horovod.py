@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,22 +20,21 @@ from tfdist.control.cluster import Cluster
 from tfdist.runtime import horovod_start
 from tfdist.runtime.array_bytes import from_bytes, to_bytes
 from tfdist.runtime.bucketing import in_buckets
-from tfdist.runtime.defaults import RuntimeDefaults
 from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.operations import Collective
 from tfdist.runtime.own_gradient import with_gradient
+from tfdist.runtime.single_replica import SingleReplica
 
 _CHUNK = 1 << 26  # bytes per host collective, to bound its memory
 # Elements: smaller tensors gain nothing, and the step's sums of weights exceed float16's range.
 _LEAST_COMPRESSED = 1024
 
 
-class Horovod(RuntimeDefaults):
+class Horovod(SingleReplica):
     """See runtime/base.py."""
 
     name = "horovod"
-    local_replicas = 1
 
     def __init__(self, hvd: ModuleType, group_bytes: int = 1 << 26, compress: bool = False):
         self._hvd = hvd
@@ -53,19 +52,6 @@ class Horovod(RuntimeDefaults):
 
     def scope(self) -> contextlib.AbstractContextManager:
         return chiefs_first_values(self)
-
-    def run(self, fn: Callable, args: Sequence = ()) -> Any:
-        return fn(*args)
-
-    def per_replica(self, values: Sequence) -> Any:
-        (value,) = values
-        return value
-
-    def local(self, value: Any) -> tuple:
-        return (value,)
-
-    def replica_id(self) -> tf.Tensor:
-        return tf.constant(self.rank)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
         whole = iter(self._sum_whole([tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]))
@@ -104,9 +90,6 @@ class Horovod(RuntimeDefaults):
             for index, value in zip(members, self._hvd.grouped_allreduce(group, op=self._hvd.Sum), strict=True):
                 reduced[index] = tf.cast(tf.ensure_shape(value, tensors[index].shape), tensors[index].dtype)
         return reduced
-
-    def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:
-        variable.assign(value)
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         if self.size == 1:

@@ -48,6 +48,12 @@ def own_devices(kind: str) -> list[str]:
     return [name for name in devices if "/job:" not in name or name.startswith(f"{worker}/")]
 
 
+def first_gpu() -> list[str]:
+    """The name of this process' first GPU; none where TensorFlow lists the other workers' devices, too."""
+    own = [gpu.name for gpu in tf.config.list_logical_devices("GPU") if "/job:" not in gpu.name]
+    return own[:1]
+
+
 def onto_gpu(tensor: tf.Tensor) -> tf.Tensor:
     """A copy on the GPU; of int32 the tensor itself: TensorFlow's copy would be in the host's memory, and if it comes
     from the GPU wait for all that this was given before."""

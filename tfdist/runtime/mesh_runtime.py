@@ -20,20 +20,19 @@ from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.collectives import Group
-from tfdist.runtime.defaults import RuntimeDefaults
 from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.hierarchical import HierarchicalGroup
 from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
 from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.operations import Collective, of_group
+from tfdist.runtime.single_replica import SingleReplica
 
 
-class MeshRuntime(RuntimeDefaults):
+class MeshRuntime(SingleReplica):
     """See runtime/base.py."""
 
     name = "mesh"
     mesh: Mesh
-    local_replicas = 1
     holds_whole_model = False
     compiles_updates = False  # collectives are in them
     sums_slices = False
@@ -89,21 +88,8 @@ class MeshRuntime(RuntimeDefaults):
         with _Replica(self.group(*REPLICA_AXES)) if self.replicas > 1 else contextlib.nullcontext():
             return self._world.watched(lambda fn, args: fn(*args), fn, args)
 
-    def per_replica(self, values: Sequence) -> Any:
-        (value,) = values
-        return value
-
-    def local(self, value: Any) -> tuple:
-        return (value,)
-
-    def replica_id(self) -> tf.Tensor:
-        return tf.constant(self.first_replica)
-
     def all_reduce(self, tensors: Sequence[Any]) -> list[Any]:
         return [self.group(*REPLICA_AXES).all_reduce(tensor) for tensor in tensors]
-
-    def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:
-        variable.assign(value)
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         return self.group(*REPLICA_AXES).all_gather(row[tf.newaxis])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,17 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime.defaults import RuntimeDefaults
+from tfdist.runtime.host import first_gpu
+from tfdist.runtime.single_replica import SingleReplica
 
 
-class OneDevice(RuntimeDefaults):
+class OneDevice(SingleReplica):
     """See runtime/base.py."""
 
     name = "one_device"
     rank = 0
     size = 1
     replicas = 1
-    local_replicas = 1
     first_replica = 0
 
     @classmethod
@@ -37,28 +37,11 @@ class OneDevice(RuntimeDefaults):
     def scope(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
-    def run(self, fn: Callable, args: Sequence = ()) -> Any:
-        return fn(*args)
-
-    def per_replica(self, values: Sequence) -> Any:
-        (value,) = values
-        return value
-
-    def local(self, value: Any) -> tuple:
-        return (value,)
-
     def batch_devices(self) -> Sequence[str]:
-        own = [gpu.name for gpu in tf.config.list_logical_devices("GPU") if "/job:" not in gpu.name]
-        return own[:1]  # none where TensorFlow knows the other workers' devices, too
-
-    def replica_id(self) -> tf.Tensor:
-        return tf.constant(0)
+        return first_gpu()
 
     def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
         return list(tensors)
-
-    def assign(self, variable: tf.Variable, value: tf.Tensor) -> None:
-        variable.assign(value)
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         return row[tf.newaxis]

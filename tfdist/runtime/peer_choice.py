@@ -36,7 +36,7 @@ class Worker(NamedTuple):
 
 
 class ConnectedPeers:
-    """What --strategy=sockets means; see control/strategies.py."""
+    """What --strategy=sockets means; see config/strategies.py."""
 
     @staticmethod
     def create(config: Config, cluster: Cluster) -> Peers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,13 +21,14 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.array_bytes import from_bytes, to_bytes
 from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.first_values import chiefs_first_values
-from tfdist.runtime.one_device import OneDevice
+from tfdist.runtime.host import first_gpu
 from tfdist.runtime.own_gradient import with_gradient
+from tfdist.runtime.single_replica import SingleReplica
 
 ALIKE = "all workers must make the same calls"
 
 
-class Peers(OneDevice):
+class Peers(SingleReplica):
     """To inherit from. The rest of the protocol, what is done with tensors, is the runtime's own."""
 
     name = "sockets"
@@ -42,8 +44,11 @@ class Peers(OneDevice):
     def scope(self) -> AbstractContextManager:
         return chiefs_first_values(self)
 
-    def replica_id(self) -> tf.Tensor:
-        return tf.constant(self.rank)
+    def batch_devices(self) -> Sequence[str]:
+        return first_gpu()
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
+        raise NotImplementedError
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         return with_gradient(self.stacked, self._own_row_of_sum, row)

@@ -12,21 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.plugins import resolve
+from tfdist.plugins import check_takes, own_code, resolve
 from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.jsonl import replay
-
-TRACKERS: dict[str, str] = {
-    "tensorboard": "tfdist.telemetry.tensorboard:track",
-    "csv": "tfdist.telemetry.csv_files:track",
-    "mlflow": "tfdist.telemetry.mlflow:track",
-    "wandb": "tfdist.telemetry.wandb:track",
-}
+from tfdist.telemetry.tracker_names import TRACKERS, names_in
 
 
 @dataclass(frozen=True)
@@ -70,11 +64,21 @@ def by_path(variables: Iterable[Any]) -> dict[str, np.ndarray]:
 
 
 def make_trackers(names: str, run: Run) -> list[Observer]:
-    """The trackers of --trackers. Raises ConfigError for an unknown name, UnsupportedError for a missing package."""
-    chosen = [name for name in names.split(",") if name not in ("", "none")]
-    if chosen and "none" in names.split(","):
-        raise ConfigError(f"--trackers={names} names {chosen[0]} and none: drop one of them.")
-    return [resolve("trackers", name, TRACKERS)(run) for name in chosen]
+    """The trackers of --trackers. Raises ConfigError for an unknown name or a function that makes no observer,
+    UnsupportedError for a missing package.
+    """
+    return [_made(name, run) for name in names_in(names)]
+
+
+def _made(name: str, run: Run) -> Observer:
+    function = resolve("trackers", name, TRACKERS)
+    what = "a tracker is a function (run) that returns another one, of an Event (tfdist/telemetry/trackers.py)"
+    check_takes("trackers", name, function, ("run",), what)
+    with own_code("trackers", name):
+        observer = function(run)
+    if not callable(observer):
+        raise ConfigError(f"--trackers={name} returned {observer!r}: {what}.")
+    return cast(Observer, observer)
 
 
 def numbers(event: Event) -> dict[str, float]:

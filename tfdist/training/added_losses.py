@@ -14,14 +14,12 @@ that comes after, recomputation and pipelines for example, has means to deal wit
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
@@ -29,6 +27,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.user_errors import first_line
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.chief import of_the_chief
 from tfdist.training import row_gradients
 from tfdist.training.calm_layers import is_of_keras
 from tfdist.training.dtypes import at_least_float32
@@ -146,14 +145,9 @@ def found_by_the_chief(
     """
     if not may_add(model):
         return SumsAsMeans(())
-    message, layers = b"", list(keras_layers.all_layers(model))
+    layers = list(keras_layers.all_layers(model))
     with generators_kept():
-        if runtime.rank == 0:
-            message = json.dumps(_as_json(model, layers, rows(), proofs)).encode()
-    length = int(runtime.broadcast([np.array(len(message), np.int64)])[0])
-    found = json.loads(runtime.broadcast([np.frombuffer(message.ljust(length), np.uint8)])[0].tobytes())
-    if "refused" in found:
-        raise ConfigError(found["refused"])
+        found = of_the_chief(runtime, lambda: _as_plain(model, layers, rows(), proofs))
     return SumsAsMeans(
         [AddedLoss(layers[number], place, scales) for number, place, scales in found["found"]],
         layers if found["failed"] else (),
@@ -161,12 +155,12 @@ def found_by_the_chief(
     )
 
 
-def _as_json(model: keras.Model, layers: Sequence[keras.Layer], x: Any, proofs: Proofs | None) -> dict[str, Any]:
-    """`added_losses`, or why there are none, as what JSON knows."""
+def _as_plain(model: keras.Model, layers: Sequence[keras.Layer], x: Any, proofs: Proofs | None) -> dict[str, Any]:
+    """`added_losses`, or why there are none, as what can be sent. Raises ConfigError."""
     try:
         found = added_losses(model, x, proofs=proofs)
-    except ConfigError as error:
-        return {"refused": str(error)}
+    except ConfigError:
+        raise
     except Exception as error:  # noqa: BLE001 - such as of a model that takes batches of one size; it may add nothing
         return {
             "found": [],

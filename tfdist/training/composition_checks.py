@@ -11,8 +11,8 @@ import tensorflow as tf
 from tfdist import plugins
 from tfdist.compat import keras_layers
 from tfdist.config import Config
+from tfdist.config.strategies import asked_for
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.strategies import asked_for
 from tfdist.models.nested_functions import refuse_batch_norm
 from tfdist.planner import memory_check
 from tfdist.planner.layout import Layout

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data import augment, input_pipeline, order
+from tfdist.data.augmentation_names import AUGMENTATIONS
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.reading import Reading
 from tfdist.data.sources.split import Split
@@ -41,7 +42,7 @@ def whole_batches(config: Config, runtime: Runtime, split: Split, plan: BatchPla
     """The split, read a micro-batch at a time if its augmentation mixes samples. A collective, if it may. Raises
     ConfigError if it does, and a global batch comes in parts."""
     name = config.data.augment
-    if name in augment.AUGMENTATIONS:
+    if name in AUGMENTATIONS:
         return split
     found = False
     with generators_kept():

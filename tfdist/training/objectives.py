@@ -16,6 +16,7 @@ from tfdist.compat.keras_tensors import as_called
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import resolve
+from tfdist.training.objective_names import OBJECTIVES
 from tfdist.training.own_objective import own_objective
 from tfdist.training.scores import Scores
 
@@ -71,11 +72,14 @@ def regression() -> Objective:
     return objective
 
 
-OBJECTIVES: dict[str, Callable[[ModelConfig], Objective]] = {
-    "classification": lambda config: classification(config.label_smoothing),
-    "next_token": lambda config: classification(config.label_smoothing),
-    "regression": lambda config: regression(),
-}
+def of_classes(config: ModelConfig) -> Objective:
+    """What --objective=classification and --objective=next_token mean."""
+    return classification(config.label_smoothing)
+
+
+def of_values(config: ModelConfig) -> Objective:
+    """What --objective=regression means."""
+    return regression()
 
 
 def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
@@ -99,7 +103,7 @@ def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
             " whole numbers for classes, floats for values, or --objective=package.module:function."
         )
     if name in OBJECTIVES:
-        return OBJECTIVES[name](config)
+        return resolve("objective", name, OBJECTIVES)(config)
     return own_objective(name, resolve("objective", name, OBJECTIVES))
 
 

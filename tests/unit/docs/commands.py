@@ -20,9 +20,9 @@ from tfdist.__main__ import COMMANDS, MODULES
 from tfdist.comm import CommOptions
 from tfdist.completion import parsers_before_dashes
 from tfdist.config import Config, check_option, iter_options
+from tfdist.config.strategies import strategy_named
 from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.exit_codes import TfdistError
-from tfdist.control.strategies import strategy_named
 from tfdist.data.sources.source_names import SOURCES
 from tfdist.doctor import DoctorOptions
 from tfdist.models.model_names import MODELS

@@ -212,7 +212,8 @@ def test_a_copy_in_memory_is_gone_on_from(tmp_path):
 
 def test_all_workers_end_by_the_chiefs_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.run.recovery.state.collect", lambda *_: {})
-    monkeypatch.setattr("tfdist.run.recovery.broadcast_json", lambda runtime, message: {"error": "it is damaged"})
+    chiefs = ["CheckpointError", "it is damaged"]
+    monkeypatch.setattr(Worker, "broadcast_object", lambda self, value: chiefs)
     with pytest.raises(CheckpointError, match="^it is damaged$"):
         recovery_of(tmp_path, runtime=Worker([])).restore()
 

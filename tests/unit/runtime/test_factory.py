@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tfdist.config import Config
+from tfdist.config.strategies import STRATEGIES, Strategy, asked_for, check_strategy, strategy_named
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.strategies import STRATEGIES, asked_for, strategy_named
-from tfdist.runtime.factory import resolve_strategy
+from tfdist.runtime.factory import create_runtime, resolve_strategy
 
 SERVERS = Cluster(size=2, spec={"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]})
 
@@ -54,3 +54,88 @@ def test_an_unknown_name_can_do_nothing_and_is_refused():
     assert not asked_for("nccl").several_workers and not asked_for("auto").compression
     with pytest.raises(ConfigError, match="--strategy=nccl is not one of auto, one_device, mirrored, multi_worker"):
         strategy_named("nccl")
+
+
+OWN = """
+from tfdist.config.strategies import Strategy
+from tfdist.runtime.single_replica import SingleReplica
+
+
+class Half(SingleReplica):
+    @classmethod
+    def create(cls, config, cluster):
+        return cls()
+
+
+class Unnamed(Half):
+    def scope(self):
+        pass
+
+    all_reduce = gather_row = all_gather = broadcast = barrier = close = scope
+
+
+class Failing(Unnamed):
+    @classmethod
+    def create(cls, config, cluster):
+        raise ValueError("no such thing")
+
+
+class Empty:
+    pass
+
+
+HALF, UNNAMED, FAILING, EMPTY, NOWHERE = (
+    Strategy(f"own_strategies:{name}", compression=("bf16",)) for name in "Half Unnamed Failing Empty Nowhere".split()
+)
+THREE = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_strategies", raising=False)
+    (tmp_path / "own_strategies.py").write_text(OWN)
+    return lambda name: f"{tmp_path}/own_strategies.py:{name}"
+
+
+def test_an_entry_of_ones_own(own):
+    found = strategy_named(own("HALF"))
+    assert isinstance(found, Strategy) and found is asked_for(own("HALF")) and found.compression == ("bf16",)
+    for name, words in (
+        (own("THREE"), 'is no entry of the registry: write THREE = tfdist.config.strategies.Strategy("module:Class")'),
+        (own("FOUR"), "is no entry of the registry"),
+        (own("HALF").replace("own_", "other_"), "there is no Python file"),
+        ("nowhere_at_all:HALF", "there is no module 'nowhere_at_all'"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            check_strategy(name)
+        assert words in str(raised.value) and f"--strategy={name}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "HALF",
+            "Half lacks all_gather, all_reduce, barrier, broadcast, close, gather_row, scope, which tfdist/runtime",
+        ),
+        ("UNNAMED", "Unnamed lacks first_replica, name, rank, replicas, size, which"),
+        ("FAILING", "in create: ValueError: no such thing"),
+        ("EMPTY", "Empty lacks all_gather"),
+        ("NOWHERE", "the module own_strategies has no class 'Nowhere'"),
+    ],
+)
+def test_a_runtime_of_ones_own_that_is_not_complete(own, name, words):
+    with pytest.raises(ConfigError) as raised:
+        create_runtime(Config().replace(strategy=own(name)), Cluster())
+    assert words in str(raised.value) and own(name) in str(raised.value)
+
+
+def test_an_entry_that_imports_tensorflow_too_early(own, monkeypatch):
+    """What tfdist sets before TensorFlow is imported would come too late."""
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    path = Path(own("HALF").partition(":")[0])
+    path.write_text("import sys; sys.modules['tensorflow'] = sys\n" + OWN)
+    with pytest.raises(ConfigError, match="its file imports TensorFlow, before tfdist has set it up"):
+        strategy_named(own("HALF"))

@@ -269,3 +269,21 @@ def test_a_tracker_that_never_ends_is_left_behind():
     background(train_event(1, 1.0))
     with pytest.raises(TimeoutError, match="not passed on within 0.1 s"):
         background.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def track(): pass", r"takes \(\): a tracker is a function \(run\) that returns another one, of an Event"),
+        ("def track(run): raise KeyError('x')", "in track: KeyError: 'x'"),
+        ("def track(run): return 3", r"returned 3: a tracker is a function \(run\)"),
+    ],
+)
+def test_a_tracker_of_ones_own_that_is_none(tmp_path, monkeypatch, code, words):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_tracker", raising=False)
+    (tmp_path / "own_tracker.py").write_text(code)
+    name = f"{tmp_path}/own_tracker.py:track"
+    with pytest.raises(ConfigError, match=words) as raised:
+        make_trackers(name, Run(tmp_path, "id"))
+    assert f"--trackers={name}" in str(raised.value)

@@ -1,31 +1,33 @@
-"""A runtime of a user's own, from the protocol in tfdist/runtime/base.py alone: a star of plain sockets, one replica in
-each process. Whatever is exchanged goes to the chief, who sends all of it to everyone. And what it takes to use it: an
-entry in the registry.
+r"""A strategy of your own: a star of plain sockets. Whatever workers exchange goes to the chief, who sends all of it to
+everyone. The class implements the protocol in tfdist/runtime/base.py, and STAR says where it is.
 
-python -m tests.multi.toy_runtime RUN_DIR [train flags]      with TF_CONFIG: the conformance suite, then a training
+    source scripts/environment.sh && python -m tfdist.launch --workers=2 -- \
+      --strategy=examples/own_runtime.py:STAR --source=digits --model=mlp --global_batch=64 --epochs=5 \
+      --run_dir=runs/own_runtime
+
+Expected, in half a minute on two cores: an accuracy of at least 0.9 in the evaluation at the end, and in the log the
+losses of `--strategy=sockets`.
 """
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import time
 
 import numpy as np
-import tensorflow as tf
 
+from tfdist.config.strategies import Strategy
 from tfdist.control.exit_codes import StartupError
-from tfdist.control.strategies import STRATEGIES, Strategy
-from tfdist.runtime.defaults import RuntimeDefaults
-from tfdist.runtime.first_values import chiefs_first_values
+from tfdist.runtime.single_replica import SingleReplica
 
-STRATEGIES["toy"] = Strategy("tests.multi.toy_runtime:Toy")
+# The launcher reads this file, too: TensorFlow is imported in functions, once tfdist has set it up.
+STAR = Strategy("own_runtime:Star")
 
 
-class Toy(RuntimeDefaults):
-    name = "toy"
-    local_replicas = 1
+class Star(SingleReplica):
+    """One replica in each process."""
+
+    name = "star"
     sums_slices = False
 
     @classmethod
@@ -51,6 +53,7 @@ class Toy(RuntimeDefaults):
             self.others = [_reached(host, int(port), bytes([rank]), deadline)]
         for connection in self.others:
             connection.settimeout(60)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else small messages wait 40 ms each
 
     def _exchange(self, data):
         """Everyone's bytes, in order of rank."""
@@ -65,6 +68,8 @@ class Toy(RuntimeDefaults):
 
     def _rows(self, x):
         """[replicas, ...] of everyone's tensor, in the order in which the graph was traced."""
+        import tensorflow as tf
+
         graph = tf.compat.v1.get_default_graph()
         before = [self.last] if self.last is not None and self.last.graph is graph else []
 
@@ -80,33 +85,23 @@ class Toy(RuntimeDefaults):
         return tf.ensure_shape(rows, [self.size, *x.shape])
 
     def scope(self):
+        from tfdist.runtime.first_values import chiefs_first_values
+
         return chiefs_first_values(self)
 
-    def run(self, fn, args=()):
-        return fn(*args)
-
-    def per_replica(self, values):
-        (value,) = values
-        return value
-
-    def local(self, value):
-        return (value,)
-
-    def replica_id(self):
-        return tf.constant(self.rank)
-
     def all_reduce(self, tensors):
+        import tensorflow as tf
+
         return [tf.reduce_sum(self._rows(tensor), 0) for tensor in tensors]
 
     def gather_row(self, row):
+        import tensorflow as tf
+
         @tf.custom_gradient
         def gathered(row):
             return self._rows(row), lambda upstream: self.all_reduce([upstream])[0][self.rank]
 
         return gathered(row)
-
-    def assign(self, variable, value):
-        variable.assign(value)
 
     def all_gather(self, array):
         array = np.asarray(array)
@@ -162,26 +157,3 @@ def _receive(connection):
         return bytes(data)
 
     return exactly(int.from_bytes(exactly(8), "big"))
-
-
-def main(folder, *flags):
-    from tests.multi.conformance import check
-    from tfdist import build, train
-    from tfdist.control.resolvers import resolve_cluster
-    from tfdist.flags import parse
-
-    runtime = build.start_runtime(parse(["--strategy=toy", *flags]).config, resolve_cluster(os.environ))
-    check(runtime)
-    runtime.close()
-    code = train.main(["--strategy=toy", f"--run_dir={folder}/toy", *flags])
-    if runtime.rank == 0 and not code:  # the same by a runtime of tfdist's own
-        del os.environ["TF_CONFIG"]
-        code = train.main(["--strategy=one_device", f"--run_dir={folder}/alone", *flags])
-    return code
-
-
-if __name__ == "__main__":
-    # Not as __main__, but under the name by which the registry finds it.
-    from tests.multi import toy_runtime
-
-    sys.exit(toy_runtime.main(*sys.argv[1:]))

@@ -1,14 +1,18 @@
 """The registry of strategies: where the Runtime of each is, and what must be known before TensorFlow is imported.
 
-A new strategy is a file with a class that implements the protocol in runtime/base.py, and an entry here. What a runtime
+A new strategy is a file with a class that implements the protocol in runtime/base.py, and an entry here. A user's own
+has its entry in a file outside of tfdist (`--strategy=package.module:NAME`, examples/own_runtime.py). What a runtime
 can do once it has started is an attribute or a method of that protocol.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import cache
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.plugins import check_name, imported
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,45 @@ STRATEGIES: dict[str, Strategy] = {
 _UNDECIDED = Strategy("", several_workers=False, compression_fix=_OTHER_COMPRESSION)
 
 
+def is_own(name: str) -> bool:
+    """Whether --strategy=NAME is "package.module:NAME" or "path/of/a/file.py:NAME", a user's own."""
+    return ":" in name
+
+
 def strategy_named(name: str) -> Strategy:
     """Raises ConfigError if there is none."""
+    if is_own(name):
+        return _own(name)
     if name not in STRATEGIES:
-        raise ConfigError(f"--strategy={name} is not one of auto, {', '.join(STRATEGIES)}.")
+        raise ConfigError(f"--strategy={name} is not one of auto, {', '.join(STRATEGIES)}, or package.module:NAME.")
     return STRATEGIES[name]
+
+
+def check_strategy(name: str) -> None:
+    """Raises ConfigError for a name that --strategy does not know."""
+    if name != "auto":
+        strategy_named(name)
 
 
 def asked_for(name: str) -> Strategy:
     """What is certain of --strategy=NAME before the cluster is known: of auto, and of what is none, nothing."""
-    return STRATEGIES.get(name, _UNDECIDED)
+    return _own(name) if is_own(name) else STRATEGIES.get(name, _UNDECIDED)
+
+
+@cache
+def _own(name: str) -> Strategy:
+    """The entry in a user's file. Raises ConfigError if it is none."""
+    before = "tensorflow" in sys.modules
+    check_name("strategy", name, STRATEGIES)
+    found = imported("strategy", name, name)
+    if not isinstance(found, Strategy):
+        raise ConfigError(
+            f"--strategy={name} is no entry of the registry: write {name.rpartition(':')[2]} ="
+            ' tfdist.config.strategies.Strategy("module:Class") in its file, as examples/own_runtime.py does.'
+        )
+    if "tensorflow" in sys.modules and not before:
+        raise ConfigError(
+            f"--strategy={name}: its file imports TensorFlow, before tfdist has set it up: import it within functions,"
+            " or keep the entry in a file of its own."
+        )
+    return found

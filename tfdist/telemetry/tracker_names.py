@@ -1,0 +1,20 @@
+"""The names of the trackers, and where their functions are. No tool is imported: an unknown name is told at once."""
+
+from __future__ import annotations
+
+from tfdist.control.exit_codes import ConfigError
+
+TRACKERS = {
+    "tensorboard": "tfdist.telemetry.tensorboard:track",
+    "csv": "tfdist.telemetry.csv_files:track",
+    "mlflow": "tfdist.telemetry.mlflow:track",
+    "wandb": "tfdist.telemetry.wandb:track",
+}
+
+
+def names_in(trackers: str) -> list[str]:
+    """The names that --trackers lists. Raises ConfigError if `none` stands beside others."""
+    chosen = [name for name in trackers.split(",") if name not in ("", "none")]
+    if chosen and "none" in trackers.split(","):
+        raise ConfigError(f"--trackers={trackers} names {chosen[0]} and none: drop one of them.")
+    return chosen
