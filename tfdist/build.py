@@ -1,8 +1,10 @@
-"""Config -> a job: the one file that knows every part, and where the order of composition is written down.
+"""Config -> a job: how the parts of a run are put together. The order is written down here and nowhere else:
 
-Order: environment -> runtime -> data -> batch plan and length -> precision -> model (synchronised BatchNorm) ->
-on a mesh, parts of layers and shards of state (training/parallel/compose.py) -> optimizer -> step -> evaluator ->
-restore -> observers -> loop.
+environment -> runtime (`start_runtime`); data -> batch plan, length -> precision -> schedule, objective -> synchronised
+BatchNorm -> model -> optimizer -> trials of the model on a few rows -> on a mesh, what training/parallel/compose.py
+does, else faster kernels, slots, recompute -> step (`compose`). Restore, observers, evaluator and loop follow in
+run/session.py; what workers and servers of parameters need besides (Parameters, RemoteStep, Reading) is put together in
+run/parameter_server_run.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ committed by one rename. Under several workers only the chief (`writes=True`) wr
 
 goes on in the middle of an epoch, at the very batch: the first batches of that epoch are taken from the data but not
 trained on again, and the data is taken through the epochs before (data_position.py). It must come in the same order as
-then. run/session.py uses the same object for `--backup_dir`.
+then. For `--backup_dir` run/snapshot_files.py makes one, run/recovery.py gives it the arrays, and run/stored_backup.py
+sends what it has written to an object store.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
 
-    # -- what run/session.py and tfdist.fit use ------------------------------------------------------------------------
+    # -- what run/recovery.py and run/snapshot_files.py use ------------------------------------------------------------
 
     def due(self, before: int, step: int, steps_per_epoch: int) -> bool:
         """Whether a backup falls in (before, step]; steps are counted over all epochs."""

@@ -6,6 +6,10 @@ renamed: so a folder of that name is whole or damaged later, and the manifest te
 nothing is trusted.
 
 What a run in an object store has there is sent from such a folder (stored_snapshots.py).
+
+Who calls: loop._save -> SessionHooks.save -> Recovery.save -> SnapshotWriter.save; in its thread _write -> _try ->
+SnapshotStore.write -> checkpoint_files.write (of parts: PartedStore.write or StoredParts.write -> save_part ->
+checkpoint_files.write_files).
 """
 
 from __future__ import annotations

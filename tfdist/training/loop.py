@@ -1,17 +1,23 @@
 """The outer loop and its contract.
 
-    state, clock, position = restored, or initialised (build.py; the chief decides, all follow)
+    before it: state, clock and position are restored, or new (run/recovery.py; the chief decides, all follow)
     while step < target:
-        n = steps until the next boundary (log, eval, save, steps_per_loop)
+        n = steps until the next boundary (log, evaluation, save, backup, trace, steps_per_loop)
         out = make_steps(n)              # one tf.function, n a tensor: one trace for every n
         the step counter must have moved by exactly n, or the run stops
-        if loss or gradients are not finite: go back (--on_nan=rollback), or the run stops
-        observers(event)
-        if all agree to save: save(step)
-        if all agree to stop, or to leave: break
+        if loss or gradients were not finite: go back (--on_nan=rollback) and begin anew at `while`, or the run stops;
+            what the step itself has skipped (--on_nan=skip, float16) counts only if it is 50 in a row (log_interval.py)
+        at a log boundary, and at the target: observers(events)
+        at an evaluation boundary: evaluate
+        at a save boundary, or if any worker asked to save or to stop: save(step)
+        else, at a backup boundary: backup(step)
+        if any worker asked to stop, or to leave its group: break
+    unless it was asked to stop or to leave: evaluate, if the last step has not been evaluated
 
-Agreement costs nothing: what a worker asks for travels in the step's own reduction, so every worker reads the same
-answer at the same step. The loop knows no strategy, model, source or tracker; they come in through `LoopHooks`.
+Asking costs nothing: what a worker asks for travels in the step's own reduction, so all workers read the same answer
+at the same step. Steps are made by this worker's replicas together with others (step.py), or by workers that a chief
+calls (parameter_server/): those may have several under way while the loop logs, but none after the step at which the
+state is used. The loop knows no strategy, model, source or tracker; they come in through `LoopHooks`.
 """
 
 from __future__ import annotations
