@@ -103,7 +103,7 @@ class Job:
         split, runtime, options = self.eval_split, self.runtime, self.config.data
         if split is None:
             return None
-        # Of the last batch, too: one process needs it for a model that knows the rows of the batch before.
+        # For the last batch, too: one process needs it for a model that knows the rows of the batch before.
         filled = runtime.size > 1 or runtime.replicas > 1 or bool(keras_layers.stateful_layer(model or self.model))
 
         def datasets() -> tuple[list[tf.data.Dataset], int]:

@@ -20,7 +20,7 @@ from tensorflow.python.ops import gen_array_ops, gen_math_ops, gen_resource_vari
 
 # What an operation was given, by the names of its arguments.
 Given = dict[str, Any]
-# Of what an operation returns: bool, where it comes of numbers in range, to be broadcast; None: all of it does.
+# For the result of an operation: bool, where it comes of numbers in range, to be broadcast; None: all of it does.
 Mask = tf.Tensor | None
 # (whether an operation has looked rows up, and not put them somewhere, what it returns, makes its mask) -> what is
 # returned in its place

@@ -41,7 +41,7 @@ _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of
 
 @dataclass(frozen=True)
 class AddedLoss:
-    """One entry of `model.losses`; weight regularizers, which come after these, are none."""
+    """One loss that a layer adds: an entry of `model.losses`, without the weight regularizers that follow these."""
 
     layer: keras.Layer
     place: int  # which of the layer's, in the order in which a call of the model adds them
@@ -69,8 +69,8 @@ def added_losses(
     otherwise: str = "train with one replica and --accumulation=1",
     training: bool = True,
 ) -> tuple[AddedLoss, ...]:
-    """What `model` adds in training, or else in evaluation, in the order of `model.losses`; all of its variables and
-    states stay as they are.
+    """Finds the losses that `model` adds in training, or else in evaluation, in the order of `model.losses`; all of its
+    variables and states stay as they are.
 
     Runs it a few times, not compiled. Not for a model whose layers speak to other workers.
 
@@ -205,9 +205,8 @@ class SumsAsMeans:
 
     @contextlib.contextmanager
     def counting(self, factor: tf.Tensor | float) -> Iterator[None]:
-        """Within it are one forward pass of the model, or several, and their backward passes, which may make them
-        again.
-        """
+        """A context for one or several forward passes of the model and their backward passes, which may make them
+        again. `factor`: N / n."""
         self._now.factor, self._now.places = factor, {}
         try:
             yield

@@ -170,7 +170,7 @@ class Watch:
         self.meter.add(out.call)
 
     def events(self, step: int, compute_by_rank: Sequence[float]) -> Iterator[Event]:
-        """At a log line, on all workers: stragglers, and the phases if a call was sampled since the last ones."""
+        """Events of a log line, on all workers: stragglers, and the phases if a call was sampled since the last."""
         for sentence in self.stragglers.add(compute_by_rank):
             yield Event("warning", step, {"message": sentence})
         seconds = self.meter.seconds()

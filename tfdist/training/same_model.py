@@ -26,10 +26,10 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
 from tfdist.training.own_values import LIBRARIES, own_value
 
-# Of a configuration of Keras' what may differ: names count what a process has made so far, seeds are drawn at random or
+# Parts of Keras' configurations that may differ: names count what a process has made so far, seeds are random or
 # sent by the chief.
 _MAY_DIFFER = ("name", "seed", "random_seed", "seed_generator", "build_config", "registered_name")
-# Of attributes: what Keras has wrapped; losses and optimizers, which are told by themselves; what a model has run.
+# Attributes not compared: what Keras has wrapped; losses and optimizers, which are by themselves; what a model has run.
 _NO_FACTS = (
     *("build", "quantize", "call", "loss", "optimizer", "train_function", "test_function", "predict_function"),
     *("_losses", "_compile_loss", "_compile_metrics", "history"),
@@ -40,7 +40,7 @@ _SHOWN = 60  # characters of a value
 
 
 class Fact(NamedTuple):
-    """What is compared, a checksum of it, and its value if that is short."""
+    """One thing that workers compare: what it is, a checksum of it, and its value if that is short."""
 
     what: str
     checksum: int
@@ -103,7 +103,7 @@ def _facts_of_layer(name: str, layer: keras.Layer) -> Facts:
 
 
 def _by_key(name: str, value: Any) -> Facts:
-    """One fact for each entry of a mapping, else one."""
+    """A fact for each entry of a mapping, or one for anything else."""
     if not isinstance(value, Mapping):
         return [_fact(name, value)]
     return [_fact(f"{name}: {key}", each) for key, each in sorted(value.items(), key=str) if key not in _MAY_DIFFER]

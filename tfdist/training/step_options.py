@@ -12,7 +12,7 @@ from tfdist.training.update import Update
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What the step needs of the configuration."""
+    """The options of the configuration that the step needs."""
 
     plan: BatchPlan
     seed: int

@@ -31,7 +31,7 @@ def _some_of(weight: np.ndarray) -> np.ndarray:
 
 
 def with_rows_apart(weight: np.ndarray, size: float) -> np.ndarray:
-    """So many times a weight; a table with rows of different sizes, which batches of whole numbers have by it alone."""
+    """The weight times `size`; a table's rows differ in size, as those of whole-number inputs can only by it."""
     if weight.ndim < 2:
         return np.asarray(size * weight, weight.dtype)
     rows = np.random.default_rng(4).permutation(np.geomspace(*APART, len(weight)))

@@ -45,7 +45,7 @@ def refuse_assigned(
 
 
 def refuse_rules_with_state(model: keras.Model, flag: str, why_and_fix: str) -> None:
-    """That a regularizer or constraint, which are called beside the layers, keeps a variable is a ConfigError."""
+    """Raises ConfigError if a regularizer or constraint, which is called beside the layers, keeps a variable."""
     if found := variables_of_rules(model):
         raise ConfigError(
             f"{flag}, but a regularizer or constraint of the model keeps a variable of its own ({found[0].name}),"

@@ -34,7 +34,7 @@ from tfdist.training.parallel.zero import sharded_update
 
 
 class MeshModel(NamedTuple):
-    """What comes out."""
+    """The result of composing a model on a mesh."""
 
     update: MeshUpdate
     objective: Objective
@@ -43,7 +43,7 @@ class MeshModel(NamedTuple):
 
 
 class _Layers(NamedTuple):
-    """What becomes of layers and outputs along `model` and `expert`."""
+    """The layers and outputs after they were cut along `model` and `expert`."""
 
     objective: Objective
     width: int  # of the outputs' last dim on this rank; 0: not known, of a model that is no graph of layers

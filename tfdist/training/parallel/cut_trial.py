@@ -32,7 +32,7 @@ _NOISE, _NOISE_HALF = 1e-5, 1e-2  # of the largest number of all gradients: one 
 
 
 class Computed(NamedTuple):
-    """By a model, on a few rows."""
+    """The results of a model for a few rows."""
 
     outputs: Sequence[np.ndarray]
     added: np.ndarray  # the sum of the losses that layers add, []
@@ -146,7 +146,7 @@ class CutTrial:
         return whole[..., first:last]
 
     def _difference(self, whole: Computed, own: Computed, parts: Mapping[int, Part]) -> str:
-        """What is not the same; "" if all is. No collective."""
+        """What differs between the whole and the cut model, as a phrase; "" if nothing does. No collective."""
         cut = [a.shape != b.shape for a, b in zip(whole.outputs, own.outputs, strict=True)]
         if any(cut) and len(cut) > 1:
             return "one of its several outputs comes in parts"

@@ -84,7 +84,7 @@ class _Turn:
         self._sent: list[tf.Tensor] = []  # of the last two layers
 
     def take(self, mine: tf.Tensor) -> list[tf.Tensor]:
-        """What the gather of the layer that starts with `mine` waits for."""
+        """The tensors that the gather of the layer that starts with `mine` waits for."""
         earlier = [
             tensor for tensor in (self._before, *self._sent[:-1]) if tensor is not None and tensor.graph is mine.graph
         ]

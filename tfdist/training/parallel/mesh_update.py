@@ -58,7 +58,7 @@ class Placement:
 
 
 class MeshUpdate(DataParallel):
-    """See training/update.py. Builds the optimizer, which must not be built yet.
+    """The update on a mesh without --zero, see training/update.py. Builds the optimizer, which must not be built yet.
 
     Args:
       bucket_bytes: gradients travel in buckets of about this size. 0: each on its own.

@@ -116,7 +116,7 @@ class ShardedState:
         return self.runtime.mesh.rank({"pipe": self._stages.index})
 
     def _which(self, piece: Piece) -> int:
-        """Which piece of the whole it is; several workers may hold the same."""
+        """The number of the piece of the whole; several workers may hold the same."""
         return (piece.part.index if piece.part else 0) * self.runtime.size + (
             piece.group.index if piece.is_shard else 0
         )
@@ -183,7 +183,7 @@ class ShardedState:
         self.update.collect()
 
     def _writes(self, piece: Piece) -> bool:
-        """Of all workers that hold the same, the first writes it."""
+        """Whether this worker writes the piece: the first of all that hold the same does."""
         members = [
             self.runtime.mesh.coordinates(rank)
             for rank in (piece.group.ranks if piece.is_shard or piece.is_row else ())

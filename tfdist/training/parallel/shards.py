@@ -73,7 +73,7 @@ def _padded(vector: tf.Tensor, end: int) -> tf.Tensor:
 
 
 def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]) -> list[keras.Variable]:
-    """One variable [length] for each, with this member's part of its value, shared out over its group.
+    """Makes one variable [length] for each, with this member's part of its value in its group.
 
     It keeps the names.
     """

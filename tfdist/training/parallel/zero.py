@@ -98,7 +98,7 @@ class ShardedUpdate(MeshUpdate):
 
 
 class ZeroUpdate(ShardedUpdate):
-    """Stages 1 and 2."""
+    """The update of ZeRO's stages 1 and 2."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)

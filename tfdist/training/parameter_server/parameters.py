@@ -72,7 +72,7 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class Parameters:
-    """See above.
+    """The weights, statistics and optimizer state on parameter servers, as described above.
 
     Args:
       model, optimizer: the chief's own, built.
@@ -162,9 +162,8 @@ class Parameters:
         ]
 
     def update(self, gradients: Sequence[tf.Tensor | None], factor: tf.Tensor | None = None) -> None:
-        """One update with whole gradients, None of a weight that stays as it is; `factor` multiplies the learning
-        rate.
-        """
+        """Updates the weights by whole gradients, None for a weight that stays as it is; `factor` multiplies the
+        learning rate."""
         self.schedule.factor = factor
         for server, optimizer in self._optimizers.items():
             with tf.device(self.devices[server]):
@@ -214,7 +213,7 @@ class Parameters:
         self.set_step(step)
 
     def push(self, step: int) -> None:
-        """The inverse of `pull`."""
+        """Writes the chief's values to the servers: the inverse of `pull`."""
         self.skipped = step - int(self._iterations.numpy())
         for piece, value in zip(self.pieces, self._values, strict=True):
             value.assign(_rows(self.weights[piece.weight].numpy(), piece))
@@ -274,7 +273,7 @@ class Parameters:
         return list(zip(local, remote, strict=True))
 
     def describe(self) -> str:
-        """How the weights lie on the servers, in one line."""
+        """One line about where the weights lie."""
         load = [0] * len(self.devices)
         for piece, value in zip(self.pieces, self._values, strict=True):
             load[piece.server] += 4 * math.prod(value.shape)

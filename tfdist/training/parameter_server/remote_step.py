@@ -41,7 +41,7 @@ from tfdist.training.update import scaled
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """What a worker needs to know of the configuration."""
+    """The options of the configuration that a worker needs."""
 
     plan: BatchPlan
     seed: int
@@ -52,7 +52,7 @@ class RemoteOptions:
 
 
 class Result(NamedTuple):
-    """What came of a batch, or of one slice of it."""
+    """The result of a batch, or of one slice of it."""
 
     version: int  # of the weights: updates before they were read
     staleness: int  # asynchronous: updates between reading and updating
@@ -250,12 +250,12 @@ class RemoteStep:
         return norm, finite
 
     def combine(self, results: list[Result]) -> tuple[tf.Tensor, ...]:
-        """Of all slices, in order: see SliceValues.combined."""
+        """Combines the results of all slices, in order: see SliceValues.combined."""
         step = results[0].version + 1
         return tuple(map(tf.constant, self._values.combined([result.values for result in results], step)))
 
 
 def _numbers(version, staleness, applied, finite, norm, sums: tf.Tensor) -> tf.Tensor:
-    """One float64 vector, so that one message brings it."""
+    """The numbers of a result as one float64 vector, so that one message brings it."""
     head = [tf.cast(number, tf.float64) for number in (version, staleness, applied, finite, norm)]
     return tf.concat([tf.stack(head), tf.cast(sums, tf.float64)], 0)
