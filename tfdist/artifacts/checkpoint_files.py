@@ -48,7 +48,7 @@ def write(folder: str, step: int, arrays: Mapping[str, np.ndarray], direct: bool
 
 
 def description(keys: Iterable[str]) -> list[Entry]:
-    """What tf.train.Checkpoint looks for beside the arrays of these keys."""
+    """The entries that tf.train.Checkpoint looks for beside the arrays of these keys."""
     return [
         Entry(_COUNTER + SUFFIX, np.array(1, np.int64)),
         Entry(GRAPH, _object_graph([*keys, _COUNTER])),
@@ -105,7 +105,7 @@ def _encoded(text: Any) -> bytes:
 
 
 def pointer(prefix: str) -> str:
-    """What TensorFlow's file `checkpoint` says in a folder, so that tf.train.latest_checkpoint finds `prefix` there."""
+    """The text of TensorFlow's file `checkpoint`, with which tf.train.latest_checkpoint finds `prefix` in a folder."""
     return f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
 
 

@@ -81,7 +81,7 @@ def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict
 
 
 def _wrong_entries(manifest: Mapping[str, Any], step: int) -> Iterator[str]:
-    """What is wrong, as ends of a sentence."""
+    """The mistakes in a manifest, as ends of a sentence."""
     for name, kind in _TYPES.items():
         value = manifest.get(name)
         if name in manifest and (

@@ -1,4 +1,4 @@
-"""What a snapshot holds: the variables of a run by key, their copies in host memory, and the host's own generators.
+"""The content of a snapshot: the variables of a run by key, their copies in host memory, and the host's own generators.
 
 Keys are positions ("model/0003", "optimizer/0001", "train/step"), not names: Keras numbers layer names by what was
 built before in the process. The names are kept beside the keys, for messages.

@@ -74,7 +74,7 @@ def _without_variables(name: str) -> Iterator[None]:
 
 
 def _check_stateless(name: str, kinds: set[str]) -> None:
-    """Of the types of the operations of an augmentation. Raises ConfigError."""
+    """Raises ConfigError if `kinds`, the types of an augmentation's operations, draw random numbers or set state."""
     drawing = sorted(filter(tensorflow_graphs.draws_anew, kinds))
     setting = sorted(filter(tensorflow_graphs.sets_state, kinds))
     if drawing or setting:

@@ -89,7 +89,7 @@ def ordered_stream(split: Split, plan: BatchPlan, seed: int, shuffle: bool, cons
     shards = [_shard(split, shard, cut, seed, shuffle, consumed // cut) for shard in range(cut)]
     if cut == 1:
         return shards[0]
-    # Of a global batch: those of the first micro-batch, then those of the second, as `cut` replicas take them.
+    # A global batch has the rows of the first micro-batch, then those of the second, as `cut` replicas take them.
     parts = plan.accumulation * cut
     rows = plan.global_batch // (parts if plan.global_batch % parts == 0 else cut)
     return tf.data.Dataset.choose_from_datasets(
@@ -125,7 +125,7 @@ def must_end(split: Split, limit: int) -> None:
 
 
 def _known_length(split: Split, stream: tf.data.Dataset, limit: int) -> int:
-    """What TensorFlow knows of it: less than 0 if nothing, or that it has no end."""
+    """The length that TensorFlow knows: less than 0 if it knows none, or that there is no end."""
     known = int(stream.cardinality())
     if known == tf.data.INFINITE_CARDINALITY and not limit:
         raise DataError(f"{split.name} is an endless stream: set --eval_samples, the number of samples to evaluate on.")

@@ -152,7 +152,7 @@ def _encoded(value: Any, arrays: _Arrays) -> Any:
         return value if set(map(type, value)) <= _OF_JSON else [_encoded(item, arrays) for item in value]
     if name := _name_of(value, _OF_ITEMS):
         items = [_encoded(item, arrays) for item in value]
-        # Of a set in an order that does not hang on how it was made.
+        # A set's items, in an order that does not depend on how it was made.
         return {name: items if name == "tuple" else sorted(items, key=json.dumps)}
     if isinstance(value, collections.deque):
         return {"deque": [value.maxlen, _encoded(list(value), arrays)]}

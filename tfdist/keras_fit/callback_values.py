@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.keras_fit import backup_file
 
 _VARIABLES = (keras.Variable, tf.Variable)
-# Of Keras and TensorFlow, what changes while it trains and is not the model's.
+# Types of Keras and TensorFlow that change while it trains and are not the model's.
 _DATA = (*_VARIABLES, tf.Tensor, tf.data.Iterator, keras.metrics.Metric)
 # What is not missed where it begins anew: kinds, and where the classes of others come from.
 _NO_DATA = (

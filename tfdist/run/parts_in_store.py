@@ -1,4 +1,4 @@
-"""What one worker of several that see no common folder writes and reads of a run's snapshots in an object store.
+"""The parts of snapshots in an object store, as one of several workers without a common folder writes and reads them.
 
 A state that is divided over the workers is nowhere whole: each sends its own part (artifacts/stored_parts.py), the
 chief makes snapshots of them (parts_commit.py), and each brings only what it needs (ranges.py).
@@ -87,9 +87,8 @@ class PartsInStore:
     # -- going on --------------------------------------------------------------------------------------------------
 
     def _send_left(self, run_id: str) -> None:
-        """What earlier processes on this machine had no time to send. A collective. What cannot be sent is no part of
-        any snapshot: the run then goes on from an older one.
-        """
+        """Sends what earlier processes on this machine had no time to send. A collective. What cannot be sent is no
+        part of any snapshot: the run then goes on from an older one."""
         with contextlib.suppress(StoreError, OSError), _alone(self._stored.folder / PARTS):
             left = left_parts(self._stored.folder, run_id, self._newest) if run_id else []
             for step, rank, note in left:
@@ -103,7 +102,7 @@ class PartsInStore:
         self._gathering.make_left(self._newest)
 
     def start(self) -> None:
-        """From now on the chief makes snapshots of parts."""
+        """Lets the chief make snapshots of parts from now on."""
         assert self._gathering
         self._gathering.sender.start()
 

@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: exports, the plot of its curves, the summary. Written by the chief alone."""
+"""Writes the results of a finished run: exports, the plot of its curves, the summary. Used by the chief alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tfdist.training.loop import TrainResult
 
 @dataclass(frozen=True)
 class Figures:
-    """What the session knows of a run that has finished. `trainer`: what the trainer says of it."""
+    """The numbers that the session knows of a finished run. `trainer`: what the trainer says of it."""
 
     result: TrainResult
     verdict: str
@@ -143,7 +143,7 @@ def exportable(job: Job) -> Job:
 
 
 def source_info(job: Job) -> dict[str, Any]:
-    """What the sources tell about themselves (sizes, entropies, ...), as event values."""
+    """The facts that the sources tell about themselves (sizes, entropies, ...), as event values."""
     values: dict[str, Any] = {"data/train_samples": job.train_split.size}
     if job.eval_split:
         values["data/eval_samples"] = job.eval_split.size

@@ -44,7 +44,7 @@ _LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this
 
 
 class SnapshotFiles:
-    """One worker's view of them.
+    """The snapshots and backups of a run, as one worker sees them.
 
     in_parts: whether this worker writes and reads a part of each snapshot.
     writer: None where another worker writes all. backup: None without --backup_dir.
@@ -73,9 +73,8 @@ class SnapshotFiles:
         self._sends = False  # the thread that sends has begun
 
     def choose(self, config: Config) -> tuple[Snapshot | None, list[str]]:
-        """What restore.choose does, on the chief; of what lies here, and in the run's object store if it has one.
-        Raises CheckpointError, and what a store does not do.
-        """
+        """Chooses the snapshot to go on from, as restore.choose does, among those here and in the run's object store if
+        it has one. Called on the chief. Raises CheckpointError, and what a store does not do."""
         self.store.clean()
         brought = self._begin_backup()
         if self.backup:  # else one may be read that is just being replaced, and which one was chance
@@ -92,7 +91,7 @@ class SnapshotFiles:
         return snapshot, brought + messages
 
     def _choose_of_parts(self, in_store: PartsInStore, config: Config) -> tuple[Snapshot | None, list[str]]:
-        """No machine has all of a snapshot: the store is asked, after bad numbers, too."""
+        """Chooses from the store, after bad numbers, too: no machine has all of a snapshot."""
         assert self._sent
         with as_sentence():
             if self._sends:
@@ -111,7 +110,7 @@ class SnapshotFiles:
             store.set_aside_damaged()
 
     def _bring_newest(self) -> list[str]:
-        """From an object store; from now on what is written here is sent there. Returns messages."""
+        """Brings the newest snapshot from an object store, and begins to send. Returns messages."""
         messages = []
         if self._sent:
             with as_sentence():
@@ -120,11 +119,11 @@ class SnapshotFiles:
         return messages
 
     def _begin_backup(self) -> list[str]:
-        """What is in an object store is brought, and sent there from now on. Returns messages. Raises TfdistError."""
+        """Brings the backup from its object store, and begins to send there. Returns messages. Raises TfdistError."""
         return self._stored_backup.begin() if self._stored_backup else []
 
     def begin_to_send(self) -> None:
-        """What is written here from now on is sent to the object stores, if there are any. Raises TfdistError."""
+        """Begins to send what is written here to the object stores, if there are any. Raises TfdistError."""
         self._begin_backup()
         if self._sent and not self._sends:
             with as_sentence():
@@ -141,9 +140,8 @@ class SnapshotFiles:
         return self.in_parts and snapshot.path == store.path(snapshot.step)
 
     def read_part(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
-        """This worker's part of the shared snapshot that the chief has chosen. A collective. Returns why it is damaged,
-        or "": then the chief must choose another.
-        """
+        """Reads this worker's part of the shared snapshot that the chief has chosen. A collective. Returns why it is
+        damaged, or "": then the chief must choose another."""
         step = manifest["step"]
         snapshot = Snapshot(self.store.path(step), step, manifest)
         if self._in_store:
@@ -202,7 +200,7 @@ class SnapshotFiles:
         return [self.store, *([self.backup.store] if self.backup else [])]
 
     def messages(self) -> Iterator[tuple[str, dict]]:
-        """What the writers have to say: ("save", "backup" or "warning", values)."""
+        """The writers' messages: ("save", "backup" or "warning", values)."""
         if self._writes and self.writer:
             yield from self.writer.messages()
         refused, self._refused = self._refused, []
