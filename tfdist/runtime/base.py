@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Runtime(Protocol):
-    """Where code runs, and how values are combined."""
+    """Runs code on replicas, and combines values over them."""
 
     name: str
     rank: int  # of this worker; 0 is the chief
@@ -148,7 +148,7 @@ class Runtime(Protocol):
 
 
 class PeerRuntime(Runtime, Protocol):
-    """What tfdist.fit and its kin ask of the runtime beneath them, beyond the protocol of all."""
+    """The methods that tfdist.fit and its kin need of the runtime beneath them, beyond the protocol of all."""
 
     cluster: Cluster
 

@@ -25,7 +25,7 @@ _weight: tf.Tensor | None = None  # what the rows of this worker count; None: on
 
 
 def synchronize_with(runtime: Runtime) -> None:
-    """From now on synchronised moments are over the replicas of `runtime`.
+    """Makes synchronised moments be over the replicas of `runtime`, from now on.
 
     Raises UnsupportedError for another Keras.
     """
@@ -47,7 +47,7 @@ def synchronize_with(runtime: Runtime) -> None:
 
 @contextlib.contextmanager
 def each_alone() -> Iterator[None]:
-    """Within it moments are over this process's rows alone: what one worker tries, others need not try."""
+    """A context in which moments are over this process's rows alone: what one worker tries, others need not try."""
     global _apart
     before, _apart = _apart, True
     try:

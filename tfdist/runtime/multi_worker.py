@@ -51,7 +51,7 @@ class MultiWorker(StrategyRuntime):
             yield
 
     def use_ring(self, cluster: Cluster, config: Config) -> None:
-        """From now on float32 tensors are reduced by runtime/ring.py."""
+        """Lets float32 tensors be reduced by runtime/ring.py from now on."""
         patience = config.cluster.heartbeat_timeout
 
         def exchange(endpoint: str) -> list[str]:
@@ -104,7 +104,7 @@ class MultiWorker(StrategyRuntime):
         }
 
     def watch_for_stuck_peers(self, timeout: float) -> None:
-        """From now on a collective that does not end in `timeout` seconds is an error that says so; 0: never."""
+        """Makes a collective that does not end in `timeout` seconds an error that says so; 0: never."""
 
         def give_up() -> None:
             tensorflow_cluster.abort_collectives(

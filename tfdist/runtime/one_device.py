@@ -16,7 +16,7 @@ from tfdist.runtime.defaults import RuntimeDefaults
 
 
 class OneDevice(RuntimeDefaults):
-    """See runtime/base.py."""
+    """A runtime with one replica, see runtime/base.py."""
 
     name = "one_device"
     rank = 0
