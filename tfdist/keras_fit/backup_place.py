@@ -1,4 +1,4 @@
-"""Where the chief keeps the backup of a tfdist.fit: one file in a folder, or two objects in an object store.
+"""The chief's place for the backup of a tfdist.fit: one file in a folder, or two objects in an object store.
 
 Not every store replaces an object at once, so the epochs go to two of them in turn, and the newest that is whole is
 read: a job that is killed while it sends leaves the epoch before.
@@ -53,7 +53,7 @@ class BackupPlace(Protocol):
 
 
 def backup_place(place: str | Path) -> BackupPlace:
-    """Of BackupAndRestore's backup_dir. Raises ConfigError for a URL that names no place, StoreError."""
+    """The place for BackupAndRestore's backup_dir. Raises ConfigError for a URL that names no place, StoreError."""
     try:
         check_address("backup_dir", str(place))
     except ConfigError as error:

@@ -110,7 +110,7 @@ class SameDecisions(FitCallback):
 
 
 class SameDecisionsEachBatch(SameDecisions):
-    """Also after each batch; only if a callback could decide there, as it costs a message."""
+    """Agrees after each batch, too; only if a callback could decide there, as it costs a message."""
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         self._agree()

@@ -126,7 +126,7 @@ class EpochBackup(FitCallback):
         self.order: int | None = self._state["order"] if self._state else None
 
     def _read(self) -> dict[str, Any] | None:
-        """What the chief finds, on all workers."""
+        """The backup that the chief finds, on all workers."""
         data, damaged = b"", False
         if self._runtime.rank == 0:
             try:
@@ -182,7 +182,7 @@ class EpochBackup(FitCallback):
             self._find_the_place_in_the_data(self._state)
 
     def _states_of_others(self) -> list[dict[str, Any]]:
-        """Of each other callback; what is not held is told, once."""
+        """The state of each other callback; tells once which attributes are not held."""
         states = [callback_state.state_of(callback) for callback in self._others]
         found = [
             f"{type(callback).__name__}.{name}"

@@ -42,7 +42,7 @@ Gradient = tf.Tensor | tf.IndexedSlices
 
 
 class Gradients:
-    """One for all models that are distributed over the workers of a runtime.
+    """Takes gradients over all workers; one object for all models of a runtime.
 
     Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; of_own_rows, one in
     which a forward pass over own rows is traced: a tape there belongs to it, and gradients are those of its rows;

@@ -1,4 +1,4 @@
-"""Which rows of a table a batch looked up, and which a model looks up whatever the batch (positions, classes).
+"""Finds the rows of a table that a batch looked up, and those looked up whatever the batch (positions, classes).
 
 The gradient of a table is a list of rows, one for each that was looked up. Optimizers see the difference between a row
 that is there twice and one that is there once with the sum (Adam squares each, a norm adds up the squares). So workers
@@ -71,8 +71,8 @@ class Lookup:
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
-    """Those of which the gradient consists; None if that cannot be seen, as outside of a graph or where it comes out of
-    a function in it."""
+    """The lookups of which the gradient consists; None if that cannot be seen, as outside of a graph or where it comes
+    out of a function in it."""
     if not hasattr(slices.indices, "graph"):
         return None
     numbers = list(_parts(slices.indices))
@@ -90,7 +90,7 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
 
 
 def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
-    """What a tape has put together: the numbers of each lookup."""
+    """Yields the numbers of each lookup, which a tape has put together."""
     while numbers.op.type == "Identity":
         numbers = numbers.op.inputs[0]
     if numbers.op.type == "ConcatV2":
@@ -102,7 +102,7 @@ def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a forward pass is known to do.
+    """The facts that a trace of a forward pass shows.
 
     Attributes: shared, the lookups that do not depend on the batch: id of the table's handle -> name; branches, whether
     it has loops (of RNNs, tf.map_fn) or tf.cond, whose gradients XLA takes only where it compiles these, too.
@@ -113,7 +113,7 @@ class Traced:
 
 
 def traced(function: Callable, arguments: list[tf.TensorSpec]) -> Traced:
-    """Of `function`, whose arguments are of this worker's rows. It is traced, and not run."""
+    """Traces, without running it, `function`, whose arguments are of this worker's rows."""
 
     def trace(*arguments: tf.Tensor) -> list:
         outputs = tf.nest.flatten(function([mark(argument) for argument in arguments]))
@@ -135,7 +135,7 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> Traced:
 
 
 def _handles(table: tf.Tensor) -> Iterator[tf.Tensor]:
-    """Of the variables in which a tensor begins."""
+    """The handles of the variables from which a tensor comes."""
     if not hasattr(table, "graph"):
         yield table
     elif table.op.type != "Placeholder":

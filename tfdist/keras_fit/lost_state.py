@@ -29,7 +29,7 @@ _FUNCTIONS = ("train_function", "test_function")  # of Keras', in which the step
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """In a step of a model that was compiled as `compiled` says."""
+    """The findings in a step of a model that was compiled as `compiled` says."""
 
     compiled: Any
     lost: Sequence[str]
@@ -37,7 +37,7 @@ class _Found:
 
 
 class _Backup:
-    """What is asked of steps while a fit with a backup runs in this thread."""
+    """Checks of steps while a fit with a backup runs in this thread."""
 
     def __init__(self, model: keras.Model, tells: bool):
         self._tells, self._is_told = tells, False
@@ -98,7 +98,7 @@ def looked_for(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any]
 
 
 def _look(model: keras.Model, step: str) -> None:
-    """At the end of a step that is traced. Raises ConfigError, see `refused`."""
+    """Looks at a step at the end of its trace. Raises ConfigError, see `refused`."""
     if not _is_of_a_function():
         return
     backup = _backups[-1] if _backups else None
