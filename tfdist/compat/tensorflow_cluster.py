@@ -1,4 +1,4 @@
-"""What TensorFlow's context and its strategies do for a cluster of workers without a public name (TensorFlow 2.21)."""
+"""Work of TensorFlow's context and strategies for a cluster of workers that has no public name (TensorFlow 2.21)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How TensorFlow makes its devices, without a public name (TensorFlow 2.21)."""
+"""Makes TensorFlow's devices, for which there is no public name (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
