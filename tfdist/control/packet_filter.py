@@ -32,7 +32,7 @@ _ALL, _NOTHING = 0xFFFFFFFF, 0
 
 
 class Instruction(NamedTuple):
-    """Of classic BPF, in the order of the kernel's struct sock_filter."""
+    """An instruction of classic BPF, in the order of the kernel's struct sock_filter."""
 
     code: int
     if_true: int = 0  # instructions to skip

@@ -28,7 +28,7 @@ _ANSWER_SECONDS = 5.0  # for an actor whose worker is to be killed, before it is
 
 
 class Outcome(NamedTuple):
-    """How a worker ended."""
+    """The end of a worker."""
 
     code: int
     at: float  # monotonic seconds
@@ -49,7 +49,7 @@ class ActorWorker(Worker):
         return self.returncode
 
     def signal(self, number: int) -> None:
-        """Only kept here, since Ray must not be called in a signal handler."""
+        """Keeps the signal for later, since Ray must not be called in a signal handler."""
         self.signals.put(number)
 
 

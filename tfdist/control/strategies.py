@@ -13,7 +13,7 @@ from tfdist.control.exit_codes import ConfigError
 
 @dataclass(frozen=True)
 class Strategy:
-    """What --strategy=NAME means."""
+    """The meaning of --strategy=NAME."""
 
     runtime: str  # "module:Class"; Class.create(config, cluster) makes the runtime
     several_workers: bool = True  # whether it can have more than one
@@ -67,5 +67,6 @@ def strategy_named(name: str) -> Strategy:
 
 
 def asked_for(name: str) -> Strategy:
-    """What is certain of --strategy=NAME before the cluster is known: of auto, and of what is none, nothing."""
+    """The strategy --strategy=NAME if it is certain before the cluster is known; `_UNDECIDED` for auto and unknown
+    names."""
     return STRATEGIES.get(name, _UNDECIDED)
