@@ -58,7 +58,7 @@ def _without_command(argv: list[str]) -> int:
 
 
 def help_text() -> str:
-    """What `tfdist --help` shows."""
+    """The text of `tfdist --help`."""
     width = max(map(len, COMMANDS))
     return "\n".join(
         [

@@ -77,7 +77,7 @@ class Job:
         return streams.stream_cut(self.train_split, self.plan)
 
     def iterators(self, consumed: int, cut: int | None = None) -> list:
-        """One iterator of training micro-batches per local replica, from a position in the data order.
+        """Makes an iterator of training micro-batches for each local replica, from a position in the data order.
 
         cut: `stream_cut` of the run that `consumed` was reached in; None: of this one.
         """
@@ -186,7 +186,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
 
 
 def _make_model(config: Config, split: Split) -> keras.Model:
-    """With the generator of what code of the user's own draws without one."""
+    """Builds the model, with the generator of what code of the user's own draws without one."""
     model = build_model(config.model, split.element_spec[0], split.num_classes)
     return with_generator(model, own_objective=":" in config.model.objective)
 
@@ -221,7 +221,7 @@ def _step_options(config: Config, runtime: Runtime, plan: BatchPlan, split: Spli
 
 
 def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
-    """Both splits; all workers hold the same ones."""
+    """Loads both splits; all workers hold the same ones."""
     found, data = [], data_here(config)
     for name in SPLITS:
         # Whatever ran before, a source of the user's own that draws its split at random draws the same one.
@@ -284,7 +284,7 @@ def _first_rows(config: Config, split: Split) -> Callable[[int], Any]:
 
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:
-    """What memory this worker has, once its runtime has started."""
+    """The memory limits of this worker, once its runtime has started."""
     return memory_check.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
 
 

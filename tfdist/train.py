@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_early(config: Config) -> None:
-    """What can be told before TensorFlow is imported, which takes seconds. Raises ConfigError."""
+    """Checks what can be told before TensorFlow is imported, which takes seconds. Raises ConfigError."""
     check_given(config.batch)
     check_name("model", config.model.model, MODELS)
     check_name("source", config.data.source, SOURCES)

@@ -125,7 +125,7 @@ def errors(predict: Callable[[Measurement], float], measurements: Iterable[Measu
 
 @dataclass(frozen=True)
 class Explanation:
-    """What an algorithm says of the link, and how well it explains what was measured."""
+    """The link that an algorithm implies, and how well it explains what was measured."""
 
     algorithm: str
     link: Link
@@ -133,7 +133,7 @@ class Explanation:
 
 
 def explain(collective: str, measurements: Sequence[Measurement]) -> list[Explanation]:
-    """One for each algorithm that could be at work, the best first."""
+    """Fits each algorithm that could be at work: an explanation for each, the best first."""
     found = []
     for name, seconds in ALGORITHMS[collective].items():
         link = fit_link(seconds, measurements)

@@ -30,7 +30,7 @@ _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#666666"
 
 @dataclass(frozen=True)
 class Series:
-    """One collective of a runtime at one number of members, over sizes."""
+    """The measurements of one collective of a runtime at one number of members, over sizes."""
 
     runtime: str
     through: str  # what carried the bytes
@@ -95,7 +95,7 @@ def explanations(collective: str, measurements: Sequence[Measurement]) -> list[s
 
 
 def write_csv(path: Path, results: Sequence[Series]) -> None:
-    """A row per measurement."""
+    """Writes a row per measurement."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -119,7 +119,7 @@ def write_csv(path: Path, results: Sequence[Series]) -> None:
 
 
 def read_csv(path: Path) -> list[Series]:
-    """What `write_csv` wrote."""
+    """Reads the file that `write_csv` wrote."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = [
             (

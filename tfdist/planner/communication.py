@@ -1,4 +1,4 @@
-"""How long collectives take: the alpha-beta model. A message of m bytes takes alpha + m / beta.
+"""The time that collectives take, by the alpha-beta model. A message of m bytes takes alpha + m / beta.
 
 Legend: n members, S bytes (of the whole vector), alpha seconds of latency, beta bytes a second in one direction.
 
@@ -33,7 +33,7 @@ def passed_on(n: int) -> float:
 
 
 def ring_all_reduce(n: int, size: float, link: Link) -> float:
-    """Seconds."""
+    """The seconds of a ring all-reduce."""
     return 2 * (n - 1) * link.alpha + 2 * passed_on(n) * size / link.beta
 
 
@@ -106,7 +106,7 @@ class Group:
         return Link(hardware.network_us * 1e-6, (min(hardware.link_gbs, share) if self.local > 1 else share) * 1e9)
 
     def between(self, hardware: Hardware) -> Link:
-        """What one member gets of the node's network when all use it."""
+        """The link that one member has between nodes when all use the node's network."""
         return Link(hardware.network_us * 1e-6, hardware.node_gbs / (self.rivals * self.local) * 1e9)
 
 

@@ -20,7 +20,7 @@ SCALE = tuple(2**power for power in range(11))  # 1 to 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """What is planned: the question to which an Estimate is the answer."""
+    """The question to which an Estimate is the answer."""
 
     config: Config
     model: ModelShape
@@ -75,7 +75,7 @@ def _memory(plan: Plan, layout: Layout) -> Memory:
 
 
 def checkpoint_bytes(plan: Plan) -> float:
-    """Of one snapshot: parameters, optimizer state and constants, whatever the layout."""
+    """The bytes of one snapshot: parameters, optimizer state and constants, whatever the layout."""
     return sum(
         part.repeat
         * (

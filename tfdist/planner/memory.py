@@ -102,7 +102,7 @@ class Memory:
     stage: int  # of the pipeline, that is the fullest
 
     def items(self) -> dict[str, float]:
-        """By the names that are shown."""
+        """The amounts by the names that are shown."""
         return {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -116,7 +116,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Held:
-    """Activations, in bytes."""
+    """The bytes of activations."""
 
     by_part: list[float]  # what each part holds when the backward pass begins
     working: float  # what the largest layer works with
@@ -192,7 +192,7 @@ class Stage:
         return shard_states(self._elements(), slots, self.recipe, self.layout.zero, self.layout.replicas)
 
     def _largest_weight(self) -> float:
-        """Elements of the largest variable."""
+        """The number of elements of the largest variable."""
         return max(
             (
                 elements / self.layout.divisor(axis)

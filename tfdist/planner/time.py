@@ -1,4 +1,4 @@
-"""How long a step takes, and what of it: compute, bubble, communication that nothing hides, update. In seconds.
+"""The seconds of a step, and of its parts: compute, bubble, communication that nothing hides, update.
 
 step = fixed + (m + p - 1) micro-batches through the slowest stage + exposed communication + update
 
@@ -78,12 +78,12 @@ def step_time(
 
 
 def gradient_bytes(stages: list[list[Part]], layout: Layout) -> float:
-    """What the fullest stage sends."""
+    """The bytes of gradients that the fullest stage sends."""
     return KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in stages)
 
 
 class GradientTraffic(NamedTuple):
-    """How gradients and sharded states travel."""
+    """The seconds and algorithm by which gradients and sharded states travel."""
 
     seconds: float  # a step
     algorithm: str

@@ -18,9 +18,8 @@ _ASK_SECONDS = 0.25  # until what another process was fetching is asked for agai
 
 
 class FrontToBack:
-    """For one stream. at_a_time: how many objects come at once, those first that were asked for first. Paths are those
-    of the copies, there or not.
-    """
+    """Reads objects of one stream from front to back. at_a_time: how many objects come at once, those first that were
+    asked for first. Paths are those of the copies, there or not."""
 
     def __init__(self, cache: DataCache, at_a_time: int):
         self._cache, self._at_a_time = cache, at_a_time
@@ -115,7 +114,7 @@ class FrontToBack:
                     self._failed[path] = failure
 
     def _next(self) -> str | None:
-        """What comes next. None: nothing, and the thread ends."""
+        """The path that comes next. None: nothing, and the thread ends."""
         with self._guard:
             asked = self._wanted or self._ahead
             if not asked:

@@ -100,7 +100,7 @@ class FollowedLease:
         self._confirmed = time.monotonic()
 
     def confirm(self) -> None:
-        """As StoreLease.confirm. Raises StoreError."""
+        """Confirms the lease as StoreLease.confirm does. Raises StoreError."""
         if time.monotonic() - self._confirmed <= 2 * _RENEW_SECONDS:
             return
         owner = Owner.read(self._objects.text(FILE) or "")
