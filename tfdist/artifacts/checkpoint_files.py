@@ -85,9 +85,8 @@ def _append(file: DirectFile, entry: Entry) -> Written:
 
 
 def _append_texts(file: DirectFile, texts: Sequence[bytes]) -> int:
-    """Their lengths, the checksum of the lengths, the texts. Returns the checksum of it all, in which a length is a
-    number of four bytes, or of eight.
-    """
+    """Appends the texts' lengths, the checksum of the lengths, the texts. Returns the checksum of it all, in which a
+    length is a number of four bytes, or of eight."""
     lengths = b"".join(len(text).to_bytes(4 if len(text) < 1 << 32 else 8, "little") for text in texts)
     checksum = google_crc32c.value(lengths)
     told = masked(checksum).to_bytes(4, "little")

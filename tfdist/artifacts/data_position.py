@@ -85,7 +85,7 @@ class RunningFit:
 
     @classmethod
     def of(cls, model: keras.Model) -> RunningFit:
-        """Found in the stack. Raises CheckpointError if no Keras `fit` of this model is there."""
+        """Finds the running fit in the stack. Raises CheckpointError if no Keras `fit` of this model is there."""
         frame = inspect.currentframe()
         while frame is not None:
             values = frame.f_locals if frame.f_code.co_name == "fit" else {}

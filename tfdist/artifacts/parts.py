@@ -69,7 +69,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def runs(places: np.ndarray) -> list[tuple[int, int]]:
-    """Increasing places as (start, length) of consecutive ones."""
+    """Cuts increasing places into runs (start, length) of consecutive ones."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), len(run)) for run in np.split(places, cuts) if len(run)]
 

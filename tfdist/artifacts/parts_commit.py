@@ -78,7 +78,7 @@ class Gathering:
                     break
 
     def drop_all(self) -> None:
-        """None of those that are being gathered is wanted any more."""
+        """Drops all snapshots that are being gathered: none is wanted any more."""
         with self._making:
             for step in self.steps():
                 self._is_over(step, dropped=True)

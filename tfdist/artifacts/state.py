@@ -87,7 +87,7 @@ class WholeState:
         check(self.table(), stored)
 
     def fitted(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Stored arrays as `assign` takes them."""
+        """The stored arrays in the form that `assign` takes."""
         return arrays
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -168,7 +168,7 @@ def _name(variable: Any) -> str:
 
 
 def tf_variable(variable: Any) -> Any:
-    """TensorFlow's variable in one of Keras', or the one that is given."""
+    """TensorFlow's variable in one of Keras', or the variable that is given."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 

@@ -48,7 +48,7 @@ class Series:
         return split(self.measurements)[1]
 
     def line(self) -> Line | None:
-        """Fitted to what is not held out; None of too few sizes."""
+        """The line fitted to what is not held out; None for too few sizes."""
         return fit_line(split(self.measurements)[0]) if len(self.measurements) >= FEWEST else None
 
 
@@ -138,7 +138,7 @@ def read_csv(path: Path) -> list[Series]:
 
 
 def draw(path: Path, results: Sequence[Series]) -> None:
-    """Time and bus bandwidth over size, a column per collective."""
+    """Draws time and bus bandwidth over size, a column per collective."""
     pyplot = optional_packages.pyplot("a picture")
     figure, axes = pyplot.subplots(
         2, len(results), figsize=(4.0 * len(results), 7), dpi=100, squeeze=False, sharex="col"
@@ -174,9 +174,8 @@ def draw(path: Path, results: Sequence[Series]) -> None:
 
 
 def draw_models(path: Path, together: Sequence[Series]) -> None:
-    """Time over size at several numbers of members, a panel per collective, each with the one link that explains all
-    best.
-    """
+    """Draws time over size at several numbers of members, a panel per collective, each with the one link that explains
+    all best."""
     pyplot = optional_packages.pyplot("a picture")
     names = list(dict.fromkeys(series.collective for series in together))
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.0 * len(names), 4), dpi=100, squeeze=False)

@@ -22,8 +22,8 @@ _DATA = "_get_iterator"  # the method () -> what the epochs are read from
 
 @contextlib.contextmanager
 def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset], read_ahead: bool = False) -> Iterator[None]:
-    """Inside, Keras reads each dataset as `change` gives it back, and generators no further than needed, but with
-    `read_ahead`. Relies on `TFEpochIterator._get_iterator`."""
+    """A context in which Keras reads each dataset as `change` gives it back, and generators no further than needed, but
+    with `read_ahead`. Relies on `TFEpochIterator._get_iterator`."""
     keras_own: Callable[[EpochIterator], Any] | None = getattr(EpochIterator, _DATA, None)
     if keras_own is None:
         raise UnsupportedError(f"This version of Keras reads data in another way: {_DATA} of its epochs is gone.")

@@ -111,9 +111,8 @@ def recorded_losses(layer: keras.Layer) -> list[Any]:
 
 
 def record_losses(layer: keras.Layer, losses: Sequence[Any]) -> None:
-    """Instead of what it has recorded. Relies on `Layer._losses`, a list, `Layer._loss_ids`, a set, and on
-    `StatelessScope.losses`. The list not by a slice: TensorFlow's wrapper of lists would compare the tensors.
-    """
+    """Replaces the losses that the layer has recorded. Relies on `Layer._losses`, a list, `Layer._loss_ids`, a set, and
+    on `StatelessScope.losses`. The list not by a slice: TensorFlow's wrapper of lists would compare the tensors."""
     scope = get_global_attribute("stateless_scope")
     layer._losses.clear()
     if scope is None:

@@ -22,7 +22,7 @@ def begin(file: Path) -> None:
 
 
 def read(file: Path) -> int:
-    """-1 if there is none, or if it cannot be read."""
+    """Reads the count; -1 if there is none, or if it cannot be read."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

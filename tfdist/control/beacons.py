@@ -103,7 +103,7 @@ class Beacons:
             time.sleep(0.05)
 
     def wait_for_errors(self, wait: float) -> None:
-        """Until all others have told an error, at most `wait` seconds."""
+        """Waits until all others have told an error, at most `wait` seconds."""
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             with self._lock:

@@ -28,7 +28,7 @@ class Cluster:
     started_by: str = ""  # a launcher that tells ranks but no addresses (control/horovod_env.py)
     launcher_local_rank: int = 0  # as that launcher tells it
     secret: Secret = field(default=Secret(), compare=False, repr=False)  # by which its processes know each other
-    # Of a group after which this process may join others (membership.py): whether one of it has died.
+    # Whether a process of the group has died; for a group after which this one may join others (membership.py).
     is_broken: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
 
     @classmethod

@@ -61,7 +61,7 @@ class ElasticJob(LocalJob):
         return surroundings
 
     def resize(self, workers: int) -> bool:
-        """More or fewer workers from now on, without a restart."""
+        """Sets the number of workers from now on, without a restart."""
         self.say(f"tfdist: from {self.wanted} to {workers} workers")
         self.wanted = workers
         return True

@@ -119,7 +119,7 @@ _AROUND = re.compile(r"Exception encountered when calling .*?\n\n(.*)\n\nArgumen
 
 
 def _sentence(error: TfdistError) -> str:
-    """Without what Keras has put around it."""
+    """The sentence of an error, without what Keras has put around it."""
     return _AROUND.sub(r"\1", str(error))
 
 

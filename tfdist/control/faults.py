@@ -66,9 +66,8 @@ class Faults:
         return cls(planned, run_dir / "faults")
 
     def at(self, place: str, step: int) -> None:
-        """Called at "step" (between calls), "save" (files written, not yet renamed), "restore"; does what is due
-        there.
-        """
+        """Makes the faults happen that are due at "step" (between calls), "save" (files written, not yet renamed) or
+        "restore"."""
         if self._slow and place == "step":
             time.sleep(0.1)
         if self._writes_to_fail and place == "save":

@@ -96,7 +96,7 @@ class Job(Generic[_Worker]):
         raise NotImplementedError
 
     def _handle_ends(self, now: float) -> None:
-        """Called at every look, after the ends have been noticed."""
+        """Does further work after the ends have been noticed, at every look."""
 
     def _is_tolerated(self, worker: _Worker) -> bool:
         """Whether the job goes on without this worker, which has failed."""
@@ -114,7 +114,7 @@ class Job(Generic[_Worker]):
         return False
 
     def _release(self) -> None:
-        """Called after the last worker's end."""
+        """Frees what the job holds after the last worker's end."""
 
     # -- what they share -----------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Job(Generic[_Worker]):
         return self.wait()
 
     def kill(self) -> None:
-        """SIGKILL to what is left, with all that it started. `wait` then returns at once."""
+        """Sends SIGKILL to what is left, with all that it started. `wait` then returns at once."""
         self._kill_at = 0.0
         self.forward(signal.SIGKILL)
 

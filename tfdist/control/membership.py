@@ -60,7 +60,7 @@ class ConnectedWorker:
         return self.generation > 0 and not self.waits
 
     def send(self, **message: Any) -> None:
-        """Once per generation; to one that is gone it does no harm."""
+        """Sends a message, once per generation; to one that is gone it does no harm."""
         word = next(iter(message))
         if word not in self.sent:
             self.sent.add(word)

@@ -120,7 +120,7 @@ class Supervisor:
                 return result
 
     def _watch(self, job: Job, count: int) -> tuple[JobResult, bool]:
-        """Until the job ends: (how, whether it was asked to because another number of workers is wanted)."""
+        """Watches a job to its end: (result, whether it was asked to end as another number of workers is wanted)."""
         started, resized = time.monotonic(), False
         while (result := job.poll()) is None:
             if self.standby_after is not None and time.monotonic() - started > self.standby_after:

@@ -62,7 +62,7 @@ def parse_tf_config(text: str | None) -> Cluster:
 
 
 def _no_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Python's JSON reader would silently keep only the last of them, and so lose workers."""
+    """Raises ClusterError for repeated keys: Python's JSON reader would keep only the last, and so lose workers."""
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:

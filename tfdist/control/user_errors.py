@@ -33,7 +33,7 @@ def failure(error: BaseException) -> str:
 
 
 def failure_of_own(error: BaseException) -> str:
-    """The text of `failure`; "" for an error that arose in what is installed, or was asked for."""
+    """The text of `failure`; "" if not from a program of the user's, but from what is installed, or was asked for."""
     frames = traceback.extract_tb(error.__traceback__)
     is_asked_for = not isinstance(error, Exception)
     if is_asked_for or not any(frame.line and not _INSTALLED.search(frame.filename) for frame in frames):
@@ -55,7 +55,7 @@ def first_line(error: BaseException) -> str:
 
 
 def first_paragraph(error: BaseException) -> str:
-    """Likewise, as one line: Keras breaks its sentences into lines."""
+    """The first paragraph of the text of an error, as one line: Keras breaks its sentences into lines."""
     return " ".join(said(error).strip().partition("\n\n")[0].split())
 
 

@@ -18,7 +18,7 @@ class WorkerSupply(Protocol):
     count: int  # as it was last answered
 
     def ask(self) -> int:
-        """Before a job is started; may wait."""
+        """The number of workers to start a job with; may wait."""
         ...
 
     def wanted(self) -> int:

@@ -32,7 +32,7 @@ class Worker:
 
     @property
     def code(self) -> int | None:
-        """None: still running; negative: the signal that killed it."""
+        """The exit code. None: still running; negative: the signal that killed it."""
         raise NotImplementedError
 
     @property
@@ -79,7 +79,7 @@ class JobResult:
 
 
 def root_cause_order(worker: Worker) -> int:
-    """0: it surely failed by itself; the higher, the more likely because a peer was gone or we ended it."""
+    """A key to sort by: 0: it surely failed by itself; the higher, the more likely a peer was gone or we ended it."""
     if worker.killed or worker.rank is None:
         return 3
     if worker.lost:

@@ -61,7 +61,7 @@ def load_augmentation(name: str) -> Augmentation | None:
 
 @contextlib.contextmanager
 def _without_variables(name: str) -> Iterator[None]:
-    """TensorFlow's words for a variable that is made inside name neither the augmentation nor a way out."""
+    """A context that names the augmentation, and a way out, if a variable is made inside: TensorFlow's words do not."""
     try:
         yield
     except ValueError as error:

@@ -64,7 +64,7 @@ def uniform(seeds: tf.Tensor, draw: int) -> tf.Tensor:
 
 
 def uniform_int(seeds: tf.Tensor, draw: int, limit: int) -> tf.Tensor:
-    """Like `uniform`, as int32 [n] in 0..limit-1; limit up to 2**24."""
+    """Uniform integers, int32 [n] in 0..limit-1, drawn as `uniform` draws; limit up to 2**24."""
     return tf.minimum(tf.cast(uniform(seeds, draw) * float(limit), tf.int32), limit - 1)
 
 

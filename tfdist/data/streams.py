@@ -25,8 +25,8 @@ STREAM_WINDOW_BYTES = 2**28  # fewer, if they would take more memory
 
 
 def stream_cut(split: Split, plan: BatchPlan) -> int:
-    """Into how many streams a run with this plan cuts a split: into as many as there are replicas, if it is a stream of
-    files enough and they take equal parts of each batch; else 1, which is not at all."""
+    """The number of streams into which a run with this plan cuts a split: as many as there are replicas, if it is a
+    stream of files enough and they take equal parts of each batch; else 1, which is not at all."""
     can = split.size is None and 1 < plan.replicas <= split.stream_shards and plan.even
     return plan.replicas if can else 1
 

@@ -35,7 +35,7 @@ class BackupPlace(Protocol):
     name: str
 
     def held(self, job: str) -> contextlib.AbstractContextManager[None]:
-        """Inside, no other job has its backup here. Raises ConfigError if one has, OSError."""
+        """A context in which no other job has its backup here. Raises ConfigError if one has, OSError."""
         ...
 
     def read(self, parse: Parse) -> bytes:
@@ -92,7 +92,7 @@ class _Objects:
 
     @functools.cached_property
     def _objects(self) -> ObjectStore:
-        """Made by the chief alone: the others need no access, nor the packages for it."""
+        """The object store, made by the chief alone: the others need no access, nor the packages for it."""
         return ObjectStore(self._url)
 
     @contextlib.contextmanager

@@ -49,7 +49,7 @@ def arrange(callbacks: Any, runtime: OneDevice, model: keras.Model) -> list[kera
 
 
 def backup_held(callbacks: Any, runtime: OneDevice) -> contextlib.AbstractContextManager[None]:
-    """Inside, no other job keeps its backup where these callbacks do. Called by all workers, before `arrange`."""
+    """A context in which no other job keeps its backup there. Called by all workers, before `arrange`."""
     return epoch_backup.held(_listed(callbacks), runtime)
 
 
@@ -82,7 +82,7 @@ class SameLogs(FitCallback):
 
 
 class SameDecisions(FitCallback):
-    """After the callbacks of an epoch: if one worker stops, all do; the learning rate is the chief's."""
+    """Agrees after the callbacks of an epoch: if one worker stops, all do; the learning rate is the chief's."""
 
     def __init__(self, runtime: PeerRuntime, distributed: DistributedModel):
         super().__init__()

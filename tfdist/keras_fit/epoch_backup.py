@@ -74,9 +74,8 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -
 
 @contextlib.contextmanager
 def held(callbacks: Sequence[keras.callbacks.Callback], runtime: OneDevice) -> Iterator[None]:
-    """Inside, the chief holds the lease of the folder with the backup, if there is to be one: two jobs would go on from
-    each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds it.
-    """
+    """A context in which the chief holds the lease of the folder with the backup, if there is to be one: two jobs would
+    go on from each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds it."""
     found = _backups(callbacks)
     with contextlib.ExitStack() as holding:
         refusal = ""

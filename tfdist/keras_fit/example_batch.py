@@ -15,7 +15,7 @@ _UNKNOWN_DIM = 4
 
 
 class ExampleBatch:
-    """Attributes: inputs, of a global batch, as the model is called with them; None where none is known."""
+    """An example of a batch. Attributes: inputs, of a global batch, as the model is called with; None if unknown."""
 
     def __init__(self) -> None:
         self.inputs: Any = None

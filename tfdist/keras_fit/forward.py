@@ -179,7 +179,7 @@ class DistributedCall:
 
     @contextlib.contextmanager
     def _without_a_trace(self) -> Iterator[None]:
-        """Inside, the forward pass may be traced for what can be learned from it."""
+        """A context in which the forward pass may be traced for what can be learned from it."""
         layers = keras_layers.all_layers(self._model)
         with keras_stateless.left(), keras_layers.in_the_call_as_it_is():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
@@ -260,9 +260,9 @@ class DistributedCall:
         return find
 
     def _compiles(self, kwargs: dict, find: Callable[[], Traced]) -> bool:
-        """XLA compiles the pass over the own rows; but not collectives inside it, nor what its gradient would have to
-        take out of it: what a loop or a branch computes, and lookups that do not depend on the batch, which cannot be
-        told from others any more then."""
+        """Whether XLA compiles the pass over the own rows. Not with collectives inside it, nor with what its gradient
+        would have to take out of it: what a loop or a branch computes, and lookups that do not depend on the batch,
+        which cannot be told from others any more then."""
         # A stateless scope keeps what the pass updates, which must be of the graph around it.
         if not self._compiled_as.jit_compile or tf.executing_eagerly() or keras_stateless.is_here():
             return False

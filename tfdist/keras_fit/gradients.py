@@ -125,7 +125,7 @@ class Gradients:
         return original(tape)
 
     def _vectorized(self, original: Callable, tape: tf.GradientTape, *args: Any) -> Any:
-        """Inside tf.vectorized_map, where every worker computes all rows (forward.py)."""
+        """Takes a gradient inside tf.vectorized_map, where every worker computes all rows (forward.py)."""
         if tape not in self._inside_vectorized:
             raise ConfigError(
                 "tape.gradient inside tf.vectorized_map, of a tape that was made outside of it, cannot be spread over"

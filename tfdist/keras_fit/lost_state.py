@@ -68,8 +68,8 @@ _backups: list[_Backup] = []  # one inside the other
 
 @contextlib.contextmanager
 def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
-    """Inside, a step of the model that sets what no backup holds is a ConfigError when it is traced; and at once, if it
-    has been."""
+    """A context in which a step of the model that sets what no backup holds is a ConfigError when it is traced; and at
+    once, if it has been."""
     backup = _Backup(model, is_chief)
     known = model.__dict__.get(_KEPT_AS, {})
     now = [found for found in known.values() if found.compiled is keras_trainer.compile_identity(model)]
@@ -119,7 +119,7 @@ def _look(model: keras.Model, step: str) -> None:
 
 @contextlib.contextmanager
 def refused_in_own_rows(models: Set[keras.Model], random_numbers: RandomNumbers) -> Iterator[None]:
-    """Around the forward pass of a worker's own rows: that it sets a variable which none of the models holds is a
+    """A context around the forward pass of a worker's own rows: setting a variable that none of the models holds is a
     ConfigError when it is traced."""
     if not _is_of_a_function():
         yield

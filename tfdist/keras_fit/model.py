@@ -129,7 +129,7 @@ class DistributedModel:
             self._inside.enter_context(replaced(inner, "call", call))
 
     def _look_for_inner_calls(self, batch: Any) -> None:
-        """Before the first training step, if it is one of the user's own."""
+        """Finds out if the user's train_step calls inner models; before the first training step."""
         model = self._model
         if self._calls_inner_models is None and not keras_layers.has_no_call(model):
             is_own = type(model).train_step is not keras.Model.train_step
@@ -155,9 +155,8 @@ class DistributedModel:
     # -- the same variables everywhere -----------------------------------------------------------------------------
 
     def _prepare(self, loop: Loop, batch: Any) -> None:
-        """Before the first step of a loop: builds what Keras would build inside it, where the workers could not agree
-        any more.
-        """
+        """Builds, before the first step of a loop, what Keras would build inside it, where the workers could not agree
+        any more."""
         if loop is Loop.TRAIN:
             with self._call.alone():
                 self._look_for_inner_calls(batch)

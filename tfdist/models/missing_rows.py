@@ -60,7 +60,7 @@ def _graph() -> tf.Graph | None:
 
 @contextlib.contextmanager
 def as_nan(wanted: bool) -> Iterator[None]:
-    """While a model is traced or run inside, it looks up NaN for rows that are not there, if `wanted`."""
+    """A context in which a model that is traced or run looks up NaN for rows that are not there, if `wanted`."""
     if not wanted:
         yield
         return

@@ -87,7 +87,7 @@ def checkpoint_bytes(plan: Plan) -> float:
 
 
 def zero_table(plan: Plan, layout: Layout) -> list[Memory]:
-    """Memory for ZeRO stages 0 to 3 of a layout."""
+    """The memory for ZeRO stages 0 to 3 of a layout."""
     return [_memory(plan, dataclasses.replace(layout, zero=zero)) for zero in range(4)]
 
 
@@ -114,8 +114,8 @@ def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float
 
 
 def scaling(plan: Plan, layout: Layout) -> list[dict[str, float]]:
-    """Weak scaling from 1 to 1024 devices: more replicas, the same work on each. Efficiency against the smallest number
-    that holds one replica; sizes that are no multiple of one are left out."""
+    """The weak scaling from 1 to 1024 devices: more replicas, the same work on each. Efficiency against the smallest
+    number that holds one replica; sizes that are no multiple of one are left out."""
     one = layout.pipe * layout.model * layout.expert
     rows, base = [], None
     for devices in SCALE:

@@ -93,7 +93,7 @@ class ModelShape:
 
     @property
     def axes(self) -> set[str]:
-        """Mesh axes besides data and pipe that can divide it."""
+        """The mesh axes besides data and pipe that can divide it."""
         return {weight.axis for part in self.parts for weight in part.weights} - {""}
 
     def stages(self, pipe: int) -> list[list[Part]]:

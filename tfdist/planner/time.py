@@ -109,7 +109,7 @@ def gradient_traffic(
 
 
 def _inner_seconds(stages: list[list[Part]], layout: Layout, hardware: Hardware) -> float:
-    """Traffic that stands in the way of the next operation."""
+    """The seconds of traffic that stands in the way of the next operation."""
     seconds = 0.0
     blocks = max((sum(part.repeat for part in parts if part.block) for parts in stages), default=0)
     output = max((part.output for parts in stages for part in parts if part.block), default=0.0) * layout.micro_batch

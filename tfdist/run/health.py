@@ -168,7 +168,7 @@ _FLAG = {
 
 
 def section_limits(options: ClusterConfig) -> dict[str, float]:
-    """Section of a run -> the seconds that it may take; 0: no limit."""
+    """The seconds that each section of a run may take; 0: no limit."""
     return {
         "start-up": _START_UPS * options.startup_timeout,
         "restore": options.save_timeout,

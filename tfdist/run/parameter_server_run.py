@@ -36,7 +36,7 @@ def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
 
 
 def slices(config: Config, workers: int) -> int:
-    """Into how many parts a batch is cut."""
+    """The number of parts into which a batch is cut."""
     return workers - config.servers.backup_workers if config.servers.ps_mode == "sync" else 1
 
 

@@ -36,7 +36,7 @@ _SENTENCE_BYTES = 400
 
 
 class PartsInStore:
-    """Made on all workers at once. shelf: the chief's snapshots in the store.
+    """One worker's parts in the store. Made on all workers at once. shelf: the chief's snapshots there.
 
     Raises TfdistError on all if the chief cannot use the store.
     """
@@ -107,7 +107,7 @@ class PartsInStore:
         self._gathering.sender.start()
 
     def settle(self, seconds: float) -> None:
-        """Before the run goes back: what is being gathered is waited for so long, and then dropped."""
+        """Waits so long for what is being gathered, and then drops it: the run is about to go back."""
         assert self._gathering
         self._gathering.sender.finish_soon(seconds)
         self._gathering.drop_all()
@@ -145,9 +145,8 @@ class PartsInStore:
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def agree(self, step: int) -> str:
-        """Before each save: of which steps the chief wants the parts. A collective. Returns why there can be no
-        snapshot of this one, or "".
-        """
+        """Tells all, before each save, of which steps the chief wants the parts. A collective. Returns why there can be
+        no snapshot of this one, or ""."""
         message: dict[str, Any] = {}
         if self._gathering:
             try:
@@ -161,7 +160,7 @@ class PartsInStore:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While no other worker of this machine is in here. Raises OSError."""
+    """A context that no other worker of this machine is in. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -265,7 +265,7 @@ class Recovery:
         return self.config.checkpoint.backup_every or (math.ceil(size / self.job.plan.global_batch) if size else 0)
 
     def settle_statistics(self) -> None:
-        """Moving statistics that are not synchronised drift apart: everyone takes the first's before they are used."""
+        """Sets moving statistics to the first worker's before use: those not synchronised drift apart."""
         if self.config.model.sync_batchnorm or not self.is_copied:
             return
         settle(self.job.model, self.state, self.runtime)

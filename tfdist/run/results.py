@@ -68,8 +68,8 @@ def leave_results(
     values: Mapping[str, Any],
     unwritten: str,
 ) -> None:
-    """Exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export fails: the
-    rest can be made again from the logs, so it only warns.
+    """Writes exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export
+    fails: the rest can be made again from the logs, so it only warns.
 
     weights: see `Recovery.weights`. values: what the run knows of itself, for the summary.
     unwritten: why the last snapshot could not be written; "" if it was.

@@ -292,7 +292,7 @@ class Session:
         self.opened.close()
 
     def _close_runtime(self) -> None:
-        """After an error others may be gone or stuck: then nobody waits for them, the end of the process is enough."""
+        """Closes the runtime, but not after an error: others may be gone or stuck, and the process's end is enough."""
         if self._in_order or self.runtime.size == 1:
             self.runtime.close()
 

@@ -152,14 +152,14 @@ class SnapshotFiles:
         return ""
 
     def agree(self, step: int) -> bool:
-        """Before a snapshot is written in parts. A collective. Whether there can be one."""
+        """Agrees before a snapshot is written in parts. A collective. Returns whether there can be one."""
         refusal = self._in_store.agree(step) if self._in_store else ""
         if refusal:
             self._refused.append(f"SNAPSHOT NOT WRITTEN, step {step}: {refusal}. The next save tries again.")
         return not refusal
 
     def share(self, runtime: Runtime, patience: float) -> None:
-        """Write in parts, if every worker sees what the chief writes. A collective.
+        """Makes snapshots be written in parts, if every worker sees what the chief writes. A collective.
 
         patience: seconds that the chief waits for the parts of the others; 0: any time.
         """
@@ -221,7 +221,7 @@ class SnapshotFiles:
         return self.writer.last_failure
 
     def give_up(self) -> None:
-        """After an error: what is being written gets the time to be committed."""
+        """Gives what is being written the time to be committed, after an error."""
         if self._parted:
             self._parted.give_up_at = time.monotonic() + _LAST_PART_SECONDS
         for writer in filter(None, (self.writer, self.backup and self.backup.writer)):
@@ -231,14 +231,14 @@ class SnapshotFiles:
             self._stored_backup.send_rest(_LAST_WRITE_SECONDS)
 
     def end_backup(self, finished: bool) -> None:
-        """Training has ended. finished: nothing will go on from the backup."""
+        """Ends the backup after training. finished: nothing will go on from the backup."""
         if self.backup and finished:
             self.backup.delete()
         if self._stored_backup:
             self._stored_backup.end_with(deletion=finished and self._config.delete_backup)
 
     def close(self) -> None:
-        """Nothing is sent any more, and the place of the backup is given back. A store may take its time for it."""
+        """Ends all sending, and gives back the place of the backup. A store may take its time for it."""
         if self._stored_backup:
             self._stored_backup.close()
 

@@ -57,7 +57,7 @@ def stored_run(options: RunConfig, folder: Path, cluster: Cluster, job: str) -> 
 
 
 class StoredRun:
-    """Entered before a worker's session and left after it.
+    """A run in an object store, entered before a worker's session and left after it.
 
     job: what tells attempts of one job from another job (control/lease.py).
     """

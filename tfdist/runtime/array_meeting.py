@@ -18,7 +18,7 @@ _PLACE = struct.Struct("!Qqq")  # bytes of an array; where to read it: serial, d
 
 
 class ArrayMeeting(RingConnections):
-    """Args: see RingConnections, and
+    """Exchanges arrays between ranks. Args: see RingConnections, and
       share: arrays made by `empty` may be read in place by other ranks on this host. The same on all ranks.
 
     Attributes: shares, whether the right neighbour reads them in place; all_read, whether every rank can read those of

@@ -75,7 +75,7 @@ class Runtime(Protocol):
         ...
 
     def replica_id(self) -> tf.Tensor:
-        """Inside the `fn` of `run`: the global index of the replica, int32 []."""
+        """The global index of the replica, int32 []. To be called inside the `fn` of `run`."""
         ...
 
     def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
@@ -89,12 +89,12 @@ class Runtime(Protocol):
         ...
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
-        """Inside the `fn` of `run`: [replicas, k], float32 or float64, the row [k] of every replica, in one order on
-        all. Its gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
+        """The row [k] of every replica: [replicas, k], float32 or float64, in one order on all. To be called inside the
+        `fn` of `run`. Its gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
         ...
 
     def assign(self, variable: tf.Variable, value: Any) -> None:
-        """Outside of `run`: sets every local replica's copy of the variable to its own value of a per-replica value."""
+        """Sets every local replica's copy of the variable to its own value of a per-replica value; outside of `run`."""
         ...
 
     # Between steps, on host values. Every worker must call these in the same order.
@@ -168,7 +168,7 @@ class PeerRuntime(Runtime, Protocol):
         ...
 
     def end_call(self) -> None:
-        """After a call that all workers make together: returns when this worker may go on, or come to its end."""
+        """Waits after a call that all workers make together, until this worker may go on, or come to its end."""
         ...
 
     def leave(self) -> None:

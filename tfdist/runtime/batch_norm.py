@@ -58,7 +58,8 @@ def each_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def weighted(weight: tf.Tensor) -> Iterator[None]:
-    """While a forward pass is traced: 0.0 where the rows of this worker are only there to have any, else 1.0."""
+    """A context for the trace of a forward pass. weight: 0.0 if this worker's rows are only there to have any, else
+    1.0."""
     global _weight
     _weight = weight
     try:

@@ -42,7 +42,7 @@ _calls: dict[int, itertools.count] = {}
 
 
 class Group:
-    """Some ranks that communicate.
+    """A group of ranks that communicate.
 
     Args:
       ranks: the members, in the order in which results are laid out.
@@ -249,7 +249,7 @@ class Group:
         }
 
     def _placed(self) -> contextlib.AbstractContextManager:
-        """TensorFlow holds a group to the kind of device that it first met on."""
+        """A context with the device of the group: TensorFlow holds it to the kind that it first met on."""
         # With its whole name: a function's results must be in one place, and others in the cluster have a CPU, too.
         return contextlib.nullcontext() if self.nccl else tf.device(f"{self._tasks[self.index]}/device:{HOST}")
 

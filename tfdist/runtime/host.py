@@ -1,4 +1,4 @@
-"""Values in the host's memory, operations that no GPU has a kernel for; and whose a device is."""
+"""Values in the host's memory, and operations that no GPU has a kernel for; and whose a device is."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ class Collective:
     """A collective to be timed. One of `in_graph` and `on_host` is set."""
 
     through: str  # what carries the bytes
-    # Of a replica's tensor, float32 [k], inside the `fn` of `run`.
+    # Takes a replica's tensor, float32 [k], inside the `fn` of `run`.
     in_graph: Callable[[tf.Tensor], tf.Tensor] | None = None
-    # Of an array, float32 [k], between steps.
+    # Takes an array, float32 [k], between steps.
     on_host: Callable[[np.ndarray], np.ndarray] | None = None
 
 

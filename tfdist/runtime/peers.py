@@ -98,7 +98,7 @@ class Peers(OneDevice):
             ) from None
 
     def end_call(self) -> None:
-        """Nothing: no worker that goes on takes anything away from one that is not done yet."""
+        """Does nothing: no worker that goes on takes anything away from one that is not done yet."""
 
     def leave(self) -> None:
         """Tells the neighbour that this script has come to its end, in case it waits for this worker."""

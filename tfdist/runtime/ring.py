@@ -133,7 +133,7 @@ class Ring(ArrayMeeting):
             np.add(chunks[(index + step) % self.size], out, out=out)
 
     def _cuts(self, length: int) -> list[tuple[int, int]]:
-        """The begin and end of each rank's chunk."""
+        """The beginning and end of each rank's chunk."""
         cuts = [index * length // self.size for index in range(self.size + 1)]
         return list(zip(cuts, cuts[1:], strict=False))
 
@@ -159,7 +159,7 @@ class Ring(ArrayMeeting):
         return total
 
     def _wait_until_read(self) -> None:
-        """Before anything else comes from other ranks: their word that they have read what was left to them."""
+        """Waits for the word of the other ranks that they have read what was left to them, before anything else."""
         if self._unread and self.size > 2:
             self._all_come()
         else:

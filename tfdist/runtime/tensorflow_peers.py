@@ -39,7 +39,8 @@ _SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)  # by the collective
 
 
 class TensorflowPeers(Peers):
-    """See PeerRuntime in runtime/base.py. Made by peer_choice.py, before TensorFlow has computed anything.
+    """Plain processes over TensorFlow's collectives; see PeerRuntime in runtime/base.py. Made by peer_choice.py, before
+    TensorFlow has computed anything.
 
     nccl: whether tensors live on GPUs; all are in host memory else.
     """
@@ -107,9 +108,8 @@ class TensorflowPeers(Peers):
         return found
 
     def _here(self, run: Callable[[Sequence[Any]], list]) -> Callable[[Sequence[Any]], list]:
-        """Outside of a graph `run` becomes one, of which there is one for all calls with these shapes: TensorFlow keeps
-        what it knows of a collective for good, which would add up if each call were another.
-        """
+        """Makes `run` a graph outside of graphs, one for all calls with these shapes: TensorFlow keeps what it knows of
+        a collective for good, which would add up if each call were another."""
         if not tf.executing_eagerly():
             return run
         if run.__name__ not in self._functions:

@@ -14,7 +14,7 @@ _WIDENED = (tf.bool, tf.int8, tf.uint8)
 
 
 def on_wire(tensor: tf.Tensor) -> tf.Tensor:
-    """The same bits as float16, float32 or float64; complex128 gets one more dim, types of one byte are widened."""
+    """The bits as float16, float32 or float64; complex128 gets one more dim, types of one byte are widened."""
     if tensor.dtype in _WIDENED:
         tensor = tf.cast(tensor, tf.int32)
     return tf.bitcast(tensor, _BY_BYTES.get(tensor.dtype.size, tf.float64))

@@ -71,7 +71,7 @@ class FrontToBack:
             return b""
 
     def close(self) -> None:
-        """Nothing is read any more; what was asked for still comes."""
+        """Ends reading; what was asked for still comes."""
         with self._guard:
             self._closed = True
             while self._pins:
@@ -80,7 +80,7 @@ class FrontToBack:
     __del__ = close
 
     def _hold(self, path: str, over: Sequence[str]) -> None:
-        """Until it is over, nobody removes it."""
+        """Keeps a copy from being removed until it is among the `over` of a later call."""
         with as_sentence("data_dir"), self._guard:
             self._failed.pop(path, None)
             self._asked[path] = time.monotonic()

@@ -69,7 +69,7 @@ class ObjectCopy:
         return False
 
     def mark_used(self) -> None:
-        """Now; those that were not used for longest are removed first."""
+        """Notes that the copy is used now; those that were not used for longest are removed first."""
         with contextlib.suppress(OSError):
             os.utime(self._record_file)
 
@@ -119,7 +119,7 @@ class ObjectCopy:
         self.check_same()  # else the copy may be of both
 
     def _grow(self) -> None:
-        """Whatever the growing file holds, at any time, is the beginning of the object that was listed."""
+        """Fetches the object into a growing file: what that holds, at any time, is the listed object's beginning."""
         self._part.unlink(missing_ok=True)  # of a process that was killed; those that read it open the new one
         try:
             with open(os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _READABLE), "wb", buffering=0) as file:

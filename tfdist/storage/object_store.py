@@ -190,11 +190,11 @@ class ObjectStore:
         return self._patiently(f"reading {name}", read, missing=True, size=size)
 
     def send_all(self, files: Iterable[tuple[Path, str]]) -> None:
-        """Several files at once. Raises what `send` raises."""
+        """Sends several files at once. Raises what `send` raises."""
         in_threads(self.send, files)
 
     def fetch_all(self, wanted: Iterable[tuple[str, Path, int]], if_there: bool = False) -> None:
-        """Several objects at once. if_there: those that are gone are left out. Raises what `fetch` raises."""
+        """Fetches several objects at once. if_there: those that are gone are left out. Raises what `fetch` raises."""
 
         def fetch(name: str, file: Path, size: int) -> None:
             with contextlib.suppress(*[FileNotFoundError] if if_there else []):

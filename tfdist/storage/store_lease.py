@@ -59,9 +59,8 @@ class StoreLease:
                     self._objects.put_text(FILE, self.owner.lease())
 
     def confirm(self) -> None:
-        """Before anything in the store is changed: a process that was stopped, or cut off, for so long that another
-        took over must not touch what is that one's now. Raises StoreError.
-        """
+        """Confirms the lease before anything in the store is changed: a process that was stopped, or cut off, for so
+        long that another took over must not touch what is that one's now. Raises StoreError."""
         if time.monotonic() - self._confirmed > 2 * _RENEW_SECONDS and not self._released.is_set():
             self._look()
 

@@ -241,7 +241,7 @@ class _Walk:
         self._tail(told)
 
     def _interval(self, record: Mapping[str, Any]) -> None:
-        """Up to a train event. Pauses come first: what pauses is due where the event before was."""
+        """Accounts up to a train event. Pauses come first: what pauses is due where the event before was."""
         values, gap, steps = record["values"], record["at"] - self.at, record["step"] - self.step
         speed = _number(values, "perf/steps_per_s")
         clock = min(gap, steps / speed) if speed else gap

@@ -97,7 +97,7 @@ def not_compiled_on(mesh: Mesh, config: Config) -> str:
 
 
 def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
-    """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
+    """Refuses to compile synchronised BatchNormalization: XLA cannot compile its collectives; a frozen one has none."""
     if config.model.jit_compile and _is_synchronized(model) and runtime.replicas > 1:
         raise ConfigError(
             "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"

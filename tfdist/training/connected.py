@@ -34,7 +34,7 @@ class Connected:
         self._fixed = self._told = False
 
     def note(self, *gradients: Sequence[Any]) -> None:
-        """While a step is traced: lists of gradients, None where there is none. What had one in any trace has one."""
+        """Notes, while a step is traced, which gradients are not None. What had one in any trace has one."""
         if not self._fixed:
             found = {place for part in gradients for place, gradient in enumerate(part) if gradient is not None}
             self._found = found | (self._found or set())
@@ -52,7 +52,7 @@ class Connected:
         return [piece if self._found is None or place in self._found else None for place, piece in enumerate(pieces)]
 
     def news(self) -> tuple[str, ...]:
-        """Messages for the user, once."""
+        """The message about variables that are not connected, for the user, once."""
         missing = [] if self._found is None else [place for place in range(len(self._ids)) if place not in self._found]
         if self._told or not missing:
             return ()

@@ -41,9 +41,8 @@ in_trials = ThreadScope()  # of a model, that other workers need not make: no pl
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """What is drawn inside from Python's, NumPy's and TensorFlow's global generators is not missed later. To be entered
-    by all workers, also by those that try nothing: a layer may draw from them when the step is traced.
-    """
+    """A context that restores Python's, NumPy's and TensorFlow's global generators. To be entered by all workers, also
+    by those that try nothing: a layer may draw from them when the step is traced."""
     before, of_keras = state.generator_states(), keras_random.global_seed_generator()
     try:
         with in_trials(), tensorflow_random.state_kept():
@@ -127,7 +126,7 @@ class Probe:
             return stateless_call(self.model, *given, x, training, beside).outputs
 
     def _meet(self, generator: keras.random.SeedGenerator) -> None:
-        """Before the model draws from it. One that no layer holds is moved in later calls."""
+        """Notes a generator before the model draws from it. One that no layer holds is moved in later calls."""
         known = (*self.model.variables, *states_beside(), *self._seeds_met)
         if not any(generator.state is one for one in known):
             self._seeds_met.append(generator.state)
@@ -223,8 +222,8 @@ class Probe:
     def _refuted(
         self, claims: Sequence[tuple[Key, str]], x: Any, number: int, weights: Sequence[tf.Tensor], *how: Any
     ) -> list[tuple[Key, str]]:
-        """Those claims (SUM or MEAN) about losses that the two halves of x, which has an even number of rows,
-        contradict. Random losses tell nothing. how: as for `outputs`, without the draw."""
+        """The claims (SUM or MEAN) about losses that the halves of x, of an even number of rows, contradict. Random
+        losses tell nothing. how: as for `outputs`, without the draw."""
         half = number // 2
         batches = [self.take(x, each) for each in (range(number), range(half), range(half, number))]
         whole, *halves = (self.values(batch, weights, 0, *how) for batch in batches)

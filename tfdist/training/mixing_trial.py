@@ -30,8 +30,8 @@ _ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half p
 
 
 class Attempt(NamedTuple):
-    """How to disturb: the weights, how much of the rows to keep, how much noise to add, whether to give rows different
-    sizes. by_halves: whether every other row stays, or the first or the last alone."""
+    """How much weights are disturbed, how much of the rows is kept, how much noise is added to them, and whether rows
+    are of different sizes then. by_halves: whether every other row stays, or the first or the last alone."""
 
     disturbed: float
     kept: float

@@ -65,7 +65,7 @@ def _name(key: Any) -> str:
 
 
 def _attribute(value: Any, depth: int) -> Any:
-    """None of what may differ between workers that compute the same, and of what holds nothing else."""
+    """The value of an attribute; None if it may differ between workers that compute the same, or holds nothing else."""
     if value is None or isinstance(value, (bool, int, str, bytes)):
         return None
     if isinstance(value, _FUNCTIONS):

@@ -124,7 +124,7 @@ class ReplicaGradients:
 
 
 def _check_connected(gradients: list[Gradient | None]) -> None:
-    """Without any gradient (of whole numbers, behind a stop_gradient) a run would go on and learn nothing."""
+    """Raises ConfigError if there is no gradient at all (whole numbers, stop_gradient): a run would learn nothing."""
     if all(gradient is None for gradient in gradients):
         raise ConfigError(
             "The loss depends on none of the model's trainable variables: let --model and --objective compute it from"

@@ -89,7 +89,7 @@ class Proofs:
 
 class _Trace(NamedTuple):
     """The trace of a model with one number of rows. inputs: places of what the model is given. outputs: with the masks
-    that they carry."""
+    that they carry. captured: what comes from outside."""
 
     rows: int
     operations: Sequence[tf.Operation]

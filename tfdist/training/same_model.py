@@ -122,7 +122,7 @@ def _config(layer: keras.Layer) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Without what may differ between workers that compute the same."""
+    """The value without what may differ between workers that compute the same."""
     if isinstance(value, Mapping):
         if value.get("class_name") == "__lambda__":  # its code names the folder that it is in; see _own_code
             return "a lambda"

@@ -69,7 +69,7 @@ def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
                 )
             )
 
-    # Of several replicas here, which are traced in turns, TensorFlow's strategies give each other keys.
+    # TensorFlow's strategies give each of several replicas here, which are traced in turns, other keys.
     alone = runtime.local_replicas == 1 and runtime.replicas > 1
     keys = tensorflow_random.keys_moved(runtime.replica_id()) if alone else contextlib.nullcontext()
     with asked_before_draws(ask), keys:

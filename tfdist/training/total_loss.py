@@ -39,7 +39,7 @@ class Total(NamedTuple):
 
 
 def expected_weight(plan: BatchPlan, scores: Scores) -> float:
-    """E: the sum of weights of a global batch in which every weight is 1. `scores`: specs."""
+    """The sum of weights of a global batch in which every weight is 1: E. `scores`: specs."""
     of_a_sample = scores.weights.shape[1:].num_elements()
     if of_a_sample is None:
         raise ConfigError(

@@ -31,7 +31,7 @@ class Update(Protocol):
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
-        """State of its own that must be saved."""
+        """The state of its own that must be saved."""
         ...
 
     def sources(self) -> list[tf.Variable]:

@@ -23,7 +23,7 @@ _ORDER = "biufcSUO"  # of kinds of types: bool, whole numbers, floats, complex n
 
 
 def object_split(name: str, data: Any) -> Split:
-    """Random access through data[i], in Python. Raises DataError for items that do not fit each other."""
+    """Makes a split with random access through data[i]. Raises DataError for items that do not fit each other."""
     try:
         size = len(data)
     except Exception as error:  # whatever the user's code raises, or Python says of what it returns

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some of a list of variables. The methods take and fill lists in the order of all variables."""
+    """A part of a list of variables. The methods take and fill lists in the order of all variables."""
 
     places: tuple[int, ...]  # in that list, from the last
     shapes: tuple[tuple[int, ...], ...]

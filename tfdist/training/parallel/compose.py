@@ -244,7 +244,7 @@ def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
 
 
 def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRuntime) -> None:
-    """State that is of no variable's shape (Adafactor's sums over rows) would be of another size on each stage."""
+    """Refuses state of no variable's shape (Adafactor's sums over rows): it would be of another size on each stage."""
     if any(len(variable.shape) and id(variable) not in update.owners for variable in optimizer.variables):
         raise ConfigError(
             f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name}"

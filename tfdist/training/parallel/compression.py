@@ -75,7 +75,7 @@ class Compression:
         }[kind]
 
     def bytes(self) -> int:
-        """What one worker sends of one step's gradients, before the collective's own overhead."""
+        """The bytes that one worker sends of one step's gradients, before the collective's own overhead."""
         total = 0
         for shape in self.shapes:
             n = math.prod(shape)

@@ -139,7 +139,7 @@ class CutTrial:
     # -- comparing -------------------------------------------------------------------------------------------------
 
     def _own(self, whole: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """What is here, of this shape, of something whose last dim may be cut over `model`."""
+        """The part of `whole` that is here, of this shape; its last dim may be cut over `model`."""
         if list(whole.shape) == list(shape):
             return whole
         first, last = share(whole.shape[-1], self._runtime.group("model"))

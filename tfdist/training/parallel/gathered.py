@@ -77,7 +77,7 @@ def _gather_when_called(
 
 
 class _Turn:
-    """Whose turn it was before: a gather may start when the layer before has its input (or upstream gradient)."""
+    """The order of gathers: one may start when the layer before has its input (or upstream gradient)."""
 
     def __init__(self) -> None:
         self._before: tf.Tensor | None = None

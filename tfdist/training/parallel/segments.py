@@ -79,7 +79,7 @@ def cut_out_attention(model: keras.Model, flag: str) -> Cut:
 
 
 def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variable]) -> None:
-    """--recompute=`kind`, block or attention, on a functional model, in place: its call goes from segment to segment.
+    """Applies --recompute=`kind`, block or attention, to a functional model, in place: it is called segment by segment.
 
     storage: id of a trainable variable -> the variable that the model computes with, if that is another one (a shard).
     Raises ConfigError if the model has no blocks.

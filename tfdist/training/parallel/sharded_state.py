@@ -131,7 +131,7 @@ class ShardedState:
         state.check(self.table() | rows, stored)
 
     def fitted(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Stored arrays with as many rows as there are replicas now."""
+        """The stored arrays, with as many rows as there are replicas now."""
         return {
             key: shared_out(array, self.pieces[key].group.size) if self.pieces[key].is_row else array
             for key, array in arrays.items()
@@ -165,7 +165,7 @@ class ShardedState:
         return shards
 
     def wanted(self, stored: Mapping[str, Sequence]) -> list[Shard]:
-        """What `read` reads. stored: a snapshot's table, key -> (name, shape, dtype)."""
+        """The boxes that `read` reads. stored: a snapshot's table, key -> (name, shape, dtype)."""
         return [
             shard
             for key, piece in self.pieces.items()

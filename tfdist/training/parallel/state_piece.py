@@ -86,7 +86,7 @@ class Piece:
         return shards
 
     def wanted(self, key: str, rows: int) -> list[Shard]:
-        """What `read` reads. rows: of the stored array, if every replica has its own."""
+        """The boxes that `read` reads. rows: of the stored array, if every replica has its own."""
         if not self.is_row:
             return [Shard(key, self.shape, box) for region in self._regions() for box in region.boxes]
         which = [self.group.index] if rows == self.group.size else range(rows)

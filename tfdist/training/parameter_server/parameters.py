@@ -38,7 +38,7 @@ class Piece:
 
 
 def place(shapes: Sequence[tuple[int, ...]], servers: int, piece_bytes: float) -> list[Piece]:
-    """Which server holds which rows of float32 weights: large weights in equal pieces, the rest where there is least.
+    """Divides the rows of float32 weights over servers: large weights in equal pieces, the rest where there is least.
 
     piece_bytes: the least size of a piece; 0: nothing is cut. Ordered by weight, then by row.
     """
@@ -181,7 +181,7 @@ class Parameters:
         self.schedule.factor = None
 
     def set_states(self, values: Mapping[int, tf.Tensor]) -> None:
-        """New statistics (of BatchNormalization, for example), by their places."""
+        """Sets new statistics (of BatchNormalization, for example), by their places."""
         for place, value in values.items():
             self._states[place].assign(tf.cast(value, self._states[place].dtype))
 

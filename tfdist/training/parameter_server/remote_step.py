@@ -132,7 +132,7 @@ class RemoteStep:
     # -- on a worker -----------------------------------------------------------------------------------------------
 
     def _update(self, step: tf.Tensor, position: tf.Tensor) -> tuple[tf.Tensor]:
-        """Asynchronous: batch number `step`, which begins at `position`, as an update of its own."""
+        """Makes an update of batch number `step`, which begins at `position`; asynchronous."""
         parameters, options = self.parameters, self.options
         version, gradients, states, sums = self._gradients(step, position, tf.constant(0, tf.int64))
         gradients, norm, finite = self._finish(gradients, self.sums.of(sums, "loss"), self.sums.of(sums, "weight"))
@@ -152,7 +152,7 @@ class RemoteStep:
         return (_numbers(version, staleness, applied, finite, norm, sums),)
 
     def _differentiate(self, step: tf.Tensor, position: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Synchronous: gradients and states of slice `replica` of batch number `step`."""
+        """The gradients and states of slice `replica` of batch number `step`; synchronous."""
         version, gradients, states, sums = self._gradients(step, position, replica)
         return _numbers(version, 0, False, True, 0.0, sums), *self._values.packed(gradients, states)
 
@@ -234,7 +234,7 @@ class RemoteStep:
     # -- on the chief ----------------------------------------------------------------------------------------------
 
     def _apply(self, flat: tuple[tf.Tensor, ...], weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Synchronous: one update with the sum of all slices.
+        """Makes one update with the sum of all slices; synchronous.
 
         `weight`: the sum of the samples' weights. Returns (norm, finite).
         """

@@ -24,7 +24,7 @@ class SliceValues:
         self.set_places: set[int] = set()
 
     def note(self, given: Sequence[tf.Tensor], found: Sequence[tf.Tensor]) -> None:
-        """While a step is traced: the states before and after a forward pass."""
+        """Notes which states a forward pass sets, by the states before and after it, while a step is traced."""
         self.set_places |= {place for place, (old, new) in enumerate(zip(given, found, strict=True)) if new is not old}
 
     def of_states(self, states: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
