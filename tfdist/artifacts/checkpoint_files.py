@@ -109,9 +109,8 @@ def pointer(prefix: str) -> str:
 
 
 def _object_graph(keys: Iterable[str]) -> np.ndarray:
-    """What tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable is under which
-    key, GROUP/NAME or NAME alone.
-    """
+    """The object graph that tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable
+    is under which key, GROUP/NAME or NAME alone."""
     graph = trackable_object_graph_pb2.TrackableObjectGraph()
     root, groups = graph.nodes.add(), {"": 0}
     for key in keys:

@@ -71,8 +71,8 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
 
 
 def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: int) -> tf.data.Dataset:
-    """One of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample). No two shards
-    share a number, so that no two samples share an augmentation."""
+    """Makes one of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample). No two
+    shards share a number, so that no two samples share an augmentation."""
     stream = split.stream(shard, cut)
     if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
         raise DataError(

@@ -1,4 +1,4 @@
-"""What a run says when it begins: what was composed, what it goes on from, and how long that took."""
+"""The announcement of a run that begins: what was composed, what it goes on from, and how long that took."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class ServerTrainer(Trainer):
 
 
 def remote_step(job: build.Job, first_step: int) -> RemoteStep:
-    """What workers run; the servers have the job's weights and state. Raises ConfigError where that cannot be."""
+    """Makes the step of workers; the servers get the job's weights and state. Raises ConfigError if it cannot be."""
     config, split, runtime = job.config, job.train_split, job.runtime
     assert has_servers(runtime)
     if split.size is None:

@@ -113,9 +113,8 @@ class PartsInStore:
         self._gathering.drop_all()
 
     def bring(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
-        """What this worker needs of the chief's choice. A collective. Returns why it is damaged, or "": then the chief
-        must choose another. Raises StartupError on all if the store is away for one.
-        """
+        """Brings what this worker needs of the chief's choice. A collective. Returns why it is damaged, or "": then the
+        chief must choose another. Raises StartupError on all if the store is away for one."""
         snapshot, verdict, sentence = self.snapshot(manifest), _FINE, ""
         try:
             self.reads.bring(snapshot, state.wanted(manifest["variables"]))

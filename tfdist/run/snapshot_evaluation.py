@@ -1,4 +1,4 @@
-"""What `python -m tfdist.evaluate` does: evaluates a snapshot or an export of a run, or follows a running job."""
+"""The work of `python -m tfdist.evaluate`: evaluates a snapshot or an export of a run, or follows a running job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's snapshots and backups lie, and who writes them.
+"""The files of a run's snapshots and backups: where they lie, and who writes them.
 
 Only the chief touches the files, unless the state is divided over a mesh and all workers see the same folder, or the
 run is in an object store: then everyone writes and reads its own part (artifacts/parts.py, parts_in_store.py).

@@ -1,4 +1,4 @@
-"""Where ranks meet with an array each, and read each other's where they are on one host."""
+"""Lets ranks meet with an array each, and read each other's where they are on one host."""
 
 from __future__ import annotations
 

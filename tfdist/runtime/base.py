@@ -132,7 +132,7 @@ class Runtime(Protocol):
         ...
 
     def travel(self) -> Travel | None:
-        """How gradients travel between workers, where tfdist's own code sees to it."""
+        """The way of gradients between workers, where tfdist's own code sees to it."""
         ...
 
     def collectives(self) -> dict[str, Collective]:

@@ -1,5 +1,4 @@
-"""How the losses that layers add (`add_loss`, activity regularizers) depend on the rows of a batch, found out by
-trying.
+"""Finds out, by trying, how losses that layers add (`add_loss`, activity regularizers) depend on the rows of a batch.
 
 What a model adds for the rows of one worker has to become what one process adds for all rows. No formula can tell how
 from the loss alone: `mean` over rows, and what does not depend on them, are to be averaged by rows, `sum` is to be
@@ -140,7 +139,7 @@ def _refusal(layer: keras.Layer, place: int, scales: str, otherwise: str, traini
 def found_by_the_chief(
     runtime: Runtime, model: keras.Model, rows: Callable[[], Any], proofs: Proofs | None = None
 ) -> SumsAsMeans:
-    """What the chief's `added_losses` of x = `rows()` say, on every worker.
+    """Makes, on every worker, `SumsAsMeans` of what the chief's `added_losses` of x = `rows()` find.
 
     A collective, if the model may add losses. Raises ConfigError.
     """

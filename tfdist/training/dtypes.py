@@ -34,7 +34,7 @@ def with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[
 
 
 def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | tf.Variable]) -> list[Gradient]:
-    """What a tape gives for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's
+    """The gradients of a tape for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's
     gradient if the number of rows is not known) it gets the variable's: buckets and shards are cut while tracing."""
     for gradient, variable in zip(gradients, variables, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):

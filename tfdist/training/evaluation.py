@@ -78,9 +78,8 @@ class Evaluator:
             )
 
     def _agreed(self, work: Callable[[], np.ndarray]) -> np.ndarray:
-        """What `work` returns. A collective: where it fails on one worker it ends on all, so that nobody waits for sums
-        that do not come, and all can still save together.
-        """
+        """Returns what `work` returns. A collective: where it fails on one worker it ends on all, so that nobody waits
+        for sums that do not come, and all can still save together."""
         alone = self.runtime.size == 1
         failure, result = None, np.zeros(0)
         try:

@@ -107,7 +107,7 @@ class Probe:
     def outputs(
         self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], draw: Any, training: bool, states_off: float = 0.0
     ) -> Any:
-        """What the model returns; `draw`: of its random numbers, an int or uint32 []. Weights that are tensors are not
+        """The model's outputs; `draw`: of its random numbers, an int or uint32 []. Weights that are tensors are not
         copied.
 
         states_off: by how much variables that are not trained are larger than they are: what fades in with one that a

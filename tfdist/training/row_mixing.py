@@ -57,7 +57,7 @@ def _mixes_always(layer: keras.Layer) -> bool:
 
 
 class Share(NamedTuple):
-    """Which of the attempts a worker makes: as many workers as there are attempts can make one each."""
+    """A worker's share of the attempts: as many workers as there are attempts can make one each."""
 
     index: int
     number: int

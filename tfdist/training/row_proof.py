@@ -154,7 +154,7 @@ def _has_own_gradients(graph: tf.Graph) -> bool:
 
 @contextlib.contextmanager
 def _nothing_left(layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """What layers remember of a trace, such as a constant that is made once, is of no use in another graph."""
+    """A context that undoes what layers remember of a trace (a constant made once): of no use in another graph."""
     held = [layer.__dict__ for layer in layers]
     held += [value for attributes in list(held) for value in attributes.values() if isinstance(value, dict)]
     before = [dict(values) for values in held]

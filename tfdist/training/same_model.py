@@ -77,8 +77,8 @@ def _first_difference(first: Facts, other: Facts) -> str | None:
 
 
 def facts_of(model: keras.Model, own: Iterable[Any] = (), settings: Mapping[str, Any] | None = None) -> Facts:
-    """What is compared. own: functions and objects of the user's beside the model's layers. settings: configurations,
-    under the names by which the user knows them."""
+    """The facts that are compared. own: functions and objects of the user's beside the model's layers. settings:
+    configurations, under the names by which the user knows them."""
     layers, own = keras_layers.all_layers(model), list(own)
     everywhere = [keras.config.floatx(), keras.config.epsilon(), keras.config.image_data_format()]
     found = [_fact("keras.config", everywhere), _fact("how many layers there are", len(layers))]

@@ -1,4 +1,4 @@
-"""What a call of the step gives back, and the vectors as which it travels, in which every number has a name."""
+"""The output of a call of the step, and the vectors as which it travels, in which every number has a name."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def last_part(name: str) -> str:
 
 
 def drawn(kinds: set[str]) -> str:
-    """How the function that is traced draws numbers whose place in their row nothing saves, as a part of a sentence; ""
-    if it does not."""
+    """A part of a sentence about how the traced function draws numbers whose place in their row nothing saves; "" if it
+    does not."""
     drawing = sorted(kind for kind in kinds if tensorflow_graphs.draws_anew(kind) and not _OF_A_GENERATOR.match(kind))
     return f"draws by tf.random ({', '.join(drawing)}), whose numbers no snapshot holds" if drawing else ""
 

@@ -1,4 +1,4 @@
-"""What is added up over the steps of a call, inside its tf.function."""
+"""Totals over the steps of a call, added up inside its tf.function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a micro-batch is differentiated: the weighted losses of its samples, and what layers add."""
+"""The part of a micro-batch that is differentiated: the weighted losses of its samples, and what layers add."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[li
 
 
 class Receipt(NamedTuple):
-    """What is received before an action: the output (forward) or gradient of part `part` for one micro-batch."""
+    """A tensor received before an action: the output (forward) or gradient of part `part` for one micro-batch."""
 
     forward: bool
     micro: int

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline carries from action to action."""
+"""The state that a stage of a pipeline carries from action to action."""
 
 from __future__ import annotations
 

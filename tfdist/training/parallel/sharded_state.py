@@ -157,7 +157,7 @@ class ShardedState:
     # -- in parts --------------------------------------------------------------------------------------------------
 
     def to_shards(self) -> list[Shard]:
-        """What this worker writes: every element of the state is written by exactly one."""
+        """The boxes that this worker writes: every element of the state is written by exactly one."""
         shards = []
         for key, piece in self.pieces.items():
             if self._is_here(piece) and self._writes(piece):

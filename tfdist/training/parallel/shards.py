@@ -26,7 +26,7 @@ from tfdist.training.dtypes import of_each_dtype
 
 
 class Layout:
-    """How tensors of these shapes lie in the matrix of a group, and how they travel."""
+    """The layout of tensors of these shapes in the matrix of a group, and how they travel."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], group: Group):
         self.group, self.shapes = group, [tuple(shape) for shape in shapes]

@@ -34,7 +34,7 @@ from tfdist.training.objectives import Objective, Scores, weights_like
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a variable a rank holds: of dim `dim`, the places `places[index]`."""
+    """The part of a variable that a rank holds: of dim `dim`, the places `places[index]`."""
 
     shape: tuple[int, ...]  # of the whole
     dim: int
