@@ -73,7 +73,7 @@ class Job:
 
     @property
     def stream_cut(self) -> int:
-        """The number of streams into which a run that begins now cuts its data; see data/input_pipeline.py."""
+        """The number of streams into which a run that begins now cuts its data; see data/streams.py."""
         return streams.stream_cut(self.train_split, self.plan)
 
     def iterators(self, consumed: int, cut: int | None = None) -> list:

@@ -2,9 +2,8 @@
 
 TFDIST_FAULTS holds them, RANK:STEP:KIND separated by commas, for example "1:30:kill,0:50:stuck". Each happens once in a
 run folder, at the first chance at or after its step: RUN_DIR/faults/ remembers it over restarts. With the value "armed"
-faults
-wait for files instead: RUN_DIR/faults/arm-RANK-KIND is removed and its fault happens at the next chance, and every call
-begins with as many seconds of sleep as the file "pace" there says.
+faults wait for files instead: RUN_DIR/faults/arm-RANK-KIND is removed and its fault happens at the next chance, and
+every call begins with as many seconds of sleep as the file "pace" there says.
 
 | kind          | what happens                                                                       |
 |---------------|------------------------------------------------------------------------------------|

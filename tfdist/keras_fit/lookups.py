@@ -3,9 +3,8 @@
 The gradient of a table is a list of rows, one for each that was looked up. Optimizers see the difference between a row
 that is there twice and one that is there once with the sum (Adam squares each, a norm adds up the squares). So workers
 must hold the rows that one process would hold. Those that the batch looked up are there once in the worker that holds
-that
-part of the batch: together all workers have them. But those that are looked up whatever the batch are there on each
-worker, with a part of their gradient: these parts must be added up.
+that part of the batch: together all workers have them. But those that are looked up whatever the batch are there on
+each worker, with a part of their gradient: these parts must be added up.
 
 Which are which is read from the graph: whether the numbers of the rows descend from the own rows of the batch, from
 their count, or from random numbers of the worker.

@@ -14,7 +14,7 @@ Options:
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*
-  stream      True: read the files from front to back instead (see input_pipeline.py for what is lost); a replica
+  stream      True: read the files from front to back instead (see streams.py for what is lost); a replica
               reads only its own files if there are at least as many files as replicas
   compression GZIP or ZLIB; only with stream=True
 """

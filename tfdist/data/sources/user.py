@@ -10,7 +10,7 @@ everything). It returns the data of one split:
                            `num_classes` is read from it if it has one
   tf.data.Dataset          of single samples, not of batches, the same at every pass: it must not be shuffled, repeated
                            or sharded, that is done here, and is refused if its first samples are others at a second
-                           look. It is read as a stream (see pipeline.py for what is lost)
+                           look. It is read as a stream (see streams.py for what is lost)
   Split                    anything else (tfdist/data/sources/split.py)
 
 or of both: {"train": ..., "eval": ...}, or a pair of pairs, as keras.datasets.*.load_data() returns them. A function
