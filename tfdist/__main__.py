@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _without_command(argv: list[str]) -> int:
-    """--help, --version, and mistakes. Raises ConfigError."""
+    """Handles --help, --version, and mistakes. Raises ConfigError."""
     name = argv[0]
     if name == "--version":
         print(f"tfdist {__version__}")
@@ -58,7 +58,7 @@ def _without_command(argv: list[str]) -> int:
 
 
 def help_text() -> str:
-    """What `tfdist --help` shows."""
+    """The text of `tfdist --help`."""
     width = max(map(len, COMMANDS))
     return "\n".join(
         [

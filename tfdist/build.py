@@ -75,11 +75,11 @@ class Job:
 
     @property
     def stream_cut(self) -> int:
-        """Into how many streams a run that begins now cuts its data; see data/input_pipeline.py."""
+        """The number of streams into which a run that begins now cuts its data; see data/streams.py."""
         return streams.stream_cut(self.train_split, self.plan)
 
     def iterators(self, consumed: int, cut: int | None = None) -> list:
-        """One iterator of training micro-batches per local replica, from a position in the data order.
+        """Makes an iterator of training micro-batches for each local replica, from a position in the data order.
 
         cut: `stream_cut` of the run that `consumed` was reached in; None: of this one.
         """
@@ -105,7 +105,7 @@ class Job:
         split, runtime, options = self.eval_split, self.runtime, self.config.data
         if split is None:
             return None
-        # Of the last batch, too: one process needs it for a model that knows the rows of the batch before.
+        # For the last batch, too: one process needs it for a model that knows the rows of the batch before.
         filled = runtime.size > 1 or runtime.replicas > 1 or bool(keras_layers.stateful_layer(model or self.model))
 
         def datasets() -> tuple[list[tf.data.Dataset], int]:
@@ -188,7 +188,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
 
 
 def _make_model(config: Config, split: Split) -> keras.Model:
-    """With the generator of what code of the user's own draws without one."""
+    """Builds the model, with the generator of what code of the user's own draws without one."""
     model = build_model(config.model, split.element_spec[0], split.num_classes)
     return with_generator(model, own_objective=":" in config.model.objective)
 
@@ -223,7 +223,7 @@ def _step_options(config: Config, runtime: Runtime, plan: BatchPlan, split: Spli
 
 
 def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
-    """Both splits; all workers hold the same ones."""
+    """Loads both splits; all workers hold the same ones."""
     found, data = [], data_here(config)
     for name in SPLITS:
         # Whatever ran before, a source of the user's own that draws its split at random draws the same one.
@@ -286,7 +286,7 @@ def _first_rows(config: Config, split: Split) -> Callable[[int], Any]:
 
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:
-    """What memory this worker has, once its runtime has started."""
+    """The memory limits of this worker, once its runtime has started."""
     return memory_check.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
 
 

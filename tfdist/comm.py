@@ -120,7 +120,7 @@ def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[st
 
 
 def make_folder(out: Path) -> None:
-    """Raises ConfigError."""
+    """Makes the folder `out`. Raises ConfigError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -206,7 +206,7 @@ def measure_on(
 
 
 def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, list[str]]], out: Path) -> int:
-    """One local job after the other; returns the first exit code that is not 0."""
+    """Starts one local job after the other; returns the first exit code that is not 0."""
     counts = options.workers.split(",")
     if not all(count.isdecimal() and int(count) > 1 for count in counts):
         raise ConfigError(f"--workers={options.workers} must be a number from 2, or several such as 2,4.")
@@ -238,7 +238,7 @@ def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, 
 
 
 def compare_models(label: str, out: Path, counts: list[int]) -> None:
-    """Over several numbers of workers the algorithms can be told apart."""
+    """Compares the algorithms over several numbers of workers, by which they can be told apart."""
     from tfdist.communication import present
 
     together = [series for count in counts for series in present.read_csv(stem(out, label, count).with_suffix(".csv"))]

@@ -71,7 +71,7 @@ def script(shell: str) -> str:
 
 
 def parsers_before_dashes() -> dict[str, CommandParser]:
-    """Of the commands that have flags by argparse; `jobs` has some for each kind of file."""
+    """The parsers of the commands that have flags by argparse; `jobs` has some for each kind of file."""
     jobs = {f"jobs {kind}": parser for kind, parser in job_parser("").kinds().items()}
     return {"launch": launch_parser(""), "plan": plan.plan_parser(), **jobs, "report": report.report_parser()}
 

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def examine(config: Config, options: DoctorOptions) -> meeting.Told:
-    """All that one process can see."""
+    """Checks all that one process can see."""
     versions, cards = packages.packages(), gpus.read_gpus()
     findings = [versions]
     build, computed = (None, [])
@@ -112,7 +112,7 @@ def concluded(findings: list[Finding]) -> int:
 
 
 def start_workers(argv: list[str], count: int) -> int:
-    """On this machine. Returns the exit code of all."""
+    """Starts workers on this machine. Returns the exit code of all."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     with tempfile.TemporaryDirectory(prefix="tfdist-doctor-") as logs:

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
 
 
 def evaluate(*args: Any, **kwargs: Any) -> Any:
-    """See keras_fit/api.py."""
+    """Evaluates as `evaluate` in keras_fit/api.py."""
     from tfdist.keras_fit import api
 
     return api.evaluate(*args, **kwargs)

@@ -33,7 +33,7 @@ FLAGS_FILE = "flags.txt"
 
 
 class Parsed(NamedTuple):
-    """What a command line says."""
+    """The result of parsing a command line."""
 
     config: Config
     command: Any  # the command's own options, an instance of the dataclass given to `parse`
@@ -79,7 +79,7 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
 
 
 def asked_help(argv: list[str]) -> Literal["", "key", "full"]:
-    """Which help a command line asks for: of the flags that people use first, of all, or none."""
+    """The help for which a command line asks: of the flags that people use first, of all, or none."""
     if "--helpfull" in argv:
         return "full"
     return "key" if {"--help", "-h", "-help", "--helpshort"} & set(argv) else ""
@@ -164,7 +164,7 @@ def as_arguments(config: Config) -> list[str]:
 
 
 def format_flag(name: str, value: Any) -> str:
-    """One flag as it is written on a command line; None: a switch that is not given."""
+    """Formats a flag as it is written on a command line; None: a switch that is not given."""
     if value is None:
         return f"--[no]{name}"
     if isinstance(value, bool):

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def slurm(options: argparse.Namespace, config: Config, train: list[str]) -> str:
-    """A batch script for sbatch."""
+    """Makes a batch script for sbatch."""
     for name in ("time", "partition", "account", "memory", "log"):
         if not re.fullmatch(_SBATCH_VALUE, getattr(options, name)):
             raise ConfigError(
@@ -134,7 +134,7 @@ def _with_fence(template: str, options: argparse.Namespace, config: Config, pod:
 
 
 def _command(train: list[str]) -> list[str]:
-    """What a container runs: flag files are read here, as the image may not have them.
+    """The command that a container runs: flag files are read here, as the image may not have them.
 
     Kubernetes would replace $(NAME).
     """
@@ -173,7 +173,7 @@ def _pod(options: argparse.Namespace, config: Config, command: list[str], values
 
 
 def _quoted(options: argparse.Namespace) -> dict[str, str]:
-    """What stands in YAML as it was given: as texts, whatever they look like."""
+    """The values to stand in YAML as they were given: as texts, whatever they look like."""
     return {
         name: json.dumps(getattr(options, name))
         for name in ("image", "namespace", "claim", "mount", "memory")

@@ -90,7 +90,7 @@ def _has_module(name: str) -> bool:
 
 
 def workers_help(own: list[str]) -> str:
-    """What --help and --helpfull show below the launcher's own flags."""
+    """The text that --help and --helpfull show below the launcher's own flags."""
     asked = flags.asked_help(own)
     usage = "flags of the workers, after `--`:"
     return asked and flags.help_text(usage, COMPONENTS, full=asked == "full")
@@ -138,7 +138,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
 
 
 def job_options(options: LaunchOptions) -> dict[str, Any]:
-    """What holds for jobs of every kind (JobOptions)."""
+    """The options for jobs of every kind (JobOptions)."""
     return {
         "show": options.show_ranks,
         "pin": options.pin,
@@ -196,7 +196,7 @@ def launch_program(command: list[str], name: str, options: LaunchOptions) -> int
 
 
 def newest_step(config: Config) -> int:
-    """What shows the supervisor that a job makes progress."""
+    """The newest saved step, which shows the supervisor that a job makes progress."""
     return newest_saved_step(config.run.folder, backup_folder(config.checkpoint.backup_dir, config.run.cache_dir))
 
 

@@ -163,7 +163,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def plan_parser() -> CommandParser:
-    """Reads the flags before `--`."""
+    """The parser of the flags before `--`."""
     parser = CommandParser(
         hint=(
             "the planner's own flags stand before `--`, the run's after it; `python -m tfdist.plan --help` lists the"
@@ -179,7 +179,7 @@ def plan_parser() -> CommandParser:
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
-    """What is asked."""
+    """Adds the flags about what is asked."""
     parser.add_argument("--devices", type=int, default=8, help="GPUs in all (default 8)")
     parser.add_argument(
         "--hardware",
@@ -209,7 +209,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
-    """What is known of the run, and where the answer goes."""
+    """Adds the flags about what is known of the run, and where the answer goes."""
     parser.add_argument(
         "--tokens", type=float, default=0, help="tokens to train on in all, for example 1e12 (default: from --steps)"
     )

@@ -19,7 +19,7 @@ from tfdist.control.user_errors import failure
 
 @contextmanager
 def own_code(flag: str, name: str) -> Iterator[None]:
-    """What fails in the user's own code is a ConfigError that says where in it; a lack of memory stays one."""
+    """A context: what fails in the user's own code is a ConfigError that says where; a lack of memory stays one."""
     try:
         yield
     except (TfdistError, MemoryError):

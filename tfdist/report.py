@@ -106,7 +106,7 @@ def _is_page(path: Path) -> bool:
 
 
 def report_parser() -> CommandParser:
-    """Reads the command line."""
+    """The parser of the command line."""
     parser = CommandParser(
         hint="write python -m tfdist.report RUN_DIR [RUN_DIR ...] [--out=FILE.html] [--text]",
         prog="python -m tfdist.report",

@@ -56,5 +56,5 @@ def _read(prefix: str, name: str, shape: Sequence[int], boxes: Sequence[Box], dt
 
 
 def _inside(first: Box, second: Box) -> tuple[slice, ...]:
-    """What two boxes have in common, in the second."""
+    """The common part of two boxes, as slices of the second."""
     return tuple(slice(max(a - b, 0), min(a + n - b, m)) for (a, n), (b, m) in zip(first, second, strict=True))

@@ -48,7 +48,7 @@ def write(folder: str, step: int, arrays: Mapping[str, np.ndarray], direct: bool
 
 
 def description(keys: Iterable[str]) -> list[Entry]:
-    """What tf.train.Checkpoint looks for beside the arrays of these keys."""
+    """The entries that tf.train.Checkpoint looks for beside the arrays of these keys."""
     return [
         Entry(_COUNTER + SUFFIX, np.array(1, np.int64)),
         Entry(GRAPH, _object_graph([*keys, _COUNTER])),
@@ -85,9 +85,8 @@ def _append(file: DirectFile, entry: Entry) -> Written:
 
 
 def _append_texts(file: DirectFile, texts: Sequence[bytes]) -> int:
-    """Their lengths, the checksum of the lengths, the texts. Returns the checksum of it all, in which a length is a
-    number of four bytes, or of eight.
-    """
+    """Appends the texts' lengths, the checksum of the lengths, the texts. Returns the checksum of it all, in which a
+    length is a number of four bytes, or of eight."""
     lengths = b"".join(len(text).to_bytes(4 if len(text) < 1 << 32 else 8, "little") for text in texts)
     checksum = google_crc32c.value(lengths)
     told = masked(checksum).to_bytes(4, "little")
@@ -105,14 +104,13 @@ def _encoded(text: Any) -> bytes:
 
 
 def pointer(prefix: str) -> str:
-    """What TensorFlow's file `checkpoint` says in a folder, so that tf.train.latest_checkpoint finds `prefix` there."""
+    """The text of TensorFlow's file `checkpoint`, with which tf.train.latest_checkpoint finds `prefix` in a folder."""
     return f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
 
 
 def _object_graph(keys: Iterable[str]) -> np.ndarray:
-    """What tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable is under which
-    key, GROUP/NAME or NAME alone.
-    """
+    """The object graph that tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable
+    is under which key, GROUP/NAME or NAME alone."""
     graph = trackable_object_graph_pb2.TrackableObjectGraph()
     root, groups = graph.nodes.add(), {"": 0}
     for key in keys:

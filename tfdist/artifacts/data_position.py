@@ -85,7 +85,7 @@ class RunningFit:
 
     @classmethod
     def of(cls, model: keras.Model) -> RunningFit:
-        """Found in the stack. Raises CheckpointError if no Keras `fit` of this model is there."""
+        """Finds the running fit in the stack. Raises CheckpointError if no Keras `fit` of this model is there."""
         frame = inspect.currentframe()
         while frame is not None:
             values = frame.f_locals if frame.f_code.co_name == "fit" else {}
@@ -97,7 +97,7 @@ class RunningFit:
         )
 
     def ends(self) -> dict[str, int | None]:
-        """At which batch the data was found to end, where its length was not known before; to be saved, JSON."""
+        """The batch at which the data was found to end, where its length was not known before; to be saved, JSON."""
         evaluated = keras_epochs.validation_iterator(self.model)
         return {
             "training": keras_epochs.batches_in_an_epoch(self.values["epoch_iterator"]),
@@ -125,7 +125,7 @@ class RunningFit:
         return training.reads or (validation is not None and validation.reads)
 
     def _validation(self) -> EpochIterator:
-        """What `fit` makes for its first validation, and then uses again."""
+        """The iterator that `fit` makes for its first validation, and then uses again."""
         values, model = self.values, self.model
         iterator = EpochIterator(
             x=values["val_x"],
@@ -142,7 +142,7 @@ class RunningFit:
 
 
 class _Passes:
-    """One of Keras' EpochIterators, taken through epochs without training."""
+    """An EpochIterator of Keras that is taken through epochs without training."""
 
     def __init__(self, iterator: EpochIterator, end: int | None):
         self.iterator, self._end = iterator, end

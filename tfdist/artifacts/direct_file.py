@@ -60,7 +60,7 @@ class DirectFile:
         return checksum
 
     def flush(self) -> None:
-        """Until all is on the disk, which must not lose it when the power fails."""
+        """Waits until all is on the disk, which must not lose it when the power fails."""
         if self._filled:
             self._through_the_cache()  # the last bytes are no whole blocks
             self._write()

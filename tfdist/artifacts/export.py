@@ -1,4 +1,4 @@
-"""What is left for others: `.keras` and SavedModel, which load without tfdist."""
+"""Exports that load without tfdist: `.keras` and SavedModel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backup is restored into: a model that is built, in that fit of a program which wrote it.
+"""Checks what a backup is restored into: a model that is built, in the fit of a program that wrote the backup.
 
 A program may fit several times with one folder. Killed in its second fit and started again, its first one would find
 the backup of the second. Where backups are kept, that is as it should be: each fit goes on from what was there.
@@ -16,13 +16,13 @@ _ended: collections.Counter[str] = collections.Counter()  # fits of this process
 
 
 def number(backup: str) -> int:
-    """Of a fit that begins with this backup in the process: 1, 2, ... One that was broken off does not count: it may go
-    on."""
+    """The number of a fit that begins with this backup in the process: 1, 2, ... One that was broken off does not
+    count: it may go on."""
     return _ended[backup] + 1
 
 
 def end(backup: str) -> None:
-    """A fit with this backup has come to its end."""
+    """Counts a fit with this backup that has come to its end."""
     _ended[backup] += 1
 
 

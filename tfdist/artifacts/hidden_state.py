@@ -38,7 +38,7 @@ def hidden_generators(layer: keras.Layer) -> list[tf.Variable]:
 
 
 def hidden_state(layer: keras.Layer) -> list[tf.Variable]:
-    """Both."""
+    """The variables of `hidden_variables` and `hidden_generators`."""
     held = _held(layer)
     return [*_variables_among(layer, held), *_generators_among(held)]
 
@@ -56,16 +56,16 @@ def _generators_among(held: Sequence[Any]) -> list[tf.Variable]:
 
 
 def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
-    """Those that regularizers and constraints of weights hold, which are called beside the layers."""
+    """The variables that regularizers and constraints of weights hold, which are called beside the layers."""
     rules = [rule for each in keras_layers.all_layers(layer) for rule in _rules(each)]
     found = [one for rule in rules for one in _inside(rule, _DEPTH)]
     return [each for one in found if isinstance(one, (tf.Variable, tf.random.Generator)) for each in _variables_of(one)]
 
 
 def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> list[tf.Variable]:
-    """What the losses, metrics and the optimizer that `compile` was given hold (a schedule with a variable of its own),
-    and neither the model nor the optimizer knows. Of Keras' own metrics nothing: they begin anew with each epoch.
-    hidden: the `hidden_state` of the model."""
+    """The variables that the losses, metrics and the optimizer given to `compile` hold (a schedule with a variable of
+    its own), and neither the model nor the optimizer knows. None of Keras' own metrics: they begin anew with each
+    epoch. hidden: the `hidden_state` of the model."""
     losses = keras.tree.flatten(getattr(model, "loss", None))
     metrics = keras_trainer.given_metrics(model)
     own = [each for each in metrics if not _is_of_keras(each)]
@@ -88,7 +88,7 @@ def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
 
 
 def _variables_of(one: Any) -> list[tf.Variable]:
-    """Of one of what `_inside` yields."""
+    """The variables of one object that `_inside` yields."""
     if isinstance(one, tf.Variable):
         return [one]
     if isinstance(one, tf.random.Generator):
@@ -112,18 +112,18 @@ def _is_wrapper(value: Any) -> bool:
 
 
 def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable | tf.Variable]:
-    """Also those of TensorFlow's that a metric of the user's own holds."""
+    """The variables of metrics, also those of TensorFlow's that a metric of the user's own holds."""
     own = [value for each in metrics for value in vars(each).values() if not callable(value)]
     return [*(one for each in metrics for one in each.variables), *held_by(own)]
 
 
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
-    """Those that the layer, or one in it, holds, which are a worker's own."""
+    """The metrics that the layer, or one in it, holds, which are a worker's own."""
     return [each for each in _held(layer) if isinstance(each, keras.metrics.Metric)]
 
 
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.metrics.Metric]:
-    """In the order of the layers and of their attributes."""
+    """The variables, generators and metrics that layers hold, in the order of the layers and of their attributes."""
     found: dict[int, Any] = {}
     for each in keras_layers.all_layers(layer):
         for value in (*vars(each).values(), *_rules(each)):
@@ -137,7 +137,7 @@ def _rules(layer: keras.Layer) -> list[Any]:
 
 
 def _inside(value: Any, depth: int, seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """Variables, generators, metrics, layers. seen: by their ids what has been looked into, and is not again."""
+    """Yields variables, generators, metrics and layers. seen: by id, what has been looked into and is not again."""
     if type(value) in _PLAIN:
         return
     if isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric, *_TRACKED)):
@@ -156,7 +156,7 @@ def _inside(value: Any, depth: int, seen: dict[int, Any] | None = None) -> Itera
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What it holds, in an order that is the same in another process; of what is not the user's own nothing."""
+    """The objects that a value of the user's own holds, in an order that is the same in another process; else none."""
     if isinstance(value, (list, tuple, collections.deque)):
         return value if len(value) <= _MOST else ()
     if isinstance(value, Mapping):

@@ -46,7 +46,7 @@ _LARGEST = 2**63 - 1  # what a variable of TensorFlow can count to
 
 
 def self_digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of the manifest without its own checksum."""
+    """The SHA-256 of the manifest without its own checksum."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -81,7 +81,7 @@ def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict
 
 
 def _wrong_entries(manifest: Mapping[str, Any], step: int) -> Iterator[str]:
-    """What is wrong, as ends of a sentence."""
+    """The mistakes in a manifest, as ends of a sentence."""
     for name, kind in _TYPES.items():
         value = manifest.get(name)
         if name in manifest and (
@@ -135,5 +135,5 @@ def _is_list(value: Any, length: int | None = None) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Short, and without what a terminal would obey."""
+    """The value as a short text, without what a terminal would obey."""
     return ascii(value)[:60]

@@ -45,7 +45,7 @@ class Shard(NamedTuple):
 
     @property
     def entry(self) -> Entry:
-        """As it is written."""
+        """The box as an entry of a checkpoint file."""
         assert self.array is not None
         box = None if is_whole(self.box, self.shape) else self.box
         return Entry(self.key + SUFFIX, self.array, self.shape, box)
@@ -69,7 +69,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def runs(places: np.ndarray) -> list[tuple[int, int]]:
-    """Increasing places as (start, length) of consecutive ones."""
+    """Cuts increasing places into runs (start, length) of consecutive ones."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), len(run)) for run in np.split(places, cuts) if len(run)]
 
@@ -112,7 +112,7 @@ class PartedStore(SnapshotStore):
         self.give_up_at = math.inf  # time.monotonic(), after an error elsewhere
 
     def write(self, step: int, arrays: Sequence[Shard], fields: Mapping[str, Any]) -> int:
-        """This worker's part; on the chief also the commit. Returns the bytes of the part, on the chief of all.
+        """Writes this worker's part; the chief also commits. Returns the bytes of the part, on the chief of all.
 
         Raises OSError or tf.errors.OpError. Then there is no snapshot of this step, and the next save tries anew.
         """
@@ -136,7 +136,7 @@ class PartedStore(SnapshotStore):
             raise
 
     def _remove_failed(self, step: int) -> None:
-        """What slower workers have left of earlier snapshots that the chief had given up."""
+        """Removes what slower workers have left of earlier snapshots that the chief had given up."""
         left = re.compile(rf"\.writing-step-([0-9]+)-{self.token}")
         for name in os.listdir(self.directory) if os.path.isdir(self.directory) else ():
             found = left.fullmatch(name)
@@ -177,7 +177,7 @@ class PartedStore(SnapshotStore):
         return sum(entry["bytes"] for entry in files.values())
 
     def _wait_for_parts(self, folder: str) -> list[dict[str, Any]]:
-        """What every worker has told. Raises OSError if one failed, or does not come."""
+        """Waits for the messages of all workers. Raises OSError if one failed, or does not come."""
         begun, told = time.monotonic(), {}
         while len(told) < self.size:
             for rank in set(range(self.size)) - set(told):
@@ -198,7 +198,7 @@ class PartedStore(SnapshotStore):
 
 
 def values_of(shards: Sequence[Shard]) -> int:
-    """How many elements they have."""
+    """The number of elements of all boxes."""
     return sum(math.prod(length for _, length in shard.box) for shard in shards)
 
 

@@ -1,4 +1,4 @@
-"""How the chief makes one snapshot of the parts that all workers have sent to an object store (stored_parts.py).
+"""Lets the chief make one snapshot of the parts that all workers have sent to an object store (stored_parts.py).
 
 It needs their tables of contents and what they say of their files, never the files: those have their final names.
 """
@@ -50,7 +50,7 @@ class Gathering:
         self.sender = Sender(self.steps, self._make_first)
 
     def steps(self) -> list[int]:
-        """Those to be made."""
+        """The steps whose snapshots are to be made."""
         return list(self._steps)
 
     def announce(self, step: int) -> list[int]:
@@ -68,9 +68,8 @@ class Gathering:
             return [*self._steps, *([newest] if newest >= 0 else [])]
 
     def make_left(self, newer_than: int) -> None:
-        """The newest of those whose parts earlier processes have all sent, before anything is removed from the store.
-        Raises StoreError, OSError.
-        """
+        """Makes the newest of those whose parts earlier processes have all sent, before anything is removed from the
+        store. Raises StoreError, OSError."""
         names = self._objects.names(SNAPSHOTS)
         steps = {int(name.split("/")[1][5:]) for name in names if name.endswith(f"/{note_of(0)}")}
         for step in sorted((step for step in steps if step > newer_than), reverse=True):
@@ -79,13 +78,13 @@ class Gathering:
                     break
 
     def drop_all(self) -> None:
-        """None of those that are being gathered is wanted any more."""
+        """Drops all snapshots that are being gathered: none is wanted any more."""
         with self._making:
             for step in self.steps():
                 self._is_over(step, dropped=True)
 
     def _make_first(self) -> None:
-        """In a thread: if all of its parts are there. Raises StoreError, OSError."""
+        """Makes the first waiting snapshot if all its parts are there; in a thread. Raises StoreError, OSError."""
         with self._making:
             for step in self.steps()[:1]:
                 if step in self._parts.sent:
@@ -120,9 +119,8 @@ class Gathering:
             self._dropped = self._dropped | {step} if dropped else self._dropped - {step}
 
     def make(self, step: int, stamp: str = "") -> list[int]:
-        """One snapshot, of parts with this stamp; else with that of the chief's. Returns the ranks whose parts are
-        missing: then there is none yet. Raises CheckpointError if there will be none, StoreError, OSError.
-        """
+        """Makes one snapshot, of parts with this stamp; else with that of the chief's. Returns the ranks whose parts
+        are missing: then there is none yet. Raises CheckpointError if there will be none, StoreError, OSError."""
         there = self._objects.names(step_folder(step))
         first = self._note(step, 0, there)
         if first is None or stamp not in ("", first["stamp"]):
@@ -141,7 +139,7 @@ class Gathering:
         return []
 
     def _note(self, step: int, rank: int, there: Mapping[str, int]) -> dict[str, Any] | None:
-        """What a worker says of its part; None if it has said nothing yet."""
+        """The message of a worker about its part; None if there is none yet."""
         name = f"{step_folder(step)}/{note_of(rank)}"
         text = self._objects.text(name) if name in there else None
         try:
@@ -193,7 +191,7 @@ class Gathering:
         return folder / f"state-{step}.index"
 
     def _keep_here(self, step: int, index: Path) -> None:
-        """So that going on from it on this machine is quick."""
+        """Keeps the table of contents here, so that going on from it on this machine is quick."""
         folder = Path(self._parts.path(step))
         if folder.is_dir():
             os.replace(index, folder / index.name)

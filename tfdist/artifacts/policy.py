@@ -1,4 +1,4 @@
-"""When to save, and what to keep. Pure decisions: no files, no clock of their own."""
+"""Decides when to save, and what to keep. Pure decisions: no files, no clock of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Retention:
         self.order, _, self.metric = best.partition(":")
 
     def doomed(self, steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """Which of `steps` to delete. `metrics`: step -> evaluation metrics, where known. Never the newest."""
+        """The ones of `steps` to delete. `metrics`: step -> evaluation metrics, where known. Never the newest."""
         steps = sorted(steps)
         kept = set(steps[-self.keep :])
         kept |= {step for step in steps if self.every and step % self.every == 0}

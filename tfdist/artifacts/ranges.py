@@ -1,4 +1,4 @@
-"""Of a snapshot in an object store each worker brings what it needs: the table of contents, and those bytes of the data
+"""Brings the bytes of a snapshot in an object store that a worker needs: the table of contents, and those of the data
 files in which its boxes lie.
 
 They come into files of the same names and sizes here, with holes where nothing was needed: TensorFlow reads them as it
@@ -41,7 +41,7 @@ class RangedSnapshots(SnapshotStore):
         self.objects, self._shelf, self.brought = objects, shelf, 0
 
     def newest_valid(self) -> tuple[Snapshot | None, list[str]]:
-        """Of those in the store, as far as the table of contents tells; on the chief. Raises StoreError."""
+        """The newest in the store that is valid by its table of contents; on the chief. Raises StoreError."""
         assert self._shelf
         messages: list[str] = []
         for step in reversed(self._shelf.steps()):
@@ -55,7 +55,7 @@ class RangedSnapshots(SnapshotStore):
         return None, messages
 
     def set_aside_damaged(self) -> None:
-        """The shelf does so in the store."""
+        """Does nothing here: the shelf does it in the store."""
 
     def _found(self, step: int) -> Snapshot:
         """Raises CheckpointError, StoreError."""
@@ -76,7 +76,7 @@ class RangedSnapshots(SnapshotStore):
         return snapshot
 
     def bring(self, snapshot: Snapshot, shards: Sequence[Shard]) -> None:
-        """What lies in these boxes, and no more. Raises CheckpointError if it is damaged, StoreError, OSError."""
+        """Brings what lies in these boxes, no more. Raises CheckpointError if it is damaged, StoreError, OSError."""
         index = self._bring_index(snapshot)
         wanted: dict[int, set[Stored]] = {}
         for shard in shards:
@@ -142,7 +142,7 @@ class RangedSnapshots(SnapshotStore):
             raise CheckpointError(f"{step_folder(snapshot.step)}/{name}: {error}.") from None
 
     def forget_all_but(self, steps: Iterable[int]) -> None:
-        """Of other steps nothing is kept here. Only while nobody reads or writes here. Raises OSError."""
+        """Removes all other steps here. Only while nobody reads or writes here. Raises OSError."""
         for step in set(self.steps()) - set(steps):
             remove_tree(self.path(step))
 

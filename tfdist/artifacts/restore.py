@@ -1,4 +1,4 @@
-"""Which snapshot a run goes on from, and whether it may.
+"""Chooses the snapshot that a run goes on from, and decides whether it may.
 
 1. The newest valid snapshot of the run folder, or the backup if that is newer. Those that are damaged are passed over,
    and named.
@@ -74,7 +74,7 @@ def check_configuration(manifest: Mapping[str, Any], config: Config, path: str, 
 
 
 def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int) -> None:
-    """What a snapshot says about itself must agree with what was restored. Raises CheckpointError."""
+    """Compares what a snapshot says about itself with what was restored. Raises CheckpointError."""
     if step != manifest["step"]:
         raise CheckpointError(
             f"The snapshot of step {manifest['step']} holds a step counter of {step}: it cannot be trusted, remove it."

@@ -29,7 +29,7 @@ class Sender:
         self._thread.start()
 
     def trouble(self) -> StoreError | None:
-        """Why the last attempt failed, if it did."""
+        """The reason why the last attempt failed, if it did."""
         return self._trouble
 
     def is_at_work(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a snapshot holds: the variables of a run by key, their copies in host memory, and the host's own generators.
+"""The content of a snapshot: the variables of a run by key, their copies in host memory, and the host's own generators.
 
 Keys are positions ("model/0003", "optimizer/0001", "train/step"), not names: Keras numbers layer names by what was
 built before in the process. The names are kept beside the keys, for messages.
@@ -87,7 +87,7 @@ class WholeState:
         check(self.table(), stored)
 
     def fitted(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Stored arrays as `assign` takes them."""
+        """The stored arrays in the form that `assign` takes."""
         return arrays
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -168,7 +168,7 @@ def _name(variable: Any) -> str:
 
 
 def tf_variable(variable: Any) -> Any:
-    """TensorFlow's variable in one of Keras', or the one that is given."""
+    """TensorFlow's variable in one of Keras', or the variable that is given."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 

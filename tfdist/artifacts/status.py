@@ -57,7 +57,7 @@ def is_finished(run_dir: str, folder: Path, seconds: float = 30.0) -> bool:
 
 
 def parse_status(text: str) -> dict[str, Any]:
-    """What `read_status` gives, of a file's content."""
+    """Parses a file's content for `read_status`; {} if it is damaged."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

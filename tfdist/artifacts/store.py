@@ -1,4 +1,4 @@
-"""How a snapshot is committed, and how it is trusted again.
+"""Commits snapshots to a folder, and decides which of them are trusted again.
 
 A snapshot is a folder, step-00000100, with TensorFlow's checkpoint files (state-100.index, ...) and manifest.json,
 which names every file with its size and checksum. It is written under a temporary name, flushed to the disk, and
@@ -50,7 +50,7 @@ class Snapshot:
 
     @property
     def prefix(self) -> str:
-        """What TensorFlow calls its checkpoint."""
+        """The prefix of TensorFlow's checkpoint files."""
         return f"{self.path}/state-{self.step}"
 
 
@@ -232,7 +232,7 @@ class SnapshotStore:
         self.damaged = []
 
     def read(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
-        """key -> array."""
+        """Reads all arrays: key -> array."""
         reader = tf.train.load_checkpoint(snapshot.prefix)
 
         def read(key: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -255,7 +255,7 @@ class SnapshotStore:
 
 
 def checksum_of(entry: Mapping[str, Any]) -> str:
-    """Which checksum an entry of a manifest has."""
+    """The kind of checksum that an entry of a manifest has."""
     return SHA if SHA in entry else CRC
 
 

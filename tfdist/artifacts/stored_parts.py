@@ -34,7 +34,7 @@ _LONGEST_NOTE = 1 << 26  # bytes of a part's JSON that is read
 
 
 def data_file(step: int, number: int, count: int) -> str:
-    """As TensorFlow calls the data files of a checkpoint."""
+    """The name of a data file, as TensorFlow has it in checkpoints."""
     return f"state-{step}.data-{number:05d}-of-{count:05d}"
 
 
@@ -49,7 +49,7 @@ def index_of(rank: int) -> str:
 
 
 class StoredParts(SnapshotStore):
-    """One worker's parts, in a folder here and below `objects`; of `size` workers. `write` must be called on all.
+    """The parts of one of `size` workers, in a folder here and below `objects`. `write` must be called on all.
 
     Args:
       token: the same on all workers, and another one for each attempt of a run.
@@ -79,13 +79,12 @@ class StoredParts(SnapshotStore):
         return sorted(step for step in list(self._notes) if step not in self.sent)
 
     def stamp(self, step: int) -> str:
-        """Of the last write of a step; "" if there was none."""
+        """The stamp of the last write of a step; "" if there was none."""
         return self._notes.get(step, {}).get("stamp", "")
 
     def write(self, step: int, arrays: Sequence[Shard], fields: Mapping[str, Any]) -> int:
-        """This worker's part, here. Returns its bytes. Raises OSError or tf.errors.OpError: then there will be no
-        snapshot of this step.
-        """
+        """Writes this worker's part here. Returns its bytes. Raises OSError or tf.errors.OpError: then there will be no
+        snapshot of this step."""
         self.forget_all_but([*self.wanted, step])
         about = {"stamp": f"{self.token}-{self._writes}", "run_id": fields["run_id"], "workers": self.size}
         self._writes += 1
@@ -128,7 +127,7 @@ class StoredParts(SnapshotStore):
         return note
 
     def forget_all_but(self, steps: Sequence[int]) -> None:
-        """Of other steps nothing is kept here, and nothing more sent."""
+        """Forgets all other steps: nothing of them is kept here, or still sent."""
         self.wanted = [step for step in self.wanted if step in steps]
         for step in set(self._notes) - set(steps):
             self._notes.pop(step, None)
@@ -139,12 +138,12 @@ class StoredParts(SnapshotStore):
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def _send_next(self) -> None:
-        """Raises StoreError, OSError."""
+        """Sends the first wanted step that is not sent. Raises StoreError, OSError."""
         for step in [step for step in self.wanted if step in self.unsent()][:1]:
             self.send(step)
 
     def send(self, step: int) -> None:
-        """This worker's part of a step. Raises StoreError, OSError."""
+        """Sends this worker's part of a step. Raises StoreError, OSError."""
         note = self._notes.get(step)
         if note is None:
             return
@@ -160,7 +159,7 @@ class StoredParts(SnapshotStore):
 
 
 def send_part(objects: ObjectStore, folder: Path, step: int, rank: int, note: Mapping[str, Any]) -> None:
-    """What a worker has written, and last what it says of it. Raises StoreError; FileNotFoundError if it is gone."""
+    """Sends a worker's files, and last its message about them. Raises StoreError; FileNotFoundError if one is gone."""
     there = step_folder(step)
     # What is said of an earlier part of this step must not be taken for this one's.
     objects.remove(f"{there}/{note_of(rank)}")

@@ -52,7 +52,7 @@ def bring_for_reading(objects: ObjectStore | None, store: SnapshotStore, step: i
 
 
 def step_folder(step: int) -> str:
-    """Where a snapshot lies in the store."""
+    """The folder of a snapshot in the store."""
     return f"{SNAPSHOTS}/step-{step:08d}"
 
 
@@ -82,11 +82,11 @@ class StoredSnapshots:
     # -- bringing --------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Of the snapshots in the store, whole by their names, the oldest first. Raises StoreError."""
+        """The steps of snapshots in the store, whole by their names, the oldest first. Raises StoreError."""
         return sorted(step for step, files in self._inventory().items() if MANIFEST in files)
 
     def all_steps(self) -> list[int]:
-        """Of those in the store, whole or not. Raises StoreError."""
+        """The steps of all snapshots in the store, whole or not. Raises StoreError."""
         return sorted(self._inventory())
 
     def bring_newest(self) -> list[str]:
@@ -176,7 +176,7 @@ class StoredSnapshots:
         return step in self._there
 
     def _files(self, step: int) -> set[str]:
-        """Of one that is remembered, all that belongs to it. Raises CheckpointError if it is not."""
+        """The names of all files of a snapshot that is remembered. Raises CheckpointError if it is not."""
         return {MANIFEST, *parse(self._manifests.get(step, ""), MANIFEST, step)["files"]}
 
     def set_aside(self, step: int) -> None:
@@ -191,7 +191,7 @@ class StoredSnapshots:
         return [step for step in self._store.steps() if step not in self._damaged and not self._is_sent(step)]
 
     def _is_sent(self, step: int) -> bool:
-        """Also whether it is the one here: after a rollback a step may be saved anew, with other numbers."""
+        """Whether this very snapshot is there: after a rollback a step may be saved anew, with other numbers."""
         if step not in self._there:
             return False
         try:
@@ -200,7 +200,7 @@ class StoredSnapshots:
             return True
 
     def _send_newest(self) -> None:
-        """Of those that are not there: whoever starts again elsewhere goes on from it. Raises StoreError, OSError."""
+        """Sends the newest unsent one: whoever starts again elsewhere goes on from it. Raises StoreError, OSError."""
         for step in self.unsent()[-1:]:
             self._allowed()
             self._send(step)
@@ -208,7 +208,7 @@ class StoredSnapshots:
             self.retain()
 
     def _send(self, step: int) -> None:
-        """Raises StoreError, OSError."""
+        """Sends one snapshot. Raises StoreError, OSError."""
         copy = Path(self._store.directory).parent / f"{_SENDING}{step}-{uuid.uuid4().hex[:8]}"
         try:
             try:  # links, so that nobody deletes it meanwhile
@@ -229,7 +229,7 @@ class StoredSnapshots:
             shutil.rmtree(copy, ignore_errors=True)
 
     def commit(self, step: int, text: str, manifest: Mapping[str, Any]) -> None:
-        """All else of a snapshot is there: now its manifest. Raises StoreError."""
+        """Writes the manifest of a snapshot when all else of it is there. Raises StoreError."""
         self._before()
         self._objects.put_text(f"{step_folder(step)}/{MANIFEST}", text)
         self._there[step], self._manifests[step] = manifest.get("metrics") or {}, text
@@ -237,7 +237,7 @@ class StoredSnapshots:
             self._objects.put_text(f"{SNAPSHOTS}/checkpoint", pointer(f"step-{step:08d}/state-{step}"))
 
     def withdraw(self, step: int) -> None:
-        """One that is about to be written anew is believed no longer. Raises StoreError."""
+        """Withdraws a snapshot that is about to be written anew: it is trusted no longer. Raises StoreError."""
         self._there.pop(step, None)
         self._objects.remove(f"{step_folder(step)}/{MANIFEST}")
 

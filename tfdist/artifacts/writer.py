@@ -90,7 +90,7 @@ class SnapshotWriter:
             self.stats.wait_s += time.monotonic() - start
 
     def messages(self) -> list[tuple[str, dict]]:
-        """What happened since the last call: ("save", values) or ("warning", {"message": ...})."""
+        """The messages since the last call: ("save", values) or ("warning", {"message": ...})."""
         found = []
         while not self._messages.empty():
             found.append(self._messages.get())

@@ -1,1 +1,1 @@
-"""How fast the workers of a cluster exchange data: measured, fitted, shown. What `python -m tfdist.comm` calls."""
+"""How fast workers of a cluster exchange data: measured, fitted, shown. Used by `python -m tfdist.comm`."""

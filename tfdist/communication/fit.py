@@ -26,7 +26,7 @@ Seconds = Callable[[int, float, Link], float]  # of n members, S bytes, link
 
 
 def _half(all_reduce: Seconds) -> Seconds:
-    """Reducing and spreading take the same time, so each is half an all-reduce."""
+    """Half the time of an all-reduce: reducing and spreading take the same time."""
     return lambda n, size, link: all_reduce(n, size, link) / 2
 
 
@@ -78,10 +78,9 @@ def split(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[
 
 
 def fit_line(measurements: Iterable[Measurement]) -> Line:
-    """Least squares over relative errors, so that small sizes count as much as large ones; no term negative. With a
-    knee at one of the sizes, or half-way between two, if the straight one errs and that leaves less than half of the
-    squared error.
-    """
+    """Fits a line by least squares over relative errors, so that small sizes count as much as large ones; no term
+    negative. With a knee at one of the sizes, or half-way between two, if the straight one errs and that leaves less
+    than half of the squared error."""
     found = sorted(measurements, key=lambda one: one.size)
     straight = _fit_with_knee(found, math.inf)
     sizes = [float(one.size) for one in found]
@@ -119,13 +118,13 @@ def fit_link(algorithm: Seconds, measurements: Iterable[Measurement]) -> Link:
 
 
 def errors(predict: Callable[[Measurement], float], measurements: Iterable[Measurement]) -> list[float]:
-    """Relative errors, predicted against measured."""
+    """The relative errors, predicted against measured."""
     return [predict(one) / one.seconds - 1 for one in measurements]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What an algorithm says of the link, and how well it explains what was measured."""
+    """The link that an algorithm implies, and how well it explains what was measured."""
 
     algorithm: str
     link: Link
@@ -133,7 +132,7 @@ class Explanation:
 
 
 def explain(collective: str, measurements: Sequence[Measurement]) -> list[Explanation]:
-    """One for each algorithm that could be at work, the best first."""
+    """Fits each algorithm that could be at work: an explanation for each, the best first."""
     found = []
     for name, seconds in ALGORITHMS[collective].items():
         link = fit_link(seconds, measurements)

@@ -1,4 +1,4 @@
-"""What one measurement says, and bandwidth as NVIDIA's nccl-tests define it.
+"""A measurement of a collective, and bandwidth as NVIDIA's nccl-tests define it.
 
 | collective     | S, the size in bytes, is that of     | bus bandwidth / algorithm bandwidth |
 |----------------|--------------------------------------|-------------------------------------|
@@ -31,7 +31,7 @@ BUS_FACTOR: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective at one size."""
+    """The time of one collective at one size."""
 
     collective: str
     members: int
@@ -40,10 +40,10 @@ class Measurement:
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes a second."""
+        """The algorithm bandwidth in bytes a second."""
         return self.size / self.seconds
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second."""
+        """The bus bandwidth in bytes a second."""
         return self.algorithm_bandwidth * BUS_FACTOR[self.collective](self.members)

@@ -30,7 +30,7 @@ _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#666666"
 
 @dataclass(frozen=True)
 class Series:
-    """One collective of a runtime at one number of members, over sizes."""
+    """The measurements of one collective of a runtime at one number of members, over sizes."""
 
     runtime: str
     through: str  # what carried the bytes
@@ -48,7 +48,7 @@ class Series:
         return split(self.measurements)[1]
 
     def line(self) -> Line | None:
-        """Fitted to what is not held out; None of too few sizes."""
+        """The line fitted to what is not held out; None for too few sizes."""
         return fit_line(split(self.measurements)[0]) if len(self.measurements) >= FEWEST else None
 
 
@@ -95,7 +95,7 @@ def explanations(collective: str, measurements: Sequence[Measurement]) -> list[s
 
 
 def write_csv(path: Path, results: Sequence[Series]) -> None:
-    """A row per measurement."""
+    """Writes a row per measurement."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -119,7 +119,7 @@ def write_csv(path: Path, results: Sequence[Series]) -> None:
 
 
 def read_csv(path: Path) -> list[Series]:
-    """What `write_csv` wrote."""
+    """Reads the file that `write_csv` wrote."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = [
             (
@@ -138,7 +138,7 @@ def read_csv(path: Path) -> list[Series]:
 
 
 def draw(path: Path, results: Sequence[Series]) -> None:
-    """Time and bus bandwidth over size, a column per collective."""
+    """Draws time and bus bandwidth over size, a column per collective."""
     pyplot = optional_packages.pyplot("a picture")
     figure, axes = pyplot.subplots(
         2, len(results), figsize=(4.0 * len(results), 7), dpi=100, squeeze=False, sharex="col"
@@ -174,9 +174,8 @@ def draw(path: Path, results: Sequence[Series]) -> None:
 
 
 def draw_models(path: Path, together: Sequence[Series]) -> None:
-    """Time over size at several numbers of members, a panel per collective, each with the one link that explains all
-    best.
-    """
+    """Draws time over size at several numbers of members, a panel per collective, each with the one link that explains
+    all best."""
     pyplot = optional_packages.pyplot("a picture")
     names = list(dict.fromkeys(series.collective for series in together))
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.0 * len(names), 4), dpi=100, squeeze=False)

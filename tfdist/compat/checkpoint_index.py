@@ -1,4 +1,4 @@
-"""Where in the data files of a TensorFlow checkpoint each array lies, or each slice of one (TensorFlow 2.21).
+"""Finds the place of each array, or slice of one, in the data files of a TensorFlow checkpoint (TensorFlow 2.21).
 
 TensorFlow reads checkpoints from whole files, and says nowhere which bytes of them it would read; and it writes them
 through the page cache only. Relies on the format of the index (tensorflow/core/util/tensor_bundle/, a table of LevelDB)
@@ -56,7 +56,7 @@ class CheckpointIndex:
         self.files = header.num_shards
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of an array. Raises KeyError."""
+        """The shape of an array. Raises KeyError."""
         return tuple(dim.size for dim in self._entry(name.encode()).shape.dim)
 
     def stored(self, name: str) -> list[Stored]:
@@ -79,7 +79,7 @@ class CheckpointIndex:
 
 @dataclass(frozen=True)
 class Written:
-    """What has been written into the one data file of a checkpoint: an array of a shape, or a box of it.
+    """An array of a shape, or a box of it, that was written into the one data file of a checkpoint.
 
     dtype: one of TensorFlow's DataType. checksum: CRC-32C of its bytes.
     """
@@ -150,7 +150,7 @@ def _box(told: Any, shape: tuple[int, ...]) -> Box:
 
 
 def _name_of_slice(name: str, told: Any) -> bytes:
-    """In TensorFlow's order-preserving code: 0, the name, the number of dims, start and length of each."""
+    """The name in TensorFlow's order-preserving code: 0, the name, the number of dims, start and length of each."""
     escaped = name.encode().replace(b"\xff", b"\xff\x00").replace(b"\x00", b"\x00\xff")
     numbers = b"".join(
         _signed(each.start) + _signed(each.length if each.HasField("length") else -1) for each in told.extent
@@ -164,7 +164,7 @@ def _unsigned(value: int) -> bytes:
 
 
 def _signed(value: int) -> bytes:
-    """Of a number from 0 on; -1 is a length that means all."""
+    """The code of a number from 0 on; -1 is a length that means all."""
     if value < 0:
         return bytes([0x80 ^ value & 0xFF])
     length = value.bit_length() // 7 + 1

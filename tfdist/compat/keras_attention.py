@@ -13,8 +13,8 @@ _of_keras: Attention | None = getattr(nn, "dot_product_attention", None)
 
 
 def replace_attention(made_of: Callable[[Attention], Attention]) -> None:
-    """From now on MultiHeadAttention, GroupQueryAttention and `keras.ops.dot_product_attention` compute by
-    `made_of(Keras' own function)`, whatever has been put in its place before.
+    """Makes MultiHeadAttention, GroupQueryAttention and `keras.ops.dot_product_attention` compute by `made_of(Keras'
+    own function)`, whatever has been put in its place before.
 
     Relies on `dot_product_attention` of keras.src's TensorFlow backend; without it attention stays Keras' own.
     """

@@ -1,4 +1,4 @@
-"""How Keras' BatchNormalization takes its moments, and how to give it others."""
+"""Gives Keras' BatchNormalization other moments than its own."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def moving_moments(layer: keras.layers.BatchNormalization, dtype: str) -> tuple:
 
 
 def replace_moments(with_mask: Callable[[Moments], Moments], synchronized: Moments) -> None:
-    """From now on every BatchNormalization of the process takes its moments from `with_mask(Keras' own method)`, and
-    what Keras itself asks for, if `synchronized=True` and there is no mask, is `synchronized(x, axes, keepdims)`.
+    """Makes every BatchNormalization of the process take its moments from `with_mask(Keras' own method)`; what Keras
+    itself asks for, if `synchronized=True` and there is no mask, is `synchronized(x, axes, keepdims)`.
 
     Relies on `BatchNormalization._moments`, and on keras.src's `_compute_moments_sync`, which it calls. Raises
     UnsupportedError if one is gone: statistics would silently be those of one worker.

@@ -22,8 +22,8 @@ _DATA = "_get_iterator"  # the method () -> what the epochs are read from
 
 @contextlib.contextmanager
 def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset], read_ahead: bool = False) -> Iterator[None]:
-    """Inside, Keras reads each dataset as `change` gives it back, and generators no further than needed, but with
-    `read_ahead`. Relies on `TFEpochIterator._get_iterator`."""
+    """A context in which Keras reads each dataset as `change` gives it back, and generators no further than needed, but
+    with `read_ahead`. Relies on `TFEpochIterator._get_iterator`."""
     keras_own: Callable[[EpochIterator], Any] | None = getattr(EpochIterator, _DATA, None)
     if keras_own is None:
         raise UnsupportedError(f"This version of Keras reads data in another way: {_DATA} of its epochs is gone.")
@@ -40,10 +40,9 @@ def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset], read_ahea
 
 
 def _not_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Of a generator, without the batches that Keras has it make ahead: those left at the end of a validation are lost,
-    on each worker another number, and from then on they hold different batches. Relies on `_input_dataset` of what
-    `prefetch` returns; without it such workers are refused in the midst of a run.
-    """
+    """The dataset of a generator without the batches that Keras has it make ahead: those left at the end of a
+    validation are lost, on each worker another number, and from then on they hold different batches. Relies on
+    `_input_dataset` of what `prefetch` returns; without it such workers are refused in the midst of a run."""
     inner = getattr(dataset, "_input_dataset", None)
     if inner is None or "Prefetch" not in type(dataset).__name__:
         return dataset
@@ -60,7 +59,7 @@ def validation_iterator(model: keras.Model) -> EpochIterator | None:
 
 
 def set_validation_iterator(model: keras.Model, iterator: EpochIterator) -> None:
-    """What `fit` uses for its next validations. Relies on `Trainer._eval_epoch_iterator`."""
+    """Sets the iterator that `fit` uses for its next validations. Relies on `Trainer._eval_epoch_iterator`."""
     model._eval_epoch_iterator = iterator
 
 
@@ -70,12 +69,12 @@ def validates_after(model: keras.Model, epoch: int, frequency: Any) -> bool:
 
 
 def batches_in_an_epoch(iterator: EpochIterator) -> int | None:
-    """Where the data was found to end; None as long as that is not known. Relies on `EpochIterator._num_batches`."""
+    """The batches after which the data ended; None: not known yet. Relies on `EpochIterator._num_batches`."""
     return iterator._num_batches
 
 
 def batches_read(iterator: EpochIterator) -> int:
-    """In this epoch. Relies on `EpochIterator._steps_seen`."""
+    """The number of batches read in this epoch. Relies on `EpochIterator._steps_seen`."""
     return iterator._steps_seen
 
 

@@ -16,7 +16,7 @@ _layer_normalization: Function | None = getattr(operations, "_layer_normalizatio
 
 
 def replace_gelu(made_of: MadeOf) -> None:
-    """From now on "gelu" and `keras.ops.gelu` compute by `made_of(Keras' own)`: (x, approximate) -> the same shape.
+    """Makes "gelu" and `keras.ops.gelu` compute by `made_of(Keras' own)`: (x, approximate) -> the same shape.
 
     Relies on `gelu` of keras.src's TensorFlow backend; without it it stays Keras' own.
     """
@@ -25,8 +25,8 @@ def replace_gelu(made_of: MadeOf) -> None:
 
 
 def replace_layer_normalization(made_of: MadeOf) -> None:
-    """From now on LayerNormalization and `keras.ops.layer_normalization` compute by `made_of(Keras' own)`: (x, gamma,
-    beta, axis, epsilon, rms_scaling) -> the same shape.
+    """Makes LayerNormalization and `keras.ops.layer_normalization` compute by `made_of(Keras' own)`: (x, gamma, beta,
+    axis, epsilon, rms_scaling) -> the same shape.
 
     Relies on `_layer_normalization` of keras.src's operations; without it it stays Keras' own.
     """

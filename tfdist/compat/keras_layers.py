@@ -1,4 +1,4 @@
-"""What Keras keeps of its layers under private names: those inside each other, variables, losses, how they are called.
+"""Parts of Keras' layers under private names: the layers inside each other, variables, losses, how they are called.
 
 Keras has no public way to a layer that is an attribute of a layer (`model.layers` is the first level only), and none to
 what one layer owns without the layers in it.
@@ -77,21 +77,20 @@ def has_no_call(model: keras.Model) -> bool:
 
 
 def class_has_own_call(kind: type[keras.Model]) -> bool:
-    """The same of its class, whatever stands in for the `call` of one model of it. Relies on `Functional.call`."""
+    """Whether the class has a `call` of its own, whatever replaces that of one model. Relies on `Functional.call`."""
     return kind.call not in (Functional.call, keras.Sequential.call) or kind.__call__ is not keras.Layer.__call__
 
 
 def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Those of the layer without the layers in it. Relies on `Layer._trainable_variables`, a list that Keras' tracker
-    fills; without it ZeRO-3 does not know which layer gathers a variable.
-    """
+    """The trainable variables of the layer without the layers in it. Relies on `Layer._trainable_variables`, a list
+    that Keras' tracker fills; without it ZeRO-3 does not know which layer gathers a variable."""
     return layer._trainable_variables
 
 
 def own_non_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Those of the layer without the layers and seed generators in it. Relies on `Layer._non_trainable_variables`, a
-    list that Keras' tracker fills; without it a layer is not named that sets its state where it may not.
-    """
+    """The other variables of the layer, without the layers and seed generators in it. Relies on
+    `Layer._non_trainable_variables`, a list that Keras' tracker fills; without it a layer is not named that sets its
+    state where it may not."""
     return layer._non_trainable_variables
 
 
@@ -106,16 +105,14 @@ def own_seed_generators(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
 
 
 def recorded_losses(layer: keras.Layer) -> list[Any]:
-    """What `add_loss` has put down since the record was cleared; inside a stateless scope, there. Relies on
-    `Layer._get_own_losses`; without it losses that a model adds are of this worker's rows, and are not summed.
-    """
+    """The losses that `add_loss` recorded since the record was cleared; inside a stateless scope, there. Relies on
+    `Layer._get_own_losses`; without it losses that a model adds are of this worker's rows, and are not summed."""
     return list(layer._get_own_losses())
 
 
 def record_losses(layer: keras.Layer, losses: Sequence[Any]) -> None:
-    """Instead of what it has recorded. Relies on `Layer._losses`, a list, `Layer._loss_ids`, a set, and on
-    `StatelessScope.losses`. The list not by a slice: TensorFlow's wrapper of lists would compare the tensors.
-    """
+    """Replaces the losses that the layer has recorded. Relies on `Layer._losses`, a list, `Layer._loss_ids`, a set, and
+    on `StatelessScope.losses`. The list not by a slice: TensorFlow's wrapper of lists would compare the tensors."""
     scope = get_global_attribute("stateless_scope")
     layer._losses.clear()
     if scope is None:
@@ -166,9 +163,9 @@ def is_inside_a_call() -> bool:
 
 @contextlib.contextmanager
 def outside_the_call() -> Iterator[None]:
-    """Within it a model can be called as if no layer were being called. Relies on the same attribute; without it a
-    model that is tried while it is called ends that call: the layers that come after it take training for inference.
-    """
+    """A context in which a model can be called as if no layer were being called. Relies on the same attribute; without
+    it a model that is tried while it is called ends that call: the layers that come after it take training for
+    inference."""
     around = get_global_attribute("current_call_ctx")
     set_global_attribute("current_call_ctx", None)
     try:
@@ -179,10 +176,9 @@ def outside_the_call() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_the_call_as_it_is() -> Iterator[None]:
-    """Within it layers can be called in the call that is under way, which afterwards is as it was: each layer that is
-    told whether it is training tells those that come after it. Relies on the same attribute, an object that holds what
-    was told; without it they take training for inference.
-    """
+    """A context in which layers can be called in the call that is under way, which afterwards is as it was: each layer
+    that is told whether it is training tells those that come after it. Relies on the same attribute, an object that
+    holds what was told; without it they take training for inference."""
     around = get_global_attribute("current_call_ctx")
     told = dict(vars(around)) if around is not None else {}
     try:

@@ -1,4 +1,4 @@
-"""What Keras' optimizers keep under private names."""
+"""Parts of Keras' optimizers under private names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def switch_off_reduction(optimizer: keras.Optimizer) -> None:
 
 
 def moving_averages(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """Of the trainable variables, in their order, with use_ema=True; else none. Relies on
-    `Optimizer._model_variables_moving_average`; without it --ema cannot be evaluated.
-    """
+    """The moving averages of the trainable variables, in their order, with use_ema=True; else none. Relies on
+    `Optimizer._model_variables_moving_average`; without it --ema cannot be evaluated."""
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
 
@@ -36,16 +35,15 @@ def count_steps_atomically(optimizer: keras.Optimizer) -> None:
 
 
 def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable:
-    """What holds a learning rate that can be set. Raises AttributeError where there is none: under a schedule. Relies
-    on `Optimizer._learning_rate`; without it a callback's change on one worker is not taken over by the others.
+    """The variable of a learning rate that can be set. Raises AttributeError where there is none: under a schedule.
+    Relies on `Optimizer._learning_rate`; without it a callback's change on one worker is not taken over by the others.
     """
     return optimizer._learning_rate
 
 
 def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[int] | None:
-    """Which of them do, by number; None without weight decay. Relies on `Optimizer._use_weight_decay`; without it
-    workers that exclude others are not told.
-    """
+    """The numbers of the weights that decay; None without weight decay. Relies on `Optimizer._use_weight_decay`;
+    without it workers that exclude others are not told."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     decays = getattr(inner, "_use_weight_decay", None)
     if not getattr(inner, "weight_decay", None) or decays is None:

@@ -32,9 +32,9 @@ def is_seed_state(variable: Any) -> bool:
 
 
 def made_global_seed_generator() -> keras.random.SeedGenerator | None:
-    """That of all that is drawn without one, made now if it is not there, while nothing is drawn from Python's. Relies
-    on the function that Keras makes it with; without it replicas would make variables in a step, and fail.
-    """
+    """The generator of all that is drawn without one, made now if it is not there, while nothing is drawn from
+    Python's. Relies on the function that Keras makes it with; without it replicas would make variables in a step, and
+    fail."""
     before = random.getstate()
     if make := getattr(seed_generator, "global_seed_generator", None):
         make()
@@ -43,24 +43,21 @@ def made_global_seed_generator() -> keras.random.SeedGenerator | None:
 
 
 def use_generator(generator: keras.random.SeedGenerator | None) -> None:
-    """From now on what this thread draws without a generator is drawn from this one: for Keras each thread has its own.
-    None: from one that is made when it is needed. Relies on the same attribute.
-    """
+    """Makes this thread draw from this generator what is drawn without one: for Keras each thread has its own. None:
+    from one that is made when it is needed. Relies on the same attribute."""
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
 def global_seed_generator() -> keras.random.SeedGenerator | None:
-    """The one of all that is drawn without a generator, if it has been made. Relies on the global attribute
-    GLOBAL_SEED_GENERATOR of keras.src.random.seed_generator.
-    """
+    """The generator of all that is drawn without one, if it has been made. Relies on the global attribute
+    GLOBAL_SEED_GENERATOR of keras.src.random.seed_generator."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
 
 
 @contextlib.contextmanager
 def asked_before_draws(ask: Callable[[keras.random.SeedGenerator], None]) -> Iterator[None]:
-    """Within it, in this thread, `ask` is called with each generator before something is drawn from it. Relies on
-    `SeedGenerator.next`, through which all draw.
-    """
+    """A context in which, in this thread, `ask` is called with each generator before something is drawn from it. Relies
+    on `SeedGenerator.next`, through which all draw."""
     if not hasattr(keras.random.SeedGenerator.next, "asks"):  # for good: other threads may be inside, too
         keras.random.SeedGenerator.next = _asking_first(keras.random.SeedGenerator.next)
     before = getattr(_asking, "ask", None)

@@ -13,11 +13,10 @@ _SCOPE = "stateless_scope"
 
 @contextlib.contextmanager
 def float_values(replace: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]) -> Iterator[None]:
-    """Inside, the floating-point values of the scope around it, if any, are what `replace` makes of them; afterwards
-    they are the old ones but for those that were updated. Relies on the global attribute "stateless_scope" and on
-    `StatelessScope.state_mapping`, a dict; without them the gradient with respect to such a value is that of one
-    worker's rows.
-    """
+    """A context in which the floating-point values of the scope around it, if any, are what `replace` makes of them;
+    afterwards they are the old ones but for those that were updated. Relies on the global attribute "stateless_scope"
+    and on `StatelessScope.state_mapping`, a dict; without them the gradient with respect to such a value is that of one
+    worker's rows."""
     scope = get_global_attribute(_SCOPE)
     values = {} if scope is None else scope.state_mapping
     before = {key: value for key, value in values.items() if isinstance(value, tf.Tensor) and value.dtype.is_floating}
@@ -31,9 +30,8 @@ def float_values(replace: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]) 
 
 @contextlib.contextmanager
 def left() -> Iterator[None]:
-    """Inside, variables have their own values, whatever scope is around it. Relies on the same attribute; without it a
-    model cannot be tried while it is called with the values of a graph.
-    """
+    """A context in which variables have their own values, whatever scope is around it. Relies on the same attribute;
+    without it a model cannot be tried while it is called with the values of a graph."""
     around = get_global_attribute(_SCOPE)
     set_global_attribute(_SCOPE, None)
     try:

@@ -20,15 +20,14 @@ def mask_of(tensor: Any) -> tf.Tensor | None:
 
 
 def carry_mask(tensor: Any, mask: Any) -> None:
-    """From now on the tensor carries this mask. Relies on keras.src's `set_keras_mask`."""
+    """Makes the tensor carry this mask. Relies on keras.src's `set_keras_mask`."""
     set_keras_mask(tensor, mask)
 
 
 def argmax_within_gpus() -> contextlib.AbstractContextManager:
-    """In the context, Keras' argmax (of every accuracy) compares signs as uint32: as int32, of which GPUs compare none,
-    the predictions would pass through host memory. The same values. Relies on `signbit` of keras.src's numpy backend;
-    without it, or elsewhere, argmax stays as it is.
-    """
+    """A context in which Keras' argmax (of every accuracy) compares signs as uint32: as int32, of which GPUs compare
+    none, the predictions would pass through host memory. The same values. Relies on `signbit` of keras.src's numpy
+    backend; without it, or elsewhere, argmax stays as it is."""
     if not (tf.config.list_logical_devices("GPU") and hasattr(backend_numpy, "signbit")):
         return contextlib.nullcontext()
     return _with_signbit(sign_of_float)
@@ -64,9 +63,8 @@ def node_of(tensor: Any) -> Any:
 
 
 def call_again(node: Any, tensors: Sequence[tf.Tensor]) -> Any:
-    """What the call of `node_of` gives for these in place of its `input_tensors`; not in training. Relies on
-    `Node.arguments.fill_in`. (keras.Model of those tensors would leave a second call behind in the layer.)
-    """
+    """The outputs of the call of `node_of` for these tensors in place of its `input_tensors`; not in training. Relies
+    on `Node.arguments.fill_in`. (keras.Model of those tensors would leave a second call behind in the layer.)"""
     given = {id(symbol): tensor for symbol, tensor in zip(node.input_tensors, tensors, strict=True)}
     args, kwargs = node.arguments.fill_in(given)
     layer = node.operation

@@ -1,6 +1,5 @@
-"""What Keras' Trainer (`compile`, `fit`) keeps under private names: how it builds a model, what was compiled, where a
-fit begins.
-"""
+"""Parts of Keras' Trainer (`compile`, `fit`) under private names: how it builds a model, what was compiled, where a fit
+begins."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def build_for(model: keras.Model, batch: Any, step: str = "train_step", is_calle
 
 @contextlib.contextmanager
 def _updating_nothing(model: keras.Model) -> Iterator[None]:
-    """Of an optimizer that is built in a trace what it copies from the weights is lost."""
+    """A context without updates: what an optimizer that is built in a trace copies from the weights is lost."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers_of(model):
             stack.enter_context(replaced(optimizer, "apply", lambda *_, **__: None))
@@ -123,9 +122,8 @@ def given_metrics(model: keras.Model) -> list[Any]:
 
 
 def begin_an_epoch_of_metrics(model: keras.Model) -> None:
-    """As Keras does at the start of each epoch, but for those that are not built yet, which have nothing to forget
-    there; after a restore they have. Relies on what `given_metrics` relies on.
-    """
+    """Resets metrics as Keras does at the start of each epoch, also those that are not built yet, which have nothing to
+    forget there; after a restore they have. Relies on what `given_metrics` relies on."""
     for metric in given_metrics(model):
         if isinstance(metric, keras.metrics.Metric):
             metric.reset_state()

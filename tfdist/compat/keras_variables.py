@@ -19,9 +19,9 @@ def stored_value(variable: keras.Variable) -> tf.Variable | None:
 
 
 def value_here(variable: keras.Variable) -> np.ndarray:
-    """Of the first replica of this process; where replicas hold different values, nobody is asked for theirs. Relies on
-    `Variable._value` and on `DistributedVariable.values`; without them a trial of a model waits for other workers.
-    """
+    """The value on the first replica of this process; where replicas hold different values, nobody is asked for theirs.
+    Relies on `Variable._value` and on `DistributedVariable.values`; without them a trial of a model waits for other
+    workers."""
     stored: Any = variable._value
     return getattr(stored, "values", (stored,))[0].numpy()
 
@@ -35,9 +35,8 @@ def empty(variable: keras.Variable, refuse: Callable[..., Any]) -> None:
 
 
 def replace_value(variable: keras.Variable, value: tf.Variable) -> None:
-    """From now on the Keras variable is this one, of another shape. Relies on `Variable._shape` and `_initialize`;
-    without them no layer can be cut.
-    """
+    """Replaces the value of the Keras variable by this one, of another shape. Relies on `Variable._shape` and
+    `_initialize`; without them no layer can be cut."""
     variable._shape = tuple(value.shape)
     variable._initialize(value)
 
@@ -72,8 +71,8 @@ def autocast_dtype() -> str | None:
 
 @contextlib.contextmanager
 def autocast_to(dtype: str | None) -> Iterator[None]:
-    """Within it variables are read in this compute type; None: as they are. In an AutocastScope(None) those of any type
-    would say that they are float32, and be computed with, and kept, as such.
+    """A context in which variables are read in this compute type; None: as they are. In an AutocastScope(None) those of
+    any type would say that they are float32, and be computed with, and kept, as such.
 
     Relies on keras.src's `AutocastScope` and the global attribute "autocast_scope"; without them a second forward pass
     computes in another type than the first.

@@ -146,7 +146,7 @@ def _append(content: bytearray, block: _Block) -> bytes:
 
 
 def _shared(first: bytes, second: bytes) -> int:
-    """How many bytes two keys begin with in common."""
+    """The number of bytes with which both keys begin."""
     limit = min(len(first), len(second))
     return next((place for place in range(limit) if first[place] != second[place]), limit)
 

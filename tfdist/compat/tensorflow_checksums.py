@@ -8,5 +8,5 @@ from __future__ import annotations
 
 
 def masked(checksum: int) -> int:
-    """What is stored for a CRC-32C."""
+    """The masked form of a CRC-32C, in which TensorFlow stores it."""
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""What TensorFlow's context and its strategies do for a cluster of workers without a public name (TensorFlow 2.21)."""
+"""Work of TensorFlow's context and strategies for a cluster of workers that has no public name (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _context() -> Any:
 
 
 def configure_coordination_service(leader: str, heartbeat_s: float, register_s: float) -> None:
-    """Before a multi-worker strategy is made: which task ("/job:worker/replica:0/task:0") hosts the service that
+    """Sets, before a multi-worker strategy is made, which task ("/job:worker/replica:0/task:0") hosts the service that
     watches over the workers, after how many seconds of silence one counts as lost, and how long they may take to come.
 
     Relies on `Context.configure_coordination_service`; without it the death of a peer that cannot say so (SIGSTOP,
@@ -89,9 +89,8 @@ def wait_at_barrier(name: str, timeout_s: float) -> None:
 
 
 def stop_watching_peers(strategy: Any) -> None:
-    """TensorFlow's thread that looks after the other workers ends: it would report those who have left as lost. Relies
-    on `_check_health_thread_should_stop` of the strategy's `extended`; if that is gone, the thread goes on.
-    """
+    """Ends TensorFlow's thread that looks after the other workers: it would report those who have left as lost. Relies
+    on `_check_health_thread_should_stop` of the strategy's `extended`; if that is gone, the thread goes on."""
     stop = getattr(strategy.extended, "_check_health_thread_should_stop", None)
     if stop is not None:
         stop.set()

@@ -1,4 +1,4 @@
-"""What a tf.data.Dataset is made of (TensorFlow 2.21)."""
+"""The operations of which a tf.data.Dataset is made (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def kind(dataset: tf.data.Dataset) -> str:
-    """What it does, for example "MapDataset". Relies on the names of tensorflow.python's classes; a name that is not
-    known counts as a kind that may keep something.
-    """
+    """The kind of a dataset, for example "MapDataset". Relies on the names of tensorflow.python's classes; a name that
+    is not known counts as a kind that may keep something."""
     return type(dataset).__name__.lstrip("_")
 
 

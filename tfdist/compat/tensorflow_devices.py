@@ -1,4 +1,4 @@
-"""How TensorFlow makes its devices, without a public name (TensorFlow 2.21)."""
+"""Makes TensorFlow's devices, for which there is no public name (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tensorflow.python.eager import context
 
 
 def pin_host_memory() -> None:
-    """Before TensorFlow makes its devices: tensors in the host's memory are where GPUs can read them by themselves.
+    """Lets GPUs read tensors in the host's memory by themselves. To be called before TensorFlow makes its devices.
 
     Relies on `Context._config`, of which TensorFlow makes its devices; without it a batch is copied to a GPU at a third
     of the speed, and while that goes on nothing can be launched there.

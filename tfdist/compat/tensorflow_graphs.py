@@ -82,13 +82,13 @@ def _closed(waiting: list[str], bodies: dict[str, Any]) -> list[str]:
 
 
 def _called(node: Any) -> list[str]:
-    """The names of functions."""
+    """The names of the functions that a node calls."""
     values = node.attr.values()
     return [function.name for value in values for function in (value.func, *value.list.func) if function.name]
 
 
 def compute_after(operation: tf.Operation, first: tf.Operation) -> None:
-    """From now on `operation` waits for `first`, of the same graph. Relies on `Operation._add_control_input`."""
+    """Makes `operation` wait for `first`, of the same graph. Relies on `Operation._add_control_input`."""
     operation._add_control_input(first)
 
 
@@ -100,7 +100,7 @@ def function_graph(name: str) -> tf.Graph:
 
 
 def captured_by(graph: tf.Graph) -> list[Any]:
-    """What a `function_graph` uses from outside of it, in the order of first use. Relies on `FuncGraph.captures`."""
+    """The tensors that a `function_graph` uses from outside, in order of first use. Relies on `FuncGraph.captures`."""
     return [outside for outside, _ in graph.captures]
 
 

@@ -21,7 +21,7 @@ _LIBRARY = "libtensorflow_cc.so.2"
 
 @contextlib.contextmanager
 def interpreter_released() -> Iterator[None]:
-    """In the context, TFE_EnableCollectiveOps is called without the interpreter's lock."""
+    """A context in which TFE_EnableCollectiveOps is called without the interpreter's lock."""
     library, own = _library(), pywrap_tfe.TFE_EnableCollectiveOps
     if library is None:
         yield

@@ -20,7 +20,7 @@ from tensorflow.python.ops import gen_array_ops, gen_math_ops, gen_resource_vari
 
 # What an operation was given, by the names of its arguments.
 Given = dict[str, Any]
-# Of what an operation returns: bool, where it comes of numbers in range, to be broadcast; None: all of it does.
+# For the result of an operation: bool, where it comes of numbers in range, to be broadcast; None: all of it does.
 Mask = tf.Tensor | None
 # (whether an operation has looked rows up, and not put them somewhere, what it returns, makes its mask) -> what is
 # returned in its place
@@ -29,11 +29,10 @@ Check = Callable[[bool, tf.Tensor, Callable[[], Mask]], tf.Tensor]
 
 @functools.cache
 def watch(check: Check, is_watching: Callable[[], bool]) -> None:
-    """From now on, and in all threads, `check` sees what these operations return. What tf.functions have traced while
-    it was not watching they do not use while it is. Relies on the functions of `tensorflow.python.ops.gen_*_ops`,
+    """Lets `check` see what these operations return, from now on and in all threads. What tf.functions have traced
+    while it was not watching they do not use while it is. Relies on the functions of `tensorflow.python.ops.gen_*_ops`,
     through which TensorFlow makes its operations, and on `make_function_context` of its traces; without them rows that
-    are not there are looked up without a word under XLA and on GPUs.
-    """
+    are not there are looked up without a word under XLA and on GPUs."""
 
     def watched(original: Callable, signature: inspect.Signature, looks_up: bool, mask: Callable) -> Callable:
         @functools.wraps(original)
@@ -68,7 +67,7 @@ def watch(check: Check, is_watching: Callable[[], bool]) -> None:
 
 
 def _replace_everywhere(replacements: Sequence[tuple[Callable, Callable]]) -> None:
-    """The first of each by the second, also where a module holds it under a name of its own, as tf.scatter_nd."""
+    """Replaces the first of each by the second, also under other names in modules, as tf.scatter_nd."""
     by_original = {id(original): by for original, by in replacements}  # so that 4,000 modules are gone through once
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None) or {}
@@ -81,7 +80,7 @@ def _replace_everywhere(replacements: Sequence[tuple[Callable, Callable]]) -> No
 
 
 def _static(value: Any) -> np.ndarray | None:
-    """If it is known while a program is traced. (What an eager tensor holds may still have to come from a GPU.)"""
+    """The value if it is known while a program is traced. (An eager tensor's may still have to come from a GPU.)"""
     known = None if isinstance(value, tf.Tensor) and hasattr(value, "numpy") else tf.get_static_value(value)
     return None if known is None else np.asarray(known)
 
@@ -113,7 +112,7 @@ def _shape(given: Given) -> tuple[tf.TensorShape, Any]:
 
 
 def _of_rows(given: Given) -> Mask:
-    """Of gather: numbers [batch_dims..., looked up...] of places on an axis."""
+    """The mask of gather: numbers [batch_dims..., looked up...] of places on an axis."""
     static, shape = _shape(given)
     indices = tf.convert_to_tensor(given["indices"])
     axis = _static(given.get("axis", given.get("batch_dims", 0)))
@@ -133,7 +132,7 @@ def _of_rows(given: Given) -> Mask:
 
 
 def _of_places(given: Given) -> Mask:
-    """Of gather_nd: [..., K] numbers, those of a place on the first K axes."""
+    """The mask of gather_nd: [..., K] numbers, those of a place on the first K axes."""
     static, shape = _shape(given)
     indices = tf.convert_to_tensor(given["indices"])
     depth = _depth(indices)
@@ -149,20 +148,20 @@ def _of_places(given: Given) -> Mask:
 
 
 def _depth(indices: tf.Tensor) -> int | tf.Tensor:
-    """How many numbers make a place."""
+    """The number of numbers that make a place."""
     known = None if indices.shape.rank is None else indices.shape[-1]
     return tf.shape(indices)[-1] if known is None else known
 
 
 def _of_targets(given: Given) -> Mask:
-    """Of a scatter into `tensor` or into zeros of `shape`: all of it, as what was left out belongs nowhere."""
+    """The mask of a scatter into `tensor` or into zeros of `shape`: all of it, as what was left out belongs nowhere."""
     indices = tf.convert_to_tensor(given["indices"])
     shape = tf.convert_to_tensor(given["shape"]) if "shape" in given else _shape(given)[1]
     return _all(_inside(indices, shape[: _depth(indices)]))
 
 
 def _of_segments(given: Given) -> Mask:
-    """Of sums and the like over segments, where TensorFlow leaves out negative numbers as documented."""
+    """The mask of sums and the like over segments, where TensorFlow leaves out negative numbers as documented."""
     limit = given["num_segments"]
     return _all(_inside(tf.maximum(given["segment_ids"], 0), limit))
 

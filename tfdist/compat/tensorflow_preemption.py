@@ -26,7 +26,7 @@ def google_announces_termination() -> bool:
 
 @contextlib.contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """In the context TensorFlow connects a cluster; SIGTERM goes on doing what it did before.
+    """A context in which TensorFlow connects a cluster; SIGTERM goes on doing what it did before.
 
     TensorFlow's coordination service takes SIGTERM for itself (`SigtermNotifier`) when its server starts, before the
     other workers have come, and only notes it: the worker would wait or train on until it is killed. TensorFlow cannot
@@ -44,7 +44,7 @@ def sigterm_kept() -> Iterator[None]:
 
 
 def _give_back(before: ctypes.Array) -> bool:
-    """Whether it was taken."""
+    """Gives SIGTERM back if it was taken. Returns whether it was."""
     taken = _action().raw[:_HANDLER_BYTES] != before.raw[:_HANDLER_BYTES]
     if taken:
         _C.sigaction(signal.SIGTERM, before, None)
@@ -52,7 +52,7 @@ def _give_back(before: ctypes.Array) -> bool:
 
 
 def _action() -> ctypes.Array:
-    """What SIGTERM does now, as the C library has it: Python only knows what it has set itself."""
+    """The present action of SIGTERM, as the C library has it: Python only knows what it has set itself."""
     found = ctypes.create_string_buffer(_SIGACTION_BYTES)
     _C.sigaction(signal.SIGTERM, None, found)
     return found

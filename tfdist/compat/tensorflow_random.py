@@ -21,7 +21,7 @@ def _context() -> Any:
 
 
 def global_seed() -> int | None:
-    """What tf.random.set_seed was given; None if it was not called.
+    """The seed that tf.random.set_seed was given; None if it was not called.
 
     Relies on tensorflow.python's `global_seed`; without it data that is shuffled without a seed is not recognised.
     """
@@ -73,9 +73,8 @@ def seeded_graphs(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def redrawn(by: int) -> Iterator[None]:
-    """Within it, functions that are traced outside of a graph draw other numbers, if tf.random.set_seed was called;
-    else they do in any case. Relies on `Context._seed`.
-    """
+    """A context in which functions that are traced outside of a graph draw other numbers, if tf.random.set_seed was
+    called; else they do in any case. Relies on `Context._seed`."""
     seed = context.global_seed()
     with replaced(_context(), "_seed", seed + by) if by and seed is not None else contextlib.nullcontext():
         yield
@@ -83,10 +82,9 @@ def redrawn(by: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def repeated(seed: int) -> Iterator[None]:
-    """What is drawn inside outside of graphs, and in those that are traced there, are the numbers of this seed, from
+    """A context in which what is drawn outside of graphs, and in those traced there, are the numbers of this seed, from
     the first on. Relies on `Context._seed`, `Context._rng` and `Context.clear_kernel_cache`; without them a layer that
-    mixes rows is not found where something is drawn in loops.
-    """
+    mixes rows is not found where something is drawn in loops."""
     this = _context()
     with contextlib.ExitStack() as stack:
         stack.callback(this.clear_kernel_cache)
@@ -124,10 +122,9 @@ def draws_undone(by: int = 0) -> Iterator[list[tf.Variable]]:
 
 @contextlib.contextmanager
 def keys_moved(by: int | tf.Tensor) -> Iterator[None]:
-    """Within it, each tf.random.Generator draws other numbers for another `by`, and the same as ever for 0; its state
-    goes on alike. Not those of which each replica has its own. Relies on `Generator.skip`, with which each draw begins
-    and whose last number is the key.
-    """
+    """A context in which each tf.random.Generator draws other numbers for another `by`, and the same as ever for 0; its
+    state goes on alike. Not those of which each replica has its own. Relies on `Generator.skip`, with which each draw
+    begins and whose last number is the key."""
     skip = tf.random.Generator.skip
 
     @tf.autograph.experimental.do_not_convert
@@ -142,9 +139,8 @@ def keys_moved(by: int | tf.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def moved(states: Sequence[tf.Variable], by: int) -> Iterator[None]:
-    """Within it, generators with these states draw other numbers, the same for the same `by`; after it they are as
-    before.
-    """
+    """A context in which generators with these states draw other numbers, the same for the same `by`; after it they are
+    as before."""
     before = [tf.identity(state) for state in states]
     try:
         for state, value in zip(states, before, strict=True):

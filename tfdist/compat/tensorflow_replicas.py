@@ -11,9 +11,8 @@ from tensorflow.python.distribute.values import PerReplica
 
 
 def per_replica(values: tuple) -> Any:
-    """One per-replica value of a value for each replica. Relies on tensorflow.python's `PerReplica`; without it a
-    process cannot have several replicas.
-    """
+    """A per-replica value, made of a value for each replica. Relies on tensorflow.python's `PerReplica`; without it a
+    process cannot have several replicas."""
     return PerReplica(values)
 
 

@@ -1,4 +1,4 @@
-"""What eager code writes to TensorFlow's variables, taken back; and large tables, read where they are."""
+"""Undoes what eager code writes to TensorFlow's variables; reads large tables where they are."""
 
 from __future__ import annotations
 

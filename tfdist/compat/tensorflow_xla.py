@@ -1,4 +1,4 @@
-"""What XLA has and TensorFlow gives no public name (TensorFlow 2.21)."""
+"""Parts of XLA to which TensorFlow gives no public name (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_compiled_by_xla() -> bool:
 def custom_call(
     target: str, operands: Sequence[tf.Tensor], config: str, results: Sequence[tuple[tf.DType, Sequence[int]]]
 ) -> list[tf.Tensor]:
-    """What XLA's custom call `target` makes of the operands: tensors of these dtypes and static shapes. It reads
+    """The results of XLA's custom call `target` for the operands: tensors of these dtypes and static shapes. It reads
     `config` as its own. Only in a function that XLA compiles.
 
     Relies on the operation XlaCustomCallV2; without it XLA's own cuDNN kernels cannot be asked for.

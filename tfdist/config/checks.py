@@ -170,7 +170,7 @@ def _check_texts(config: Config) -> None:
 
 
 def _check_servers(config: Config) -> None:
-    """What a parameter-server run cannot do, and what only such a run can."""
+    """Refuses what a parameter-server run cannot do, and what only such a run can."""
     servers, strategy = config.servers, config.strategy.strategy
     for flag, off in PARAMETER_SERVER_ONLY:
         value = getattr(servers, flag)
@@ -190,7 +190,7 @@ def _check_servers(config: Config) -> None:
 
 
 def _check_parameter_server_run(config: Config) -> None:
-    """What no run on parameter servers can do."""
+    """Refuses what no run on parameter servers can do."""
     if config.precision.precision == "float16":
         raise ConfigError("--precision=float16 needs a loss scale that all workers share: use --precision=bfloat16.")
     if config.optimizer.optimizer == "adafactor":

@@ -68,7 +68,7 @@ class Config:
         return Config.from_flat({**self.flat(), **values})
 
     def in_one_process(self) -> Config:
-        """What evaluates the run's model in one process, whatever it is trained with: only its batch has to fit."""
+        """A configuration to evaluate the run's model in one process, whatever trains it: only its batch has to fit."""
         strategy = self.strategy.strategy
         batch = self.batch.global_batch or self.batch.micro_batch
         return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""How an option is declared and checked, and how the text of one is read.
+"""Declares and checks options, and reads the text of one.
 
 A field made with `option()` is also a command-line flag of the same name (flags.py reads the fields), so a new flag is
 one such line and one line in tests/unit/flag_surface.txt.

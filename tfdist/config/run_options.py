@@ -41,7 +41,7 @@ class RunConfig:
 
     @property
     def folder_flag(self) -> str:
-        """That folder as messages name it."""
+        """The run's folder as messages name it."""
         return (
             f"--run_dir={self.folder}" if not is_url(self.run_dir) else f"--cache_dir={self.cache_dir}: {self.folder}"
         )

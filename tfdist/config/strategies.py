@@ -17,7 +17,7 @@ from tfdist.plugins import check_name, imported
 
 @dataclass(frozen=True)
 class Strategy:
-    """What --strategy=NAME means."""
+    """The meaning of --strategy=NAME."""
 
     runtime: str  # "module:Class"; Class.create(config, cluster) makes the runtime
     several_workers: bool = True  # whether it can have more than one
@@ -84,7 +84,8 @@ def check_strategy(name: str) -> None:
 
 
 def asked_for(name: str) -> Strategy:
-    """What is certain of --strategy=NAME before the cluster is known: of auto, and of what is none, nothing."""
+    """The strategy --strategy=NAME if it is certain before the cluster is known; `_UNDECIDED` for auto and unknown
+    names."""
     return _own(name) if is_own(name) else STRATEGIES.get(name, _UNDECIDED)
 
 

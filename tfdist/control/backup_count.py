@@ -1,4 +1,4 @@
-"""How many backups the programs of a launched job have written: what shows the launcher of a script that it gets on.
+"""Counts the backups that the programs of a launched job have written: they show the launcher of a script its progress.
 
 The launcher names a file in the environment, and the chief's backups are counted in it; how often the job is started
 does not matter.
@@ -17,12 +17,12 @@ VARIABLE = "TFDIST_BACKUP_COUNT"  # the file
 
 
 def begin(file: Path) -> None:
-    """Of a job that starts: none. Raises OSError."""
+    """Begins the count of a job that starts, at none. Raises OSError."""
     file.unlink(missing_ok=True)
 
 
 def read(file: Path) -> int:
-    """-1 if there is none, or if it cannot be read."""
+    """Reads the count; -1 if there is none, or if it cannot be read."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -30,7 +30,7 @@ def read(file: Path) -> int:
 
 
 def count_one(environ: Mapping[str, str] = os.environ) -> None:
-    """One more, if a launcher asks for it. It is a help: what is not counted is no error of the training."""
+    """Counts one more, if a launcher asks for it. It is a help: what is not counted is no error of the training."""
     if file := environ.get(VARIABLE):
         with contextlib.suppress(OSError), written_whole(Path(file)) as text:
             text.write(str(max(read(Path(file)), 0) + 1))

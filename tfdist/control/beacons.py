@@ -1,4 +1,4 @@
-"""What the workers of a job tell each other beside the training: where each one is, and why one failed.
+"""Messages between the workers of a job beside the training: where each one is, and why one failed.
 
 Every worker sends a small UDP datagram to every other about once a second: rank, section, calls, where its main thread
 is. A stranger's are dropped (datagrams.py). So when something is stuck, or a peer is lost, each worker can name the
@@ -103,7 +103,7 @@ class Beacons:
             time.sleep(0.05)
 
     def wait_for_errors(self, wait: float) -> None:
-        """Until all others have told an error, at most `wait` seconds."""
+        """Waits until all others have told an error, at most `wait` seconds."""
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             with self._lock:
@@ -144,7 +144,7 @@ class Beacons:
         )
 
     def close(self) -> None:
-        """Sends and receives no more."""
+        """Ends sending and receiving."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.close()
@@ -200,14 +200,14 @@ class Beacons:
 
 
 def _shortened(text: str) -> str:
-    """As much of a text as `_MOST_WORDS` bytes of JSON can hold."""
+    """The beginning of a text that `_MOST_WORDS` bytes of JSON can hold."""
     while (excess := len(json.dumps(text)) - _MOST_WORDS) > 0:
         text = text[: -(excess // 12 + 1)]  # a character takes up to twelve
     return text
 
 
 def parse_report(rank: int, data: bytes, size: int) -> Report | None:
-    """What rank `rank` of `size` has sent, fit to be printed; None for anything that is no report."""
+    """The report that rank `rank` of `size` has sent, fit to be printed; None for anything that is no report."""
     try:
         message = wire.parse_object(data)
     except ValueError:

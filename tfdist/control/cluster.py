@@ -1,4 +1,4 @@
-"""Who is in the cluster, as a process sees it: its own role and rank, and the addresses of the others.
+"""The cluster as a process sees it: its own role and rank, and the addresses of the others.
 
 Made from the environment by resolvers.py.
 """
@@ -28,7 +28,7 @@ class Cluster:
     started_by: str = ""  # a launcher that tells ranks but no addresses (control/horovod_env.py)
     launcher_local_rank: int = 0  # as that launcher tells it
     secret: Secret = field(default=Secret(), compare=False, repr=False)  # by which its processes know each other
-    # Of a group after which this process may join others (membership.py): whether one of it has died.
+    # Whether a process of the group has died; for a group after which this one may join others (membership.py).
     is_broken: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -58,19 +58,19 @@ class Cluster:
 
     @property
     def local_size(self) -> int:
-        """How many training workers are on its machine, itself included, as far as their addresses tell."""
+        """The number of training workers on its machine, itself included, as far as their addresses tell."""
         hosts = self.hosts
         return hosts.count(hosts[self.rank]) if 0 <= self.rank < len(hosts) else 1
 
     def name(self, rank: int) -> str:
-        """How messages name a training worker: "worker 1 (rank 2, host:port)"."""
+        """The name of a training worker in messages: "worker 1 (rank 2, host:port)"."""
         if not self.peers:
             return f"rank {rank}"
         role, index = self._role_and_index(rank)
         return f"{role} {index} (rank {rank}, {self.peers[rank]})"
 
     def task(self, rank: int) -> str:
-        """How TensorFlow names a rank."""
+        """The name that TensorFlow has for a rank."""
         role, index = self._role_and_index(rank)
         return f"/job:{role}/replica:0/task:{index}"
 
@@ -96,7 +96,7 @@ class Cluster:
         return {role: list(self.spec[role]) for role in TRAINING_ROLES if role in self.spec}
 
     def tf_config(self) -> str:
-        """TF_CONFIG for TensorFlow."""
+        """The text of TF_CONFIG for TensorFlow."""
         return json.dumps({"cluster": self.training_spec, "task": {"type": self.role, "index": self.index}})
 
     def describe(self) -> str:

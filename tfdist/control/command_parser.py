@@ -1,4 +1,4 @@
-"""How the commands that have flags of their own before `--` read them: a mistake is a ConfigError with a sentence."""
+"""The parser of commands that have flags of their own before `--`: a mistake is a ConfigError with a sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
         self.hint = hint
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it, which makes an empty list of the value of `--flag=--`."""
+        """Parses as argparse does, but refuses `--flag=--`, of whose value argparse makes an empty list."""
         for arg in args or ():
             if re.fullmatch(r"--?[^=\s]+=--", arg):
                 self.error(f"{arg} gives the flag no value")

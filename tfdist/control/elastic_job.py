@@ -22,7 +22,8 @@ _LONGEST_WAIT_SECONDS = 60.0
 
 
 class ElasticJob(LocalJob):
-    """See LocalJob. A worker's number (its slot: name, log, cores, port) stays; its rank may be another in every group.
+    """A LocalJob whose groups change. A worker's slot (name, log, cores, port) stays; its rank may change with every
+    group.
 
     Args:
       workers: the most there can be; `wanted`: how many are started, and kept up; `least`: when fewer are left, they
@@ -60,13 +61,13 @@ class ElasticJob(LocalJob):
         return surroundings
 
     def resize(self, workers: int) -> bool:
-        """More or fewer workers from now on, without a restart."""
+        """Sets the number of workers from now on, without a restart."""
         self.say(f"tfdist: from {self.wanted} to {workers} workers")
         self.wanted = workers
         return True
 
     def poll(self) -> JobResult | None:
-        """See LocalJob."""
+        """Looks at all workers once, see LocalJob."""
         for worker in self.workers:
             self._notice_end(worker)
         self.groups.look()
@@ -94,7 +95,7 @@ class ElasticJob(LocalJob):
         return worker.process.pid in self._joined
 
     def _note_ended(self) -> None:
-        """Those that have ended are in no group."""
+        """Removes workers that have ended from their groups."""
         for worker in self._trainers():
             member = self.groups.connected.get(worker.slot)
             if worker.code is not None and member:
@@ -102,7 +103,7 @@ class ElasticJob(LocalJob):
                 self.groups.remove(worker.slot)
 
     def _drop_lost_workers(self) -> None:
-        """Of dead workers those without which the job can go on. One that is kept fails the job (LocalJob)."""
+        """Removes dead workers without which the job can go on. One that is kept fails the job (LocalJob)."""
         survivors, left = any(map(self._was_in_group, self._alive())), len(self.groups.connected)
         for worker in [worker for worker in self._trainers() if worker.code is not None]:
             if worker.code == 0:  # dismissed
@@ -135,7 +136,7 @@ class ElasticJob(LocalJob):
         self._next_start = time.monotonic() + (min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)) if failures else 0.0)
 
     def _start_missing_worker(self) -> None:
-        """One, if fewer run than are wanted."""
+        """Starts one worker, if fewer run than are wanted."""
         taken = {worker.slot for worker in self._trainers()}
         if len(taken) >= self.wanted or time.monotonic() < self._next_start:
             return

@@ -24,7 +24,7 @@ _SAYING_SECONDS = 5.0
 
 
 class ExitCode(enum.IntEnum):
-    """What a tfdist process ends with."""
+    """The exit codes of tfdist's processes."""
 
     OK = 0
     INTERNAL = 1
@@ -119,7 +119,7 @@ _AROUND = re.compile(r"Exception encountered when calling .*?\n\n(.*)\n\nArgumen
 
 
 def _sentence(error: TfdistError) -> str:
-    """Without what Keras has put around it."""
+    """The sentence of an error, without what Keras has put around it."""
     return _AROUND.sub(r"\1", str(error))
 
 
@@ -163,13 +163,13 @@ def error_line(sentence: str, code: ExitCode) -> str:
 
 
 def end_process(sentence: str, code: ExitCode) -> NoReturn:
-    """At once, from whatever thread, and whether or not anybody takes the sentence."""
+    """Ends the process at once, from whatever thread, and whether or not anybody takes the sentence."""
     say_last_words(error_line(sentence, code))
     os._exit(code)
 
 
 def say_last_words(text: str) -> None:
-    """On standard error; returns though nobody reads there."""
+    """Prints on standard error; returns though nobody reads there."""
 
     def say() -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody is there any more

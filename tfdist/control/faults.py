@@ -2,9 +2,8 @@
 
 TFDIST_FAULTS holds them, RANK:STEP:KIND separated by commas, for example "1:30:kill,0:50:stuck". Each happens once in a
 run folder, at the first chance at or after its step: RUN_DIR/faults/ remembers it over restarts. With the value "armed"
-faults
-wait for files instead: RUN_DIR/faults/arm-RANK-KIND is removed and its fault happens at the next chance, and every call
-begins with as many seconds of sleep as the file "pace" there says.
+faults wait for files instead: RUN_DIR/faults/arm-RANK-KIND is removed and its fault happens at the next chance, and
+every call begins with as many seconds of sleep as the file "pace" there says.
 
 | kind          | what happens                                                                       |
 |---------------|------------------------------------------------------------------------------------|
@@ -66,9 +65,8 @@ class Faults:
         return cls(planned, run_dir / "faults")
 
     def at(self, place: str, step: int) -> None:
-        """Called at "step" (between calls), "save" (files written, not yet renamed), "restore"; does what is due
-        there.
-        """
+        """Makes the faults happen that are due at "step" (between calls), "save" (files written, not yet renamed) or
+        "restore"."""
         if self._slow and place == "step":
             time.sleep(0.1)
         if self._writes_to_fail and place == "save":

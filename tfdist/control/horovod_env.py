@@ -43,7 +43,7 @@ _FIRST_PORT, _PORTS = 20000, 10000  # below the ephemeral ports of Linux
 
 @dataclass(frozen=True)
 class Placement:
-    """What Horovod must be told before hvd.init()."""
+    """The settings that Horovod needs before hvd.init()."""
 
     variables: Mapping[str, str]  # to be added to the environment
     server: tuple[str, int] | None  # host and port of the rendezvous; None if this process is alone
@@ -52,7 +52,7 @@ class Placement:
 
 
 def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
-    """From the variables of horovodrun or of Open MPI's mpirun; None if there are none.
+    """Makes a Cluster from the variables of horovodrun or of Open MPI's mpirun; None if there are none.
 
     The Cluster has no addresses: only Horovod's own collectives can connect its processes. Raises ClusterError.
     """
@@ -77,7 +77,7 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def placement(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
-    """What Horovod must be told in this process. Raises ClusterError if its peers could not be found."""
+    """The settings that Horovod needs in this process. Raises ClusterError if its peers could not be found."""
     if cluster.started_by == "horovodrun":
         if cluster.size > 1 and ADDRESS not in environ:
             raise ClusterError(
@@ -94,7 +94,7 @@ def placement(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
 
 
 def _of_addresses(cluster: Cluster) -> Placement:
-    """From TF_CONFIG. Processes whose addresses have the same host are on one machine."""
+    """The settings by TF_CONFIG. Processes whose addresses have the same host are on one machine."""
     hosts = cluster.hosts
     if hosts[0].startswith("["):
         raise ClusterError(
@@ -157,7 +157,7 @@ def _variables(server: tuple[str, int], host: str, cluster: Cluster) -> dict[str
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """The same in all processes of an MPI job, and probably another one for another job."""
+    """A port that is the same in all processes of an MPI job, and probably another one for another job."""
     name = next((environ[name] for name in _MPI_JOB_NAMES if name in environ), "")
     return _FIRST_PORT + zlib.crc32(name.encode()) % _PORTS
 

@@ -1,4 +1,4 @@
-"""What every job of several processes has in common, wherever they run: output, logs, the first failure, the end.
+"""The common part of jobs of several processes, wherever they run: output, logs, the first failure, the end.
 
 LocalJob (local_job.py) runs them on this machine, RayJob (ray_job.py) on the nodes of a Ray cluster.
 """
@@ -52,7 +52,7 @@ _Worker = TypeVar("_Worker", bound=Worker)
 
 @dataclass(frozen=True)
 class JobOptions:
-    """How workers are run and shown, wherever that is."""
+    """The options with which workers are run and shown, wherever that is."""
 
     show: set[int] | None = None  # ranks whose output is shown; None for all. The evaluator's always is
     pin: bool = True  # give each worker cores of its own and as many threads
@@ -96,7 +96,7 @@ class Job(Generic[_Worker]):
         raise NotImplementedError
 
     def _handle_ends(self, now: float) -> None:
-        """At every look, after the ends have been noticed."""
+        """Does further work after the ends have been noticed, at every look."""
 
     def _is_tolerated(self, worker: _Worker) -> bool:
         """Whether the job goes on without this worker, which has failed."""
@@ -114,7 +114,7 @@ class Job(Generic[_Worker]):
         return False
 
     def _release(self) -> None:
-        """After the last worker's end."""
+        """Frees what the job holds after the last worker's end."""
 
     # -- what they share -----------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Job(Generic[_Worker]):
             self.output.flush()
 
     def poll(self) -> JobResult | None:
-        """One look, without waiting: stops all if one has failed. None while any process runs, then how it went."""
+        """Looks once, without waiting: stops all if one has failed. None while any process runs, then how it went."""
         for worker in self.workers:
             self._notice_end(worker)
         now = time.monotonic()
@@ -199,7 +199,7 @@ class Job(Generic[_Worker]):
         return self.wait()
 
     def kill(self) -> None:
-        """SIGKILL to what is left, with all that it started. `wait` then returns at once."""
+        """Sends SIGKILL to what is left, with all that it started. `wait` then returns at once."""
         self._kill_at = 0.0
         self.forward(signal.SIGKILL)
 
@@ -244,7 +244,7 @@ class Relay:
             self._prefix = f"\x1b[{color}m{self._prefix}\x1b[0m"
 
     def feed(self, data: bytes) -> None:
-        """What the worker has written; b"" at the end of it."""
+        """Takes what the worker has written; b"" at the end of it."""
         with contextlib.suppress(OSError):  # a full disk must not stop the job
             self._log.write(data)
         for text in [

@@ -1,4 +1,4 @@
-"""What Kubernetes, or any system that numbers processes, tells a process about the others -> Cluster.
+"""Makes a Cluster from what Kubernetes, or any system that numbers processes, tells a process about the others.
 
 An Indexed Job numbers its pods in JOB_COMPLETION_INDEX; TFDIST_WORKERS and TFDIST_ADDRESS come from our job file, for
 example 4 and digits-{index}.digits:2222. The addresses follow by rule, without a call to any server.
@@ -15,7 +15,7 @@ from tfdist.control.tf_config import check_address
 
 
 def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
-    """From the variables of a pod of an Indexed Job made by `tfdist.jobs`; None elsewhere. Raises ClusterError."""
+    """The Cluster of a pod of an Indexed Job of `tfdist.jobs`, by its variables; else None. Raises ClusterError."""
     if not environ.get("TFDIST_WORKERS") or environ["TFDIST_WORKERS"] == "1" or not environ.get("JOB_COMPLETION_INDEX"):
         return None
     size, rank = environment_number(environ, "TFDIST_WORKERS"), environment_number(environ, "JOB_COMPLETION_INDEX")

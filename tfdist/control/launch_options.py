@@ -46,7 +46,7 @@ def parse_launch_options(argv: list[str], description: str, epilog: str = "") ->
 
 
 def launch_parser(description: str, epilog: str = "") -> CommandParser:
-    """Reads the flags before `--`."""
+    """The parser of the flags before `--`."""
     parser = CommandParser(
         hint=(
             "the launcher's own flags stand before `--`, the workers' flags after it; `python -m tfdist.launch --help`"
@@ -64,7 +64,7 @@ def launch_parser(description: str, epilog: str = "") -> CommandParser:
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
-    """What is started, where, and with what."""
+    """Adds the flags about what is started, where, and with what."""
     parser.add_argument(
         "--on",
         choices=("local", "ray"),
@@ -121,7 +121,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:
-    """What happens when a worker fails, or is asked to end."""
+    """Adds the flags about what happens when a worker fails, or is asked to end."""
     parser.add_argument(
         "--grace",
         type=float,

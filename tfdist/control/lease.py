@@ -38,7 +38,7 @@ _LOOK_SECONDS = 0.1
 
 
 def job_identity(environ: Mapping[str, str], cluster: Cluster) -> str:
-    """What tells attempts of one job from another job; "" if nothing does."""
+    """A text that tells attempts of one job from another job; "" if nothing does."""
     if environ.get(JOB_VARIABLE):
         return f"launcher {environ[JOB_VARIABLE]}"
     if environ.get("SLURM_JOB_ID"):
@@ -185,7 +185,7 @@ class Lease:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Of all who look at a folder, one at a time is within; on file systems that lock no folders (NFS) this holds
+    """A context that only one of all who look at a folder is in; on file systems that lock no folders (NFS) this holds
     nobody up, and two who remove the same lease at once find out when they renew theirs."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,6 +1,5 @@
-"""Who holds a lease (lease.py, storage/store_lease.py), whether that process still lives, and when whoever wants the
-lease may take it over.
-"""
+"""The owner of a lease (lease.py, storage/store_lease.py), whether that process still lives, and when whoever wants the
+lease may take it over."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tfdist.control.exit_codes import ConfigError, ExitCode, end_process
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lease. All are text, so that a lease of any version can be shown."""
+    """The process that holds a lease. All are text, so that a lease of any version can be shown."""
 
     host: str
     pid: str
@@ -44,7 +43,7 @@ class Owner:
 
     @classmethod
     def read(cls, text: str) -> Owner | None:
-        """None if this is no lease."""
+        """Reads the owner in a lease's text; None if this is no lease."""
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             found = json.loads(text)
             return cls(**{field.name: str(found[field.name]) for field in fields(cls)})
@@ -63,13 +62,13 @@ class Owner:
         return bool(self.machine) and self.machine == _machine()
 
     def runs_here(self) -> bool:
-        """Of an owner on this machine."""
+        """Whether an owner on this machine still runs."""
         return bool(self.started) and _started(self.pid) == self.started
 
 
 @dataclass(frozen=True)
 class Patience:
-    """With an owner, in seconds of the observer's clock."""
+    """The time to wait for an owner, in seconds of the observer's clock."""
 
     dead: float  # without a renewal, after which it counts as dead
     damaged: float  # for a lease that cannot be read: it may just be written
@@ -119,14 +118,14 @@ class Watched:
 
 
 def in_use(name: str, owner: Owner) -> ConfigError:
-    """What a job is told that comes second."""
+    """The error for a job that comes second."""
     return ConfigError(
         f"{name} is in use by another job ({owner.describe()}): choose another folder, or end that job first."
     )
 
 
 def end_worker(sentence: str) -> None:
-    """At once, in whatever thread: what this process would write is another's now."""
+    """Ends the process at once, in whatever thread: what it would write is another's now."""
     end_process(sentence, ExitCode.CONFIG)
 
 
@@ -135,7 +134,7 @@ def _printable(text: str) -> str:
 
 
 def _machine() -> str:
-    """ "": not known."""
+    """The identity of this boot and container; "": not known."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -143,7 +142,7 @@ def _machine() -> str:
 
 
 def _started(pid: str) -> str:
-    """When a process was started, in ticks since the boot; "" if there is none, or only what is left of it."""
+    """The start of a process, in ticks since the boot; "" if there is none, or only what is left of it."""
     try:
         status = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
         return "" if status[0] in "ZX" else status[19]

@@ -1,4 +1,4 @@
-"""Who is still there, found out by probing: each process of a parameter-server job answers at its TF_CONFIG address.
+"""Probes who is still there: each process of a parameter-server job answers at its TF_CONFIG address.
 
 The chief watches the parameter servers, without which it cannot go on; workers and parameter servers watch the chief,
 without which they have nothing to do. A probe is a TCP connection that is closed again; TensorFlow's server on the port

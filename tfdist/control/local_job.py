@@ -31,7 +31,7 @@ _CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves wh
 
 
 class Surroundings(NamedTuple):
-    """What a process is started in."""
+    """The environment and cores with which a process is started."""
 
     environment: dict[str, str]
     cores: set[int] | None  # None: all
@@ -101,7 +101,7 @@ class LocalJob(Job[LocalWorker]):
 
     @cached_property
     def _cores(self) -> list[set[int]]:
-        """Of each rank; empty if they are not divided."""
+        """The cores of each rank; empty if they are not divided."""
         return divide_cores(self.count) if self.options.pin else []
 
     def _name(self, rank: int) -> str:
@@ -109,7 +109,7 @@ class LocalJob(Job[LocalWorker]):
         return task.role if task.role == "chief" else f"{task.role} {task.index}"
 
     def _divide_gpus(self) -> tuple[list[dict[str, str]], str]:
-        """Of each rank, then of the evaluator. A chief and parameter servers have none."""
+        """The GPUs of each rank, then of the evaluator; and a warning. A chief and parameter servers have none."""
         gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainer_count, self.options.gpus_per_worker)
         if self.servers:
             gpus = [
@@ -153,7 +153,7 @@ class LocalJob(Job[LocalWorker]):
             worker.signal(signal.SIGTERM)
 
     def _surroundings(self, rank: int | None, gpus: dict[str, str]) -> Surroundings:
-        """Of a worker, or (rank None) of the evaluator."""
+        """The surroundings of a worker, or (rank None) of the evaluator."""
         cores = self._cores
         threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
         environment = {
@@ -192,7 +192,7 @@ class LocalJob(Job[LocalWorker]):
                 self.say(f"tfdist: {describe(worker)}; training goes on")
 
     def _handle_ends(self, now: float) -> None:
-        """Of a job with parameter servers: starts dead workers anew, ends all when the chief is gone."""
+        """Starts dead workers of a job with parameter servers anew; ends all when the chief is gone."""
         if not self._restarts or self._kill_at is not None:
             return
         chief = self.workers[0]
@@ -207,9 +207,8 @@ class LocalJob(Job[LocalWorker]):
         return bool(self._restarts and self._restarts.is_pending(worker.name)) and self.workers[0].code is None
 
     def _is_finished(self) -> bool:
-        """With parameter servers, the chief's word counts: what becomes of those that it no longer needs is no
-        failure.
-        """
+        """Whether the chief of a job with parameter servers has ended well: what becomes of those that it no longer
+        needs is no failure."""
         return bool(self.servers and self.workers) and self.workers[0].code == 0
 
     def _release(self) -> None:

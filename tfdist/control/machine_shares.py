@@ -1,4 +1,4 @@
-"""What each of N workers on one machine gets of it: cores and GPUs."""
+"""The share of a machine that each of N workers on it gets: cores and GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is in the group that trains, while processes come and go: the launcher decides (Groups), each worker asks
+"""The group that trains, while processes come and go: the launcher decides who is in it (Groups), each worker asks
 (Member).
 
 One TCP connection per worker, which begins as control/wire.py has it, the slot (which process of the job this is) in
@@ -43,7 +43,7 @@ _LONGEST_LINE = 65536  # bytes
 
 @dataclass
 class ConnectedWorker:
-    """One worker, as the launcher sees it."""
+    """A worker as the launcher sees it."""
 
     connection: socket.socket
     slot: int  # of the job
@@ -60,7 +60,7 @@ class ConnectedWorker:
         return self.generation > 0 and not self.waits
 
     def send(self, **message: Any) -> None:
-        """Once per generation; to one that is gone it does no harm."""
+        """Sends a message, once per generation; to one that is gone it does no harm."""
         word = next(iter(message))
         if word not in self.sent:
             self.sent.add(word)
@@ -92,12 +92,12 @@ class Groups:
         self.broken_since: float | None = None
 
     def invitation(self, slot: int) -> dict[str, str]:
-        """What a worker's environment must hold."""
+        """The variables that a worker's environment must hold."""
         return {VARIABLE: f"127.0.0.1:{self._listener.getsockname()[1]}/{slot}"}
 
     @property
     def connected(self) -> dict[int, ConnectedWorker]:
-        """By slot."""
+        """The connected workers by slot."""
         return {worker.slot: worker for worker in self._all}
 
     def look(self) -> None:
@@ -121,7 +121,7 @@ class Groups:
         worker.unread = worker.unread[-_LONGEST_LINE:]
 
     def remove(self, slot: int) -> None:
-        """Its process has ended. The others of its group need not wait for it."""
+        """Removes a worker whose process has ended. The others of its group need not wait for it."""
         gone = self.connected.get(slot)
         if gone:
             self._all.remove(gone)
@@ -152,7 +152,7 @@ class Groups:
         return self._begin_generation(waiting[:wanted], addresses)
 
     def _begin_generation(self, members: Sequence[ConnectedWorker], addresses: Sequence[str]) -> FormedGroup:
-        """`members` in rank order."""
+        """Begins a new group of `members`, in rank order."""
         self.generation += 1
         formed = FormedGroup(
             generation=self.generation,

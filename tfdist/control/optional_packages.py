@@ -23,7 +23,7 @@ _ALWAYS = ("absl",)  # what every command needs; TensorFlow and Keras, and so Nu
 
 
 def end_without_packages() -> None:
-    """For modules of commands only, before they import the rest: ends the process if it cannot run any command."""
+    """Ends the process if no command can run in it. For modules of commands only, before they import the rest."""
     missing = [name for name in _ALWAYS if importlib.util.find_spec(name) is None]
     if not missing:
         return

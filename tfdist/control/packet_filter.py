@@ -32,7 +32,7 @@ _ALL, _NOTHING = 0xFFFFFFFF, 0
 
 
 class Instruction(NamedTuple):
-    """Of classic BPF, in the order of the kernel's struct sock_filter."""
+    """An instruction of classic BPF, in the order of the kernel's struct sock_filter."""
 
     code: int
     if_true: int = 0  # instructions to skip
@@ -78,7 +78,7 @@ def _family(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
 
 @contextlib.contextmanager
 def own_address_only(address: str, peers: Iterable[str]) -> Iterator[None]:
-    """While the body starts servers that listen on all interfaces: narrows these down to the host of `address`.
+    """A context for starting servers that listen on all interfaces: narrows these down to the host of `address`.
 
     The filter is there as soon as the socket is seen, a few milliseconds after it is made.
     """
@@ -99,7 +99,7 @@ def own_address_only(address: str, peers: Iterable[str]) -> Iterator[None]:
 
 
 def _sockets() -> dict[int, int]:
-    """Identity (inode) -> descriptor of the sockets of this process; none where that is not told."""
+    """The sockets of this process, identity (inode) -> descriptor; none where that is not told."""
     found, names = {}, []
     with contextlib.suppress(OSError):
         names = os.listdir("/proc/self/fd")

@@ -136,7 +136,7 @@ def wait_for_peers(
 
 
 def did_not_appear(names: str, count: int, timeout: float) -> StartupError:
-    """What is said of processes that were waited for in vain."""
+    """The error about processes that were waited for in vain."""
     return StartupError(
         f"{names} did not appear within {timeout:g} s: start {'it' if count == 1 else 'them'}, check that the address"
         " in TF_CONFIG can be reached from here, or raise --startup_timeout."
@@ -166,7 +166,7 @@ def bind_everywhere(port: int) -> socket.socket:
 
 
 def bind_shared(port: int, host: str) -> socket.socket:
-    """The same at one IP address of this machine; "": all."""
+    """Binds a shared port, like `bind_everywhere`, at one IP address of this machine; "": all."""
     if not host:
         return bind_everywhere(port)
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)

@@ -109,7 +109,7 @@ class Standbys:
 
 
 def wait_as_standby(stdin: IO[str]) -> list[str]:
-    """In the spare itself: waits for its turn, takes over the environment, returns the arguments.
+    """Waits in the spare itself for its turn, takes over the environment, returns the arguments.
 
     Ends if nobody is left to call.
     """

@@ -93,8 +93,8 @@ class RayPlacements:
         return self.count
 
     def wanted(self) -> int:
-        """How many workers there should be now: more than before once room for them has been there for some seconds. A
-        lost place is no reason to stop: its worker fails, or has not been started."""
+        """The number of workers wanted now: more than before once room for them has been there for some seconds. A lost
+        place is no reason to stop: its worker fails, or has not been started."""
         if self.count < self.most and time.monotonic() - self._asked_at > _ASK_EVERY_SECONDS:
             placed = self._look()
             if placed > self.count and time.monotonic() - self._changed_at > _SETTLE_SECONDS:
@@ -102,7 +102,7 @@ class RayPlacements:
         return self.count
 
     def failed(self, rank: int | None, progress: bool) -> None:
-        """Where there is room is for Ray to know."""
+        """Does nothing: Ray knows where there is room."""
 
     def stop(self) -> None:
         """Ends the waiting of `ask`; for signal handlers."""
@@ -163,7 +163,7 @@ def _is_placed(group) -> bool:
 
 
 def describe_cluster() -> str:
-    """What the cluster has: "the cluster has 3 nodes (2 CPUs; 2 CPUs, 1 GPU; 1 CPU), of which 1 CPU is free"."""
+    """A phrase about the cluster: "the cluster has 3 nodes (2 CPUs; 2 CPUs, 1 GPU; 1 CPU), of which 1 CPU is free"."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -21,14 +21,14 @@ from tfdist.control.job import Job, JobOptions, Relay
 from tfdist.control.tf_config import worker_environment
 from tfdist.control.workers import Worker
 
-# Of the launcher's environment the workers get what is about the run; the rest is their node's affair.
+# Variables of the launcher's environment that workers get, as they are about the run; the rest is their node's.
 PASSED_ON = ("TFDIST_", "TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "OTEL_", "MLFLOW_", "WANDB_")
 _UNREACHABLE_SECONDS = 30.0  # an actor that Ray says cannot be reached for the moment counts as lost after this
 _ANSWER_SECONDS = 5.0  # for an actor whose worker is to be killed, before it is ended itself
 
 
 class Outcome(NamedTuple):
-    """How a worker ended."""
+    """The end of a worker."""
 
     code: int
     at: float  # monotonic seconds
@@ -49,7 +49,7 @@ class ActorWorker(Worker):
         return self.returncode
 
     def signal(self, number: int) -> None:
-        """Only kept here, since Ray must not be called in a signal handler."""
+        """Keeps the signal for later, since Ray must not be called in a signal handler."""
         self.signals.put(number)
 
 

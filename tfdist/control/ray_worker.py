@@ -24,7 +24,7 @@ _LARGEST_BACKLOG = 1 << 24  # bytes that nobody has fetched; then the worker's o
 
 
 class RayWorker:
-    """One worker. Its methods are called one at a time, by the launcher.
+    """A worker's process and its control. Its methods are called one at a time, by the launcher.
 
     `host`: of this node, by default as Ray knows it.
     """

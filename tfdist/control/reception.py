@@ -42,7 +42,7 @@ class _Stranger:
 
     @property
     def theirs(self) -> bytes:
-        """Its hello."""
+        """The bytes of its hello."""
         return self.data[: wire.HELLO_BYTES]
 
 
@@ -67,7 +67,7 @@ class Reception:
         self.close()
 
     def poll(self, timeout: float) -> list[Arrival]:
-        """Those who have proved themselves since the last call; waits up to `timeout` seconds for news of any kind."""
+        """The new arrivals that have proved themselves; waits up to `timeout` seconds for news of any kind."""
         arrivals = []
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._listener:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def repeatedly(look: Callable[[], float | None], name: str) -> Iterator[None]:
-    """In the context `look` is called in a thread of that name, and once more at its end. It returns the seconds until
-    the next look; None: the thread has seen enough.
-    """
+    """A context in which `look` is called in a thread of that name, and once more at its end. It returns the seconds
+    until the next look; None: the thread has seen enough."""
     done = threading.Event()
 
     def repeat() -> None:

@@ -1,4 +1,4 @@
-"""Who is in the cluster: the environment of a process -> Cluster."""
+"""Finds the cluster: the environment of a process -> Cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run lies: in a folder, or in an object store (a URL), of which each machine has a working copy.
+"""The place of a run: a folder, or an object store (a URL), of which each machine has a working copy.
 
 Everything that a run writes goes to the working copy first, on a local disk; storage/ sends it on.
 """
@@ -46,14 +46,14 @@ def working_folder(run_dir: str, cache_dir: str = "") -> Path:
 
 
 def backup_folder(backup_dir: str, cache_dir: str = "") -> str:
-    """Where a backup is written on this machine: `backup_dir` itself, or what is kept here of a URL."""
+    """The folder of a backup on this machine: `backup_dir` itself, or what is kept here of a URL."""
     if not is_url(backup_dir):
         return backup_dir
     return str(cache_folder(cache_dir) / "backups" / folder_name(backup_dir) / SNAPSHOTS)
 
 
 def folder_name(url: str) -> str:
-    """What the folder of a URL is called on this machine: each has its own."""
+    """The name of a URL's folder on this machine: each has its own."""
     address = url.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", address.rpartition("/")[2])[:60]
     return f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:12]}"

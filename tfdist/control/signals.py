@@ -31,9 +31,9 @@ class StopSignals:
         self._asked_at = 0.0  # the first SIGTERM or SIGINT; 0: none yet
 
     def is_second(self, number: int) -> bool:
-        """SIGHUP never is: a closed terminal may send it twice, and SIGTERM may follow. SIGTERM is if it does not come
-        at once, as some engines signal a process and its group; SIGINT, which somebody has typed, always.
-        """
+        """Whether a signal is a second request. SIGHUP never is: a closed terminal may send it twice, and SIGTERM may
+        follow. SIGTERM is if it does not come at once, as some engines signal a process and its group; SIGINT, which
+        somebody has typed, always."""
         if number == signal.SIGHUP:
             return False
         now, before = time.monotonic(), self._asked_at

@@ -1,4 +1,4 @@
-"""What Slurm tells a process about the others -> Cluster. No wrapper script, no call to any server.
+"""Makes a Cluster from what Slurm tells a process about the others. No wrapper script, no call to any server.
 
 Inside a step (`srun`) with several tasks. The step's node list and tasks per node give each task's host. The port is a
 function of the job and step, plus the rank, so that jobs that share a node rarely meet; TFDIST_PORT, if set, is the
@@ -18,7 +18,7 @@ _FIRST_PORT, _PORTS, _STRIDE = 10_000, 20_000, 64  # below the ports that Linux 
 
 
 def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
-    """From the variables of a Slurm step with several tasks; None outside of one. Raises ClusterError."""
+    """The Cluster of a Slurm step with several tasks, by its variables; None outside of one. Raises ClusterError."""
     needed = (
         "SLURM_JOB_ID",
         "SLURM_PROCID",
@@ -95,7 +95,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """Splits at the commas outside of brackets."""
     pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not text or ",".join(pieces) != text:
         raise _bad_hostlist(text)

@@ -1,4 +1,4 @@
-"""One time limit for the whole start: from the first probe at a peer until all are connected.
+"""Sets a time limit for the whole start: from the first probe at a peer until all are connected.
 
 A peer that has answered its probe may die or stop before TensorFlow (or Horovod, or our own rendezvous) has met it.
 What then waits does so in C++, with limits of its own that begin anew or with none. So a thread looks at the clock.

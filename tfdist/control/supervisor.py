@@ -28,7 +28,7 @@ _SNAPSHOT = re.compile(r"^step-(\d+)$")
 
 @dataclass
 class RestartPolicy:
-    """How many failures without progress are borne, and how long to wait after each.
+    """The number of failures without progress that are allowed, and the wait after each.
 
     The wait doubles from `first_wait` to at most `longest_wait` seconds, times a random factor of 0.5 to 1, so that
     many jobs that failed together do not come back together. Any progress (a newer snapshot or backup) forgives all
@@ -84,7 +84,7 @@ class Supervisor:
         self._stopped = False
 
     def stop(self) -> None:
-        """No more restarts. The running job is the caller's to signal."""
+        """Ends restarts. The running job is the caller's to signal."""
         self._stopped = True
         self.workers.stop()
 
@@ -120,7 +120,7 @@ class Supervisor:
                 return result
 
     def _watch(self, job: Job, count: int) -> tuple[JobResult, bool]:
-        """Until the job ends: (how, whether it was asked to because another number of workers is wanted)."""
+        """Watches a job to its end: (result, whether it was asked to end as another number of workers is wanted)."""
         started, resized = time.monotonic(), False
         while (result := job.poll()) is None:
             if self.standby_after is not None and time.monotonic() - started > self.standby_after:

@@ -85,10 +85,9 @@ class _Unread(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Where standard input, output or error are closed (`2>&-`, some daemons): nothing is read there, and what is
-    written goes nowhere. Else the next file or socket would get that number, and what TensorFlow writes to standard
-    error would end up in a snapshot.
-    """
+    """Opens standard input, output and error where they are closed (`2>&-`, some daemons): nothing is read there, and
+    what is written goes nowhere. Else the next file or socket would get that number, and what TensorFlow writes to
+    standard error would end up in a snapshot."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(descriptor)
@@ -103,17 +102,15 @@ def open_closed_streams() -> None:
 
 
 def outlive_reader() -> None:
-    """From now on standard output and error may lose their reader (`| head`, a terminal that is closed): a command then
-    goes on, and ends as it would have.
-    """
+    """Lets standard output and error lose their reader (`| head`, a terminal that is closed): a command then goes on,
+    and ends as it would have."""
     for name in ("stdout", "stderr"):
         _outlive_reader_of(name)
 
 
 def say_at_once(line: str) -> None:
-    """On standard error, from a signal handler: print() may have been interrupted by it, and would deadlock on its own
-    lock; and what the handler is for must happen though nobody reads any more.
-    """
+    """Writes on standard error from a signal handler: print() may have been interrupted by it, and would deadlock on
+    its own lock; and what the handler is for must happen though nobody reads any more."""
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:  # else it is full
             os.write(2, f"{line}\n".encode())

@@ -17,14 +17,14 @@ from tfdist.control.exit_codes import ClusterError
 
 
 class Task(NamedTuple):
-    """One process of a cluster."""
+    """The place of one process in a cluster."""
 
     role: str
     index: int  # among those of its role
 
 
 def from_tf_config(environ: Mapping[str, str]) -> Cluster | None:
-    """From TF_CONFIG; None if it is not set or empty."""
+    """Makes a Cluster from TF_CONFIG; None if it is not set or empty."""
     text = environ.get("TF_CONFIG")
     return None if _is_empty(text) else parse_tf_config(text)
 
@@ -62,7 +62,7 @@ def parse_tf_config(text: str | None) -> Cluster:
 
 
 def _no_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Python's JSON reader would silently keep only the last of them, and so lose workers."""
+    """Raises ClusterError for repeated keys: Python's JSON reader would keep only the last, and so lose workers."""
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:

@@ -1,6 +1,5 @@
-"""Where in the user's own code an error arose: the last of its lines that is neither Python's, TensorFlow's, Keras' nor
-tfdist's.
-"""
+"""Finds where in the user's own code an error arose: the last of its lines that is neither Python's, TensorFlow's,
+Keras' nor tfdist's."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def failure(error: BaseException) -> str:
 
 
 def failure_of_own(error: BaseException) -> str:
-    """The same; "" if it did not arise in a program of the user's, but in what is installed, or was asked for."""
+    """The text of `failure`; "" if not from a program of the user's, but from what is installed, or was asked for."""
     frames = traceback.extract_tb(error.__traceback__)
     is_asked_for = not isinstance(error, Exception)
     if is_asked_for or not any(frame.line and not _INSTALLED.search(frame.filename) for frame in frames):
@@ -43,7 +42,7 @@ def failure_of_own(error: BaseException) -> str:
 
 
 def said(error: BaseException) -> str:
-    """What an error says of itself, even if its own code for that fails."""
+    """The text of an error, even if its own code for that fails."""
     try:
         return str(error)
     except Exception:  # whatever the user's __str__ raises
@@ -51,19 +50,18 @@ def said(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says; "" if that is nothing."""
+    """The first line of the text of an error; "" if there is none."""
     return next(iter(said(error).strip().splitlines()), "")
 
 
 def first_paragraph(error: BaseException) -> str:
-    """Likewise, as one line: Keras breaks its sentences into lines."""
+    """The first paragraph of the text of an error, as one line: Keras breaks its sentences into lines."""
     return " ".join(said(error).strip().partition("\n\n")[0].split())
 
 
 def failure_in_text(text: str) -> str:
-    """The same of an error that TensorFlow tells as text with a traceback in it; "" if it has no line of the user's
-    own.
-    """
+    """A sentence like `failure` for an error that TensorFlow tells as text with a traceback in it; "" if it has no line
+    of the user's own."""
     text = text.partition("Traceback (most recent call last)")[2]
     places = _places_in(text)
     return _failure(places, what_in_text(text)) if _own(places) else ""
@@ -98,7 +96,7 @@ _INTERNALS = re.compile(
 
 
 def without_internals(text: str) -> str:
-    """What an error of TensorFlow or Keras says to people."""
+    """The text of an error of TensorFlow or Keras, without its internals."""
     return re.sub(r" +", " ", _INTERNALS.sub("", text)).strip()
 
 

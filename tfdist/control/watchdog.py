@@ -55,12 +55,12 @@ class Watchdog:
         self._closed.set()
 
     def enter(self, name: str) -> None:
-        """From now on in section `name`; `calls` counts the entries, so that workers can be compared."""
+        """Enters section `name`; `calls` counts the entries, so that workers can be compared."""
         self.name, self.since, self.calls = name, self._now(), self.calls + 1
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """In section `name` during the context, then back in the one around it."""
+        """A context in section `name`, and then back in the one around it."""
         outer = self.name
         self.enter(name)
         try:
@@ -77,7 +77,7 @@ class Watchdog:
             self._stop_at, self._stop_seconds = self._now() + seconds, seconds
 
     def seconds(self) -> float:
-        """How long in the present section."""
+        """The seconds spent in the present section."""
         return self._now() - self.since
 
     def expired(self) -> tuple[str, float] | None:
@@ -97,7 +97,7 @@ class Watchdog:
 
 
 def main_thread_at() -> str:
-    """Where the main thread is, innermost first: "loop.py:80 train < session.py:210 run". Without library frames."""
+    """The main thread's place, innermost first: "loop.py:80 train < session.py:210 run". No library frames."""
     main = _main_thread()
     stack = _stacks(main).get(main)
     if stack is None:
@@ -122,7 +122,7 @@ def all_stacks() -> str:
 
 
 class _Place(NamedTuple):
-    """Where a frame is."""
+    """The place of a frame."""
 
     file: str
     line: int | None
@@ -130,7 +130,7 @@ class _Place(NamedTuple):
 
 
 def _as_text(stack: Sequence[_Place]) -> str:
-    """As Python shows a traceback."""
+    """The stack as Python shows a traceback."""
     frames = [traceback.FrameSummary(place.file, place.line, place.function) for place in reversed(stack)]
     return "".join(traceback.StackSummary.from_list(frames).format())
 

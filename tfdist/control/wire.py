@@ -1,4 +1,4 @@
-"""How two processes of a job make sure of each other before either reads a word of the other's.
+"""Lets two processes of a job make sure of each other before either reads a word of the other's.
 
 Every TCP connection of tfdist's own (rendezvous, rings, membership) begins so; TensorFlow's and Horovod's do not:
 
@@ -44,21 +44,21 @@ class Mismatch(Exception):
 
 
 class Hello(NamedTuple):
-    """With what either side begins."""
+    """The bytes with which either side begins."""
 
     token: bool  # whether it has a job token
     rank: int
 
     @classmethod
     def read(cls, data: bytes) -> Hello | None:
-        """None if it is no tfdist that speaks."""
+        """Reads a hello; None if it is no tfdist that speaks."""
         magic, token, rank, _ = _HELLO.unpack(data)
         return cls(token, rank) if magic == _MAGIC else None
 
 
 @dataclass(frozen=True)
 class Lock:
-    """What both ends of a connection must have alike."""
+    """The secret that both ends of a connection must have alike."""
 
     key: bytes = field(repr=False)
     token: bool  # whether the key comes from a job token
@@ -71,18 +71,18 @@ class Lock:
         return _HELLO.pack(_MAGIC, self.token, rank, secrets.token_bytes(32))
 
     def proof_of_accepting(self, connecting: bytes, accepting: bytes) -> bytes:
-        """From the hellos of both."""
+        """The accepting side's proof, from the hellos of both."""
         return self._proof(b"accepts", connecting, accepting)
 
     def proof_of_connecting(self, connecting: bytes, accepting: bytes) -> bytes:
-        """From the hellos of both."""
+        """The connecting side's proof, from the hellos of both."""
         return self._proof(b"connects", connecting, accepting)
 
     def _proof(self, word: bytes, connecting: bytes, accepting: bytes) -> bytes:
         return hmac.digest(self.key, word + connecting + accepting, hashlib.sha256)
 
     def token_mismatch(self, token: bool) -> str:
-        """What is wrong with another who has a token, or none; the rest of a sentence. "": nothing."""
+        """The end of a sentence about another with a token where this one has none, or the reverse. "": they agree."""
         if token == self.token:
             return ""
         has = {True: "a job token", False: "none"}
@@ -163,7 +163,7 @@ def send_message(connection: socket.socket, message: Any) -> None:
 
 
 def read_message(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """What `send_message` sent, an object. Raises OSError; ValueError for what is none."""
+    """Reads the object that `send_message` sent. Raises OSError; ValueError for what is none."""
     (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size, deadline))
     if length > LARGEST_MESSAGE:
         raise ValueError(f"a message of {length} bytes")

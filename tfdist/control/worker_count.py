@@ -1,4 +1,4 @@
-"""How many workers a job is to have: as many as there is room for, between --min_workers and --workers."""
+"""Decides how many workers a job is to have: as many as there is room for, between --min_workers and --workers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class WorkerSupply(Protocol):
     count: int  # as it was last answered
 
     def ask(self) -> int:
-        """Before a job is started; may wait."""
+        """The number of workers to start a job with; may wait."""
         ...
 
     def wanted(self) -> int:
-        """While it runs; never waits."""
+        """The number of workers wanted while the job runs; never waits."""
         ...
 
     def failed(self, rank: int | None, progress: bool) -> None:
@@ -67,7 +67,7 @@ class WorkerCount:
             self.grow_after *= 2
 
     def wanted(self) -> int:
-        """How many workers there should be now. Never waits for the answer of `discover`."""
+        """The number of workers wanted now. Never waits for the answer of `discover`."""
         if self.discover:
             self._ask()
         elif self._grow_at is not None and self._now() >= self._grow_at:
@@ -75,7 +75,7 @@ class WorkerCount:
         return self.count
 
     def ask(self) -> int:
-        """The same, after waiting for an answer of `discover`."""
+        """The number of workers wanted, after waiting for an answer of `discover`."""
         if self.discover:
             self._ask()
             while self._asking and self._asking.is_alive() and not self._stopped:

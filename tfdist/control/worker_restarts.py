@@ -1,4 +1,4 @@
-"""When a dead worker of a parameter-server job is started again: soon, but not for ever."""
+"""Decides when a dead worker of a parameter-server job is started again: soon, but not for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process of a job, how it ended, and how much that says about the cause."""
+"""A process of a job, its end, and how much that says about the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAST_LINES = 20
 
 @dataclass
 class Worker:
-    """One process of the job."""
+    """A process of the job."""
 
     name: str  # "worker 0"
     rank: int | None  # None: the evaluator
@@ -32,23 +32,23 @@ class Worker:
 
     @property
     def code(self) -> int | None:
-        """None: still running; negative: the signal that killed it."""
+        """The exit code. None: still running; negative: the signal that killed it."""
         raise NotImplementedError
 
     @property
     def exit_code(self) -> int:
-        """Of one that has ended."""
+        """The exit code of a worker that has ended."""
         assert self.code is not None, self.name
         return self.code
 
     @property
     def slot(self) -> int:
-        """The rank, of one that trains."""
+        """The rank of a worker that trains."""
         assert self.rank is not None, self.name
         return self.rank
 
     def signal(self, number: int) -> None:
-        """To it and all that it started."""
+        """Sends a signal to the process and all that it started."""
         raise NotImplementedError
 
 
@@ -69,7 +69,7 @@ class LocalWorker(Worker):
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended."""
+    """The result of a job."""
 
     code: int  # what the launcher exits with
     cause: str  # a sentence; "" if all went well
@@ -79,7 +79,7 @@ class JobResult:
 
 
 def root_cause_order(worker: Worker) -> int:
-    """0: it surely failed by itself; the higher, the more likely because a peer was gone or we ended it."""
+    """A key to sort by: 0: it surely failed by itself; the higher, the more likely a peer was gone or we ended it."""
     if worker.killed or worker.rank is None:
         return 3
     if worker.lost:
@@ -90,7 +90,7 @@ def root_cause_order(worker: Worker) -> int:
 
 
 def describe(worker: Worker) -> str:
-    """How a worker failed: "worker 1 was killed by signal 9 (SIGKILL)", with what it last said about it."""
+    """A phrase on how a worker failed: "worker 1 was killed by signal 9 (SIGKILL)", with what it last said about it."""
     if worker.killed:
         return f"{worker.name} did not end when asked to (SIGTERM) and was killed"
     if worker.lost:
@@ -106,9 +106,8 @@ def describe(worker: Worker) -> str:
 
 
 def _meaning(code: int, error: str) -> str:
-    """What tfdist means by an exit code. error: the last sentence of tfdist's that the process has written; tfdist ends
-    it with its code, and where it does not, the code may be that of a user's script.
-    """
+    """The meaning of an exit code in tfdist. error: the last sentence of tfdist's that the process has written; tfdist
+    ends it with its code, and where it does not, the code may be that of a user's script."""
     meaning = f"{ExitCode(code).name}: {MEANING[ExitCode(code)]}"
     by_tfdist = f"(exit code {code}, " in error or code in (ExitCode.INTERNAL, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
     return meaning if by_tfdist else f"the script's own, or {meaning}"

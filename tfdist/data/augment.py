@@ -64,7 +64,7 @@ def load_augmentation(name: str) -> Augmentation | None:
 
 @contextlib.contextmanager
 def _without_variables(name: str) -> Iterator[None]:
-    """TensorFlow's words for a variable that is made inside name neither the augmentation nor a way out."""
+    """A context that names the augmentation, and a way out, if a variable is made inside: TensorFlow's words do not."""
     try:
         yield
     except ValueError as error:
@@ -77,7 +77,7 @@ def _without_variables(name: str) -> Iterator[None]:
 
 
 def _check_stateless(name: str, kinds: set[str]) -> None:
-    """Of the types of the operations of an augmentation. Raises ConfigError."""
+    """Raises ConfigError if `kinds`, the types of an augmentation's operations, draw random numbers or set state."""
     drawing = sorted(filter(tensorflow_graphs.draws_anew, kinds))
     setting = sorted(filter(tensorflow_graphs.sets_state, kinds))
     if drawing or setting:

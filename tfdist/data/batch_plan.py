@@ -10,7 +10,7 @@ from tfdist.control.exit_codes import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch of consecutive positions is cut: first into micro-batches, then over the replicas.
+    """The division of a global batch of consecutive positions: first into micro-batches, then over the replicas.
 
     Cut points are i * B // n, so any global batch works with any number of replicas: parts differ by at most one
     sample, and which samples make a (global, micro) batch does not depend on the number of replicas.

@@ -21,7 +21,7 @@ def sampled_rows(size: int, count: int = SAMPLED) -> np.ndarray:
 
 
 def checksum(array: np.ndarray) -> int:
-    """Of all bytes of an array (of strings as well), or of a part of its rows if it is large."""
+    """The CRC-32C of all bytes of an array (also of strings), or of a part of its rows if it is large."""
     if array.nbytes > FULL_BYTES and array.ndim:
         array = array[sampled_rows(len(array), PART_BYTES // max(1, array.nbytes // len(array)))]
     if array.dtype == object:
@@ -32,7 +32,7 @@ def checksum(array: np.ndarray) -> int:
 
 
 def checksum_of(pieces: Iterable[bytes]) -> int:
-    """Of pieces of bytes, and of where each of them ends."""
+    """The CRC-32C of pieces of bytes, and of where each of them ends."""
     crc = 0
     for piece in pieces:
         crc = google_crc32c.extend(crc, len(piece).to_bytes(8, "little") + piece)

@@ -1,4 +1,4 @@
-"""What a split holds, as checksums: workers compare them before they train, and a run that goes on with its snapshot.
+"""Checksums of what a split holds: workers compare them before they train, and a run that goes on with its snapshot.
 
 Each worker takes its slices of one order, by number. If one of them holds other samples, or the same ones in another
 order, for example because its train and evaluation part were split at random without a seed, then some samples are
@@ -24,7 +24,7 @@ from tfdist.runtime.host import host_view
 
 
 def checksums(split: Split) -> list[int]:
-    """One for each tensor of (x, y, w), or what the source has told to look at instead."""
+    """A checksum for each tensor of (x, y, w), or for what the source has told to look at instead."""
     if split.contents is not None:
         return split.contents()
     if split.size is None:
@@ -34,12 +34,12 @@ def checksums(split: Split) -> list[int]:
 
 
 def identity(split: Split) -> dict[str, Any]:
-    """What `changed` compares, for JSON."""
+    """The values that `changed` compares, for JSON."""
     return {"size": split.size, "checksums": checksums(split)}
 
 
 def changed(split: Split, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs between two `identity`s, of which `now` is that of `split`; "" if nothing does.
+    """The difference between two `identity`s, of which `now` is that of `split`; "" if there is none.
 
     Nothing is said of what differs from one reading to the next.
     """

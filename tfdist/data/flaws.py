@@ -1,5 +1,5 @@
-"""What is wrong with samples, when a loss was not finite or a label fitted no output: which sample, part and value.
-What is not finite is wrong, and so is a number that is none of a part's `Choices`.
+"""Finds what is wrong with samples when a loss was not finite or a label fitted no output: which sample, part and
+value. What is not finite is wrong, and so is a number that is none of a part's `Choices`.
 
 Looked for when it has happened, among the samples that were just trained on or evaluated: looking at all of them all
 the time would cost too much, and a NaN that no loss depends on does no harm.
@@ -24,7 +24,7 @@ _NAMED = 3
 
 
 class Choices(NamedTuple):
-    """What the whole numbers of a part of a sample may be. `words`: of another one."""
+    """The whole numbers that a part of a sample may have. `words`: about any other number."""
 
     least: int
     largest: int
@@ -32,12 +32,12 @@ class Choices(NamedTuple):
 
 
 def classes(count: int) -> Choices:
-    """Of labels."""
+    """The choices of labels."""
     return Choices(0, count - 1, f"which is no class of 0 to {count - 1}")
 
 
 def rows(count: int) -> Choices:
-    """Of what is looked up in a table: as in Keras, -1 is its last row."""
+    """The choices of row numbers in a table: as in Keras, -1 is its last row."""
     return Choices(-count, count - 1, f"where its table has the rows 0 to {count - 1}")
 
 

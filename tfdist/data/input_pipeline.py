@@ -1,4 +1,4 @@
-"""From a split to micro-batches: order + source -> tf.data, batched, augmented, prefetched.
+"""Makes micro-batches of a split: order + source -> tf.data, batched, augmented, prefetched.
 
 A batch is (x, y, w): x and y nests of tensors with leading dim n, w the float32 weights, [n] or [n, T].
 
@@ -39,7 +39,7 @@ def train_dataset(split: Split, reading: Reading, *, plan: BatchPlan, replica: i
 
 
 def ahead_on(dataset: tf.data.Dataset, device: str) -> tf.data.Dataset:
-    """The same, brought to a device ahead of use: one element waits there while the next is on its way.
+    """The dataset, brought to a device ahead of use: one element waits there while the next is on its way.
 
     Copied by the step itself, a batch of 154 MB took 20 of a step's 73 ms on an H200.
     """

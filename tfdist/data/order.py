@@ -50,7 +50,7 @@ def sample_of(positions: tf.Tensor, size: int, seed: int, shuffle: bool) -> tf.T
 
 
 def element_seeds(positions: tf.Tensor, seed: int) -> tf.Tensor:
-    """One seed a position for `tf.random.stateless_*` and `tf.image.stateless_*`: int64 [n] -> int32 [n, 2]."""
+    """A seed for each position, for `tf.random.stateless_*` and `tf.image.stateless_*`: int64 [n] -> int32 [n, 2]."""
     return tf.bitcast(_hash(_fold(seed, _ELEMENT), tf.convert_to_tensor(positions, tf.int64)), tf.int32)
 
 
@@ -64,7 +64,7 @@ def uniform(seeds: tf.Tensor, draw: int) -> tf.Tensor:
 
 
 def uniform_int(seeds: tf.Tensor, draw: int, limit: int) -> tf.Tensor:
-    """Like `uniform`, as int32 [n] in 0..limit-1; limit up to 2**24."""
+    """Uniform integers, int32 [n] in 0..limit-1, drawn as `uniform` draws; limit up to 2**24."""
     return tf.minimum(tf.cast(uniform(seeds, draw) * float(limit), tf.int32), limit - 1)
 
 
@@ -134,7 +134,7 @@ def _finalise(z: tf.Tensor) -> tf.Tensor:
 
 
 def _finalised(z: int) -> int:
-    """The same of a number from 0 to 2**64 - 1."""
+    """The finaliser in Python, for a number from 0 to 2**64 - 1."""
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
     return z ^ z >> 31

@@ -14,7 +14,7 @@ from tfdist.runtime import negative_weights
 
 @dataclass(frozen=True)
 class Reading:
-    """How a run reads a split, the same on all replicas.
+    """The way in which a run reads a split, the same on all replicas.
 
     augment: see augment.py. threads: batches made at the same time; 0: one a thread, at most 16.
     cut: of a stream, into how many shards it is cut; None: as `streams.stream_cut` says.

@@ -25,8 +25,8 @@ STREAM_WINDOW_BYTES = 2**28  # fewer, if they would take more memory
 
 
 def stream_cut(split: Split, plan: BatchPlan) -> int:
-    """Into how many streams a run with this plan cuts a split: into as many as there are replicas, if it is a stream of
-    files enough and they take equal parts of each batch; else 1, which is not at all."""
+    """The number of streams into which a run with this plan cuts a split: as many as there are replicas, if it is a
+    stream of files enough and they take equal parts of each batch; else 1, which is not at all."""
     can = split.size is None and 1 < plan.replicas <= split.stream_shards and plan.even
     return plan.replicas if can else 1
 
@@ -71,8 +71,8 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
 
 
 def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: int) -> tf.data.Dataset:
-    """One of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample). No two shards
-    share a number, so that no two samples share an augmentation."""
+    """Makes one of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample). No two
+    shards share a number, so that no two samples share an augmentation."""
     stream = split.stream(shard, cut)
     if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
         raise DataError(
@@ -89,7 +89,7 @@ def ordered_stream(split: Split, plan: BatchPlan, seed: int, shuffle: bool, cons
     shards = [_shard(split, shard, cut, seed, shuffle, consumed // cut) for shard in range(cut)]
     if cut == 1:
         return shards[0]
-    # Of a global batch: those of the first micro-batch, then those of the second, as `cut` replicas take them.
+    # A global batch has the rows of the first micro-batch, then those of the second, as `cut` replicas take them.
     parts = plan.accumulation * cut
     rows = plan.global_batch // (parts if plan.global_batch % parts == 0 else cut)
     return tf.data.Dataset.choose_from_datasets(
@@ -125,7 +125,7 @@ def must_end(split: Split, limit: int) -> None:
 
 
 def _known_length(split: Split, stream: tf.data.Dataset, limit: int) -> int:
-    """What TensorFlow knows of it: less than 0 if nothing, or that it has no end."""
+    """The length that TensorFlow knows: less than 0 if it knows none, or that there is no end."""
     known = int(stream.cardinality())
     if known == tf.data.INFINITE_CARDINALITY and not limit:
         raise DataError(f"{split.name} is an endless stream: set --eval_samples, the number of samples to evaluate on.")

@@ -1,1 +1,1 @@
-"""What tfdist.doctor looks at."""
+"""The checks of tfdist.doctor."""

@@ -1,4 +1,4 @@
-"""What a check has found: fine, or what is wrong and how to mend it, in one line."""
+"""The finding of a check: fine, or what is wrong and how to mend it, in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class State(enum.Enum):
-    """How bad a finding is. Only WRONG makes the machine unfit."""
+    """The severity of a finding. Only WRONG makes the machine unfit."""
 
     FINE = "fine"
     WARNING = "warning"
@@ -18,7 +18,7 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Of one check. `what` is what was seen, `fix` what the user can do; a finding that is fine has none."""
+    """The finding of a check. `what` is what was seen, `fix` what the user can do; a finding that is fine has none."""
 
     name: str
     state: State

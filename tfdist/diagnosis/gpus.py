@@ -21,7 +21,7 @@ _LAST_CUDNN_OF_VOLTA = (9, 10)  # later ones have no convolutions for compute ca
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """As nvidia-smi tells. Units: MiB."""
+    """A GPU as nvidia-smi describes it. Units: MiB."""
 
     name: str
     driver: str
@@ -32,7 +32,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """What TensorFlow was made for and what it found, as the trial tells (trial.py)."""
+    """The build of TensorFlow, and the GPUs and cuDNN that it found, as the trial tells (trial.py)."""
 
     cuda: str = ""  # "": a build for CPUs
     capabilities: tuple[str, ...] = ()  # "sm_80": kernels; "compute_90": these, and code that the driver compiles

@@ -1,4 +1,4 @@
-"""Which network NCCL takes between machines, and whether it is the one of the workers' addresses.
+"""Finds the network that NCCL takes between machines, and whether it is the one of the workers' addresses.
 
 NCCL's rule (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname): NCCL_SOCKET_IFNAME
 is a list of beginnings of names; "=" before it asks for whole names, "^" for all others. Without it: interfaces whose
@@ -31,7 +31,7 @@ def read_interfaces() -> dict[str, str]:
 
 
 def taken(names: list[str], asked: str | None) -> list[str]:
-    """Those that NCCL takes of `names`; asked: NCCL_SOCKET_IFNAME, None where it is not set."""
+    """The ones of `names` that NCCL takes; asked: NCCL_SOCKET_IFNAME, None where it is not set."""
     if asked:
         others, whole = asked.startswith("^"), asked.lstrip("^").startswith("=")
         words = [word for word in asked.lstrip("^=").split(",") if word]

@@ -1,4 +1,4 @@
-"""What the machine, or the container, allows a worker: cores, memory, shared memory, open files."""
+"""The limits of the machine, or the container, for a worker: cores, memory, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of this process. Units: bytes; None: not known."""
+    """The limits of this process. Units: bytes; None: not known."""
 
     cores: int
     shared: int | None
@@ -40,7 +40,7 @@ class Limits:
 
 
 def _memory() -> int | None:
-    """What is available, or what the container may have if that is less."""
+    """The available memory, or what the container may have if that is less."""
     available = memory_amounts.amounts(memory_amounts.MACHINE).get("MemAvailable")
     try:
         allowed = int(_CGROUP.read_text())
@@ -51,7 +51,7 @@ def _memory() -> int | None:
 
 
 def limits(found: Limits) -> list[Finding]:
-    """A finding for each kind."""
+    """The findings about each kind of limit."""
     return [_cores(found), _memory_finding(found), _shared(found), _files(found)]
 
 

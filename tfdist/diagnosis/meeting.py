@@ -25,7 +25,7 @@ _NUMBERS = 2**22  # float32, of the all-reduce
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What each worker tells the others."""
+    """The facts that each worker tells the others."""
 
     rank: int
     gpus: int

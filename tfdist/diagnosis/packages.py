@@ -28,7 +28,7 @@ def packages(
 
 
 def version_of(name: str, installed: Callable[[str], str] = metadata.version) -> str:
-    """ "" if it is not installed."""
+    """The version of a package, "" if it is not installed."""
     try:
         return installed(name)
     except metadata.PackageNotFoundError:

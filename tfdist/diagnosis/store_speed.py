@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def stores(config: Config) -> Iterator[Finding]:
-    """One for each URL in the flags."""
+    """Checks the object store of each URL in the flags: a finding for each."""
     if is_url(config.run.run_dir):
         yield store("run", config.run.run_dir)
     if is_url(config.checkpoint.backup_dir):

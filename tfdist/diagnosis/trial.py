@@ -65,7 +65,7 @@ def _loaded_cudnn() -> str:
 
 
 def cudnn_version(number: int) -> str:
-    """What cudnnGetVersion means: 91002 is 9.10.2, 8905 is 8.9.5."""
+    """The version that a number of cudnnGetVersion stands for: 91002 is 9.10.2, 8905 is 8.9.5."""
     thousands = 10_000 if number >= 90_000 else 1_000
     return f"{number // thousands}.{number % thousands // 100}.{number % 100}"
 

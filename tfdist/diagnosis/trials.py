@@ -21,7 +21,7 @@ SECONDS = 300.0  # XLA for GPUs compiles each of twelve functions
 
 
 def arithmetic(command: Sequence[str] = TRIAL, seconds: float = SECONDS) -> tuple[Build | None, list[Finding]]:
-    """What TensorFlow was built for (None: it could not be asked), and how it computes."""
+    """Tries arithmetic: what TensorFlow was built for (None: it could not be asked), and how it computes."""
     output, end = _run(command, seconds)
     told = [line for line in map(_as_dict, output.splitlines()) if line]
     cudnn = next((str(line["cudnn"]) for line in told if "cudnn" in line), "")
@@ -49,7 +49,7 @@ def arithmetic(command: Sequence[str] = TRIAL, seconds: float = SECONDS) -> tupl
 
 
 def all_reduce(workers: int, communication: str = "nccl", seconds: float = SECONDS) -> Finding:
-    """Between processes on this machine, each with a GPU of its own, as a training would have it."""
+    """Tries an all-reduce between processes on this machine, each with a GPU of its own, as in a training."""
     name, size = f"all-reduce by {communication}", 16 * 2**20
     with tempfile.TemporaryDirectory(prefix="tfdist-doctor-") as folder:
         flags = [f"--workers={workers}", f"--runtimes=multi_worker:{communication}", "--collectives=all_reduce"]

@@ -51,7 +51,7 @@ _compared: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # with those of the
 
 @contextlib.contextmanager
 def _mistakes_told(runtime: Runtime, purpose: str) -> Iterator[None]:
-    """With several workers, raises ConfigError for what Keras refuses: starting them again would not mend it."""
+    """Raises ConfigError, with several workers, for what Keras refuses: starting them again would not mend it."""
     try:
         yield
     except TfdistError:
@@ -210,7 +210,7 @@ def predict(
 
 @contextlib.contextmanager
 def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
-    """For training loops of your own: inside, `model(x)` computes this worker's rows of x and returns all rows, and
+    """Distributes a loop of your own: inside, `model(x)` computes this worker's rows of x and returns all rows, and
     `tape.gradient` returns the gradients over the rows of all workers.
 
     Give every worker the same batches; functions that use the model must be traced inside. Loss and metrics of all rows

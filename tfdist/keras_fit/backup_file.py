@@ -60,7 +60,7 @@ def _is_storable(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> tuple[bytes, ...]:
-    """What tells whether two storable values are the same."""
+    """Bytes that are equal for two storable values if these are the same."""
     arrays = _Arrays()
     text = json.dumps(_encoded(value, arrays)).encode()
     return (text, *(array.tobytes() for array in arrays))
@@ -105,12 +105,12 @@ def parse(data: bytes) -> Any:
 
 
 class _Arrays(list[np.ndarray]):
-    """Those that come after the JSON."""
+    """The arrays that come after the JSON."""
 
     nbytes = 0
 
     def add(self, array: np.ndarray) -> int:
-        """The place of its first byte."""
+        """Adds an array. Returns the place of its first byte."""
         self.append(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
         self.nbytes += array.nbytes
         return self.nbytes - array.nbytes
@@ -118,7 +118,7 @@ class _Arrays(list[np.ndarray]):
 
 @functools.cache
 def _has_numbers(dtype: np.dtype) -> bool:
-    """Of those kinds that TensorFlow knows by the same name."""
+    """Whether TensorFlow knows the dtype by the same name, and it is one of numbers."""
     try:
         return dtype.kind not in "OSUMm" and tf.as_dtype(dtype.name).as_numpy_dtype == dtype.newbyteorder("=")
     except TypeError:  # of a record, or of more digits
@@ -134,7 +134,7 @@ def _comparison(value: Any) -> str | None:
 
 
 def _encoded(value: Any, arrays: _Arrays) -> Any:
-    """As JSON, in which lists stand for themselves and a dict of one entry for anything else."""
+    """The value as JSON, in which lists stand for themselves and a dict of one entry for anything else."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, bytes):
@@ -152,7 +152,7 @@ def _encoded(value: Any, arrays: _Arrays) -> Any:
         return value if set(map(type, value)) <= _OF_JSON else [_encoded(item, arrays) for item in value]
     if name := _name_of(value, _OF_ITEMS):
         items = [_encoded(item, arrays) for item in value]
-        # Of a set in an order that does not hang on how it was made.
+        # A set's items, in an order that does not depend on how it was made.
         return {name: items if name == "tuple" else sorted(items, key=json.dumps)}
     if isinstance(value, collections.deque):
         return {"deque": [value.maxlen, _encoded(list(value), arrays)]}

@@ -1,4 +1,4 @@
-"""Where the chief keeps the backup of a tfdist.fit: one file in a folder, or two objects in an object store.
+"""The chief's place for the backup of a tfdist.fit: one file in a folder, or two objects in an object store.
 
 Not every store replaces an object at once, so the epochs go to two of them in turn, and the newest that is whole is
 read: a job that is killed while it sends leaves the epoch before.
@@ -35,7 +35,7 @@ class BackupPlace(Protocol):
     name: str
 
     def held(self, job: str) -> contextlib.AbstractContextManager[None]:
-        """Inside, no other job has its backup here. Raises ConfigError if one has, OSError."""
+        """A context in which no other job has its backup here. Raises ConfigError if one has, OSError."""
         ...
 
     def read(self, parse: Parse) -> bytes:
@@ -53,7 +53,7 @@ class BackupPlace(Protocol):
 
 
 def backup_place(place: str | Path) -> BackupPlace:
-    """Of BackupAndRestore's backup_dir. Raises ConfigError for a URL that names no place, StoreError."""
+    """The place for BackupAndRestore's backup_dir. Raises ConfigError for a URL that names no place, StoreError."""
     try:
         check_address("backup_dir", str(place))
     except ConfigError as error:
@@ -92,7 +92,7 @@ class _Objects:
 
     @functools.cached_property
     def _objects(self) -> ObjectStore:
-        """Made by the chief alone: the others need no access, nor the packages for it."""
+        """The object store, made by the chief alone: the others need no access, nor the packages for it."""
         return ObjectStore(self._url)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which inputs of a model hold the rows of a batch, and which are tables beside it that every worker needs whole.
+"""Finds the inputs of a model that hold the rows of a batch; others are tables beside it that every worker needs whole.
 
 A first dim says it if it is not the batch's. Where it could be the batch's, as a table may have just as many rows as a
 batch, the model is asked: it is traced with one more row in that input alone. If it refuses, or returns one more row,
@@ -20,7 +20,7 @@ def of_the_batch(
     returned: Callable[[Sequence[Rows]], Returned],
     runs: Callable[[Sequence[int]], bool] = lambda dims: True,
 ) -> list[bool]:
-    """For each input whether it holds rows of the batch.
+    """Whether each input holds rows of the batch.
 
     Args:
       dims: first dims of the inputs.
@@ -41,7 +41,7 @@ def of_the_batch(
 
 
 def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Returned]) -> list[bool]:
-    """What is of unknown length is the batch; a known one is, too, if it does not fit to another number of rows."""
+    """Whether inputs are the batch's: those of unknown length; a known one if it fits no other number of rows."""
     other = max(dim for dim in dims if dim is not None) + 1
     return [
         dim is None or returned([dims[place] if place == this else other for place in range(len(dims))]) is None

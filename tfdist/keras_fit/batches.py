@@ -46,7 +46,7 @@ class Batches:
         self._like: Any = END  # the last batch of this worker
 
     def begin(self) -> None:
-        """The loop runs over data anew."""
+        """Begins a new loop over data."""
         self._have_met = False
 
     def next(self, iterator: Iterator) -> Any:
@@ -113,7 +113,7 @@ class Batches:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """What Keras' iterators hold in place of None is None; train_on_batch hands NumPy arrays on."""
+    """None for what Keras' iterators hold in its place, tensors for NumPy arrays, which train_on_batch hands on."""
     if isinstance(leaf, tf.experimental.Optional):
         return None
     return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf

@@ -1,4 +1,4 @@
-"""What the callbacks of a fit have come to, for its backup."""
+"""The state of a fit's callbacks, for its backup."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def not_held(callback: keras.callbacks.Callback, state: dict[str, Any]) -> list[
 
 
 def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """Also containers that stand in the class: `self.rows.append` changes them."""
+    """The attributes of a callback, also containers that stand in the class: `self.rows.append` changes them."""
     is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
     in_slots = {name: getattr(callback, name) for name in _slots(callback) if hasattr(callback, name)}
     in_classes = {
@@ -68,7 +68,7 @@ def _slots(callback: keras.callbacks.Callback) -> list[str]:
 def facts_of(
     callbacks: Sequence[keras.callbacks.Callback], states: Sequence[dict[str, Any]], shared: Sequence[Sequence[Path]]
 ) -> list[Facts]:
-    """What tells whether an attribute is as it was: its value, and where else what it holds is held.
+    """Facts that tell whether an attribute is as it was: its value, and where else what it holds is held.
 
     states: by `state_of`. shared: by `shared_in`.
     """
@@ -83,13 +83,13 @@ def facts_of(
 
 
 def changed(state: dict[str, Any], now: Facts, first: Facts) -> dict[str, Any]:
-    """What is no setting: a program that is started again with another patience shall have it. now, first: by
-    `facts_of`."""
+    """The attributes that changed, and so are no settings: a program started again with another patience shall have
+    that. now, first: by `facts_of`."""
     return {name: value for name, value in state.items() if now[name] != first.get(name)}
 
 
 def deleted(callbacks: Sequence[keras.callbacks.Callback], first: Sequence[Facts]) -> list[list[str]]:
-    """Of each callback the attributes that it had, and has no more. first: by `facts_of`."""
+    """For each callback the attributes that it had, and has no more. first: by `facts_of`."""
     return [
         [name for name in facts if name not in attributes]
         for attributes, facts in zip(map(_attributes, callbacks), first, strict=True)
@@ -97,14 +97,14 @@ def deleted(callbacks: Sequence[keras.callbacks.Callback], first: Sequence[Facts
 
 
 def names_of(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
-    """Their classes, numbered: by these a program that is started again with more of them, or in another order, finds
-    the state of each."""
+    """The callbacks' classes, numbered: by these a program that is started again with more of them, or in another
+    order, finds the state of each."""
     kinds = [type(callback).__qualname__ for callback in callbacks]
     return [f"{kind} {kinds[:place].count(kind)}" for place, kind in enumerate(kinds)]
 
 
 def shared_in(callbacks: Sequence[keras.callbacks.Callback]) -> list[list[Path]]:
-    """Of each container or array that several attributes, or containers in them, hold: where it is held."""
+    """The places of each container or array that several attributes, or containers in them, hold."""
     places = [list(filter(backup_file.is_storable, paths)) for _, paths in _objects_in(callbacks)]
     return [paths for paths in places if len(paths) > 1]
 
@@ -156,8 +156,8 @@ def _objects_in(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[Any
 
 
 class _Restored:
-    """What a backup holds, as objects of this process: those that are there stay, as others may hold them, too, where
-    the same attributes share them."""
+    """The content of a backup as objects of this process: those that are there stay, as others may hold them, too,
+    where the same attributes share them."""
 
     def __init__(
         self, callbacks: Sequence[keras.callbacks.Callback], states: Collection[str], shared: Sequence[Sequence[Path]]

@@ -1,4 +1,4 @@
-"""What of the attributes of callbacks is state, by the kind of the value."""
+"""Decides which attributes of callbacks are state, by the kind of the value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.keras_fit import backup_file
 
 _VARIABLES = (keras.Variable, tf.Variable)
-# Of Keras and TensorFlow, what changes while it trains and is not the model's.
+# Types of Keras and TensorFlow that change while it trains and are not the model's.
 _DATA = (*_VARIABLES, tf.Tensor, tf.data.Iterator, keras.metrics.Metric)
 # What is not missed where it begins anew: kinds, and where the classes of others come from.
 _NO_DATA = (
@@ -56,7 +56,7 @@ def _array(variable: Any) -> np.ndarray:
 
 
 def _of_state() -> _Kind:
-    """Of a generator whose state is a variable."""
+    """The kind of a generator whose state is a variable."""
     return _Kind(lambda held: _array(held.state), _set(lambda held, value: held.state.assign(value)))
 
 
@@ -99,19 +99,19 @@ def _kind_of(value: Any) -> _Kind | None:
 
 
 def told(value: Any) -> Any:
-    """As a backup holds it, if `backup_file.is_storable`."""
+    """The value as a backup holds it, if `backup_file.is_storable`."""
     kind = _kind_of(value)
     return value if kind is None else kind.told(value)
 
 
 def again(held: Any, value: Any) -> Any:
-    """What stands in the place of `held` after a restart, if a backup holds `value`."""
+    """The value that stands in the place of `held` after a restart, if a backup holds `value`."""
     kind = _kind_of(held)
     return kind.again(held, value) if kind is not None and isinstance(value, kind.plain) else value
 
 
 def is_data(value: Any) -> bool:
-    """What a fit that goes on may miss: not functions, layers, open files and the like, nor containers of them."""
+    """Whether a resumed fit would miss it: not functions, layers, open files and the like, nor containers of them."""
     if isinstance(value, backup_file.CONTAINERS):
         try:
             return not value or any(map(is_data, value.values() if isinstance(value, dict) else value))

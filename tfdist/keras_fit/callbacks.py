@@ -48,7 +48,7 @@ def arrange(callbacks: Any, runtime: Runtime, model: keras.Model) -> list[keras.
 
 
 def backup_held(callbacks: Any, runtime: Runtime) -> contextlib.AbstractContextManager[None]:
-    """Inside, no other job keeps its backup where these callbacks do. Called by all workers, before `arrange`."""
+    """A context in which no other job keeps its backup there. Called by all workers, before `arrange`."""
     return epoch_backup.held(_listed(callbacks), runtime)
 
 
@@ -81,7 +81,7 @@ class SameLogs(FitCallback):
 
 
 class SameDecisions(FitCallback):
-    """After the callbacks of an epoch: if one worker stops, all do; the learning rate is the chief's."""
+    """Agrees after the callbacks of an epoch: if one worker stops, all do; the learning rate is the chief's."""
 
     def __init__(self, runtime: PeerRuntime, distributed: DistributedModel):
         super().__init__()
@@ -109,7 +109,7 @@ class SameDecisions(FitCallback):
 
 
 class SameDecisionsEachBatch(SameDecisions):
-    """Also after each batch; only if a callback could decide there, as it costs a message."""
+    """Agrees after each batch, too; only if a callback could decide there, as it costs a message."""
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         self._agree()

@@ -75,9 +75,8 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> 
 
 @contextlib.contextmanager
 def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Iterator[None]:
-    """Inside, the chief holds the lease of the folder with the backup, if there is to be one: two jobs would go on from
-    each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds it.
-    """
+    """A context in which the chief holds the lease of the folder with the backup, if there is to be one: two jobs would
+    go on from each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds it."""
     found = _backups(callbacks)
     with contextlib.ExitStack() as holding:
 
@@ -117,7 +116,7 @@ class EpochBackup(FitCallback):
         self.order: int | None = self._state["order"] if self._state else None
 
     def _read(self) -> dict[str, Any] | None:
-        """What the chief finds, on all workers."""
+        """The backup that the chief finds, on all workers."""
 
         def read() -> bytes:
             try:
@@ -173,7 +172,7 @@ class EpochBackup(FitCallback):
             self._find_the_place_in_the_data(self._state)
 
     def _states_of_others(self) -> list[dict[str, Any]]:
-        """Of each other callback; what is not held is told, once."""
+        """The state of each other callback; tells once which attributes are not held."""
         states = [callback_state.state_of(callback) for callback in self._others]
         found = [
             f"{type(callback).__name__}.{name}"

@@ -15,7 +15,7 @@ _UNKNOWN_DIM = 4
 
 
 class ExampleBatch:
-    """Attributes: inputs, of a global batch, as the model is called with them; None where none is known."""
+    """An example of a batch. Attributes: inputs, of a global batch, as the model is called with; None if unknown."""
 
     def __init__(self) -> None:
         self.inputs: Any = None
@@ -40,7 +40,7 @@ class ExampleBatch:
         return keras.tree.pack_sequence_as(x, [_made_up(spec) for spec in specs])
 
     def rows(self, least: int, otherwise: int) -> int:
-        """Of the global batch that is known, at least `least`; `otherwise` if none is."""
+        """The number of rows of the global batch if it is known, at least `least`; else `otherwise`."""
         dims = [leaf.shape[0] for leaf in keras.tree.flatten(self.inputs) if leaf is not None and leaf.shape.rank]
         known = [dim for dim in dims if dim is not None]
         return max(least, known[0]) if known else otherwise

@@ -12,12 +12,12 @@ class FitCallback(keras.callbacks.Callback):
 
     @property
     def fitted(self) -> Any:
-        """The model."""
+        """The model that is fitted."""
         assert self.model is not None
         return self.model
 
     @property
     def epochs(self) -> int:
-        """To the end of the fit."""
+        """The number of epochs at which the fit ends."""
         assert self.params is not None
         return self.params["epochs"]

@@ -82,12 +82,12 @@ class DistributedCall:
         return outputs
 
     def _values_for_own_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Of a stateless scope: all workers hold them, as fast weights, and a gradient is with respect to them."""
+        """The values of a stateless scope, which all workers hold (fast weights): a gradient is by them."""
         self._gradients.of_values = True
         return used_by_all(self._runtime, values)
 
     def _over_workers(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
-        """(outputs, losses)"""
+        """Computes over all workers. Returns (outputs, losses)."""
         if self._gradients.share is not None:
             return self._with_own_rows(args, kwargs, self._gradients.share)
         cut = self.of_the_batch((args, kwargs))
@@ -96,7 +96,7 @@ class DistributedCall:
         return together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut))
 
     def _refuse_mixed_rows(self, args: tuple, kwargs: dict) -> None:
-        """At the first call of a kind. Raises ConfigError on all workers if the model mixes the rows of its batch."""
+        """Raises ConfigError on all workers, at the first call of a kind, if the model mixes the rows of its batch."""
         if not self._may_mix:
             return
         given = Arguments(args, {name: value for name, value in kwargs.items() if name not in ("training", "mask")})
@@ -132,7 +132,7 @@ class DistributedCall:
         return own.outputs, losses
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
-        """For each tensor with rows among the arguments of a call whether its rows are those of the batch."""
+        """Whether the rows of each tensor with rows, among the arguments of a call, are those of the batch."""
         tensors, rebuild = _tensors_of(arguments)
         dims = [tensor.shape[0] for tensor in tensors if tensor.shape.rank != 0]
 
@@ -179,7 +179,7 @@ class DistributedCall:
 
     @contextlib.contextmanager
     def _without_a_trace(self) -> Iterator[None]:
-        """Inside, the forward pass may be traced for what can be learned from it."""
+        """A context in which the forward pass may be traced for what can be learned from it."""
         layers = keras_layers.all_layers(self._model)
         with keras_stateless.left(), keras_layers.in_the_call_as_it_is():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
@@ -191,7 +191,7 @@ class DistributedCall:
                     keras_layers.record_losses(layer, before)
 
     def _forward(self, args: tuple, kwargs: dict, cut: Sequence[bool]) -> Forward:
-        """Over this worker's rows. cut: for each tensor with rows whether its rows are those of the batch."""
+        """Computes this worker's rows. cut: for each tensor with rows whether its rows are those of the batch."""
         tensors, rebuild = _tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
         additions = Additions(
@@ -238,7 +238,7 @@ class DistributedCall:
         return Forward(outputs, list(losses.values()), scales)
 
     def shared_lookups(self) -> dict[int, str]:
-        """See lookups.py: those of all forward passes so far."""
+        """The lookups of all forward passes so far that do not depend on the batch, see lookups.py."""
         shared: dict[int, str] = {}
         for find in self._finders.values():
             with contextlib.suppress(Exception):  # a pass that failed when it was made; nothing was computed with it
@@ -246,7 +246,7 @@ class DistributedCall:
         return shared
 
     def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], Traced]:
-        """What tells of a forward pass when it is asked, as that takes another trace."""
+        """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""
 
         def forward(tensors: list[tf.Tensor]) -> Any:
             args, kwargs = rebuild(tensors)
@@ -260,9 +260,9 @@ class DistributedCall:
         return find
 
     def _compiles(self, kwargs: dict, find: Callable[[], Traced]) -> bool:
-        """XLA compiles the pass over the own rows; but not collectives inside it, nor what its gradient would have to
-        take out of it: what a loop or a branch computes, and lookups that do not depend on the batch, which cannot be
-        told from others any more then."""
+        """Whether XLA compiles the pass over the own rows. Not with collectives inside it, nor with what its gradient
+        would have to take out of it: what a loop or a branch computes, and lookups that do not depend on the batch,
+        which cannot be told from others any more then."""
         # A stateless scope keeps what the pass updates, which must be of the graph around it.
         if not self._compiled_as.jit_compile or tf.executing_eagerly() or keras_stateless.is_here():
             return False
@@ -274,7 +274,7 @@ class DistributedCall:
 
 
 def _with_tensors(structure: Any) -> Any:
-    """The same structure, in which NumPy arrays are tensors."""
+    """The structure with tensors in place of NumPy arrays."""
     flat = [
         tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in keras.tree.flatten(structure)
     ]

@@ -42,7 +42,7 @@ Gradient = tf.Tensor | tf.IndexedSlices
 
 
 class Gradients:
-    """One for all models that are distributed over the workers of a runtime.
+    """Takes gradients over all workers; one object for all models of a runtime.
 
     Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; of_own_rows, one in
     which a forward pass over own rows is traced: a tape there belongs to it, and gradients are those of its rows;
@@ -125,7 +125,7 @@ class Gradients:
         return original(tape)
 
     def _vectorized(self, original: Callable, tape: tf.GradientTape, *args: Any) -> Any:
-        """Inside tf.vectorized_map, where every worker computes all rows (forward.py)."""
+        """Takes a gradient inside tf.vectorized_map, where every worker computes all rows (forward.py)."""
         if tape not in self._inside_vectorized:
             raise ConfigError(
                 "tape.gradient inside tf.vectorized_map, of a tape that was made outside of it, cannot be spread over"

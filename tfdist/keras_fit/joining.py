@@ -140,7 +140,7 @@ def has_peers(runtime: Runtime) -> TypeGuard[Peers]:
 
 @contextlib.contextmanager
 def explained(runtime: Runtime) -> Iterator[None]:
-    """What goes wrong in the runtime inside becomes a sentence about the workers."""
+    """A context that turns errors of the runtime into sentences about the workers."""
     try:
         yield
     except TfdistError:

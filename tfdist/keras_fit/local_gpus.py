@@ -48,7 +48,7 @@ def started_again(main: object, argv: list[str]) -> list[str]:
 
 
 def _count(environment: Mapping[str, str]) -> int:
-    """GPUs that may be used; 0 where there is no driver, whatever CUDA_VISIBLE_DEVICES says."""
+    """The number of GPUs that may be used; 0 where there is no driver, whatever CUDA_VISIBLE_DEVICES says."""
     return len(visible_gpus(environment)) if shutil.which("nvidia-smi") else 0
 
 

@@ -1,11 +1,10 @@
-"""Which rows of a table a batch looked up, and which a model looks up whatever the batch (positions, classes).
+"""Finds the rows of a table that a batch looked up, and those looked up whatever the batch (positions, classes).
 
 The gradient of a table is a list of rows, one for each that was looked up. Optimizers see the difference between a row
 that is there twice and one that is there once with the sum (Adam squares each, a norm adds up the squares). So workers
 must hold the rows that one process would hold. Those that the batch looked up are there once in the worker that holds
-that
-part of the batch: together all workers have them. But those that are looked up whatever the batch are there on each
-worker, with a part of their gradient: these parts must be added up.
+that part of the batch: together all workers have them. But those that are looked up whatever the batch are there on
+each worker, with a part of their gradient: these parts must be added up.
 
 Which are which is read from the graph: whether the numbers of the rows descend from the own rows of the batch, from
 their count, or from random numbers of the worker.
@@ -71,8 +70,8 @@ class Lookup:
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
-    """Those of which the gradient consists; None if that cannot be seen, as outside of a graph or where it comes out of
-    a function in it."""
+    """The lookups of which the gradient consists; None if that cannot be seen, as outside of a graph or where it comes
+    out of a function in it."""
     if not hasattr(slices.indices, "graph"):
         return None
     numbers = list(_parts(slices.indices))
@@ -90,7 +89,7 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
 
 
 def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
-    """What a tape has put together: the numbers of each lookup."""
+    """Yields the numbers of each lookup, which a tape has put together."""
     while numbers.op.type == "Identity":
         numbers = numbers.op.inputs[0]
     if numbers.op.type == "ConcatV2":
@@ -102,7 +101,7 @@ def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a forward pass is known to do.
+    """The facts that a trace of a forward pass shows.
 
     Attributes: shared, the lookups that do not depend on the batch: id of the table's handle -> name; branches, whether
     it has loops (of RNNs, tf.map_fn) or tf.cond, whose gradients XLA takes only where it compiles these, too.
@@ -113,7 +112,7 @@ class Traced:
 
 
 def traced(function: Callable, arguments: list[tf.TensorSpec]) -> Traced:
-    """Of `function`, whose arguments are of this worker's rows. It is traced, and not run."""
+    """Traces, without running it, `function`, whose arguments are of this worker's rows."""
 
     def trace(*arguments: tf.Tensor) -> list:
         outputs = tf.nest.flatten(function([mark(argument) for argument in arguments]))
@@ -135,7 +134,7 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> Traced:
 
 
 def _handles(table: tf.Tensor) -> Iterator[tf.Tensor]:
-    """Of the variables in which a tensor begins."""
+    """The handles of the variables from which a tensor comes."""
     if not hasattr(table, "graph"):
         yield table
     elif table.op.type != "Placeholder":

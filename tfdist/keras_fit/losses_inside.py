@@ -32,7 +32,7 @@ def recorded(layers: Sequence[keras.Layer]) -> dict[Key, tf.Tensor]:
 
 
 class Scales:
-    """Of the losses of one model, which is tried with an example."""
+    """The scales of the losses of one model, which is tried with an example."""
 
     def __init__(self, model: keras.Model, runtime: PeerRuntime, example: ExampleBatch):
         self._model, self._runtime, self._example = model, runtime, example

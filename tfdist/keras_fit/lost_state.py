@@ -29,7 +29,7 @@ _FUNCTIONS = ("train_function", "test_function")  # of Keras', in which the step
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """In a step of a model that was compiled as `compiled` says."""
+    """The findings in a step of a model that was compiled as `compiled` says."""
 
     compiled: Any
     lost: Sequence[str]
@@ -37,7 +37,7 @@ class _Found:
 
 
 class _Backup:
-    """What is asked of steps while a fit with a backup runs in this thread."""
+    """Checks of steps while a fit with a backup runs in this thread."""
 
     def __init__(self, model: keras.Model, tells: bool):
         self._tells, self._is_told = tells, False
@@ -68,8 +68,8 @@ _backups: list[_Backup] = []  # one inside the other
 
 @contextlib.contextmanager
 def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
-    """Inside, a step of the model that sets what no backup holds is a ConfigError when it is traced; and at once, if it
-    has been."""
+    """A context in which a step of the model that sets what no backup holds is a ConfigError when it is traced; and at
+    once, if it has been."""
     backup = _Backup(model, is_chief)
     known = model.__dict__.get(_KEPT_AS, {})
     now = [found for found in known.values() if found.compiled is keras_trainer.compile_identity(model)]
@@ -98,7 +98,7 @@ def looked_for(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any]
 
 
 def _look(model: keras.Model, step: str) -> None:
-    """At the end of a step that is traced. Raises ConfigError, see `refused`."""
+    """Looks at a step at the end of its trace. Raises ConfigError, see `refused`."""
     if not _is_of_a_function():
         return
     backup = _backups[-1] if _backups else None
@@ -119,7 +119,7 @@ def _look(model: keras.Model, step: str) -> None:
 
 @contextlib.contextmanager
 def refused_in_own_rows(models: Set[keras.Model], random_numbers: RandomNumbers) -> Iterator[None]:
-    """Around the forward pass of a worker's own rows: that it sets a variable which none of the models holds is a
+    """A context around the forward pass of a worker's own rows: setting a variable that none of the models holds is a
     ConfigError when it is traced."""
     if not _is_of_a_function():
         yield

@@ -22,7 +22,7 @@ from tfdist.runtime.base import PeerRuntime
 
 
 class Additions:
-    """What the metrics of some layers are given in a forward pass.
+    """The values that the metrics of some layers are given in a forward pass.
 
     Attributes: values, one tensor for each variable of a metric and each update; they may be replaced by others that
     come out of a compiled function.
@@ -35,7 +35,7 @@ class Additions:
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Updates inside come here."""
+        """A context in which updates of the metrics are collected here."""
         with contextlib.ExitStack() as stack:
             for metric in self._metrics:
                 stack.enter_context(replaced(metric, "update_state", self._collecting(metric)))

@@ -42,13 +42,13 @@ _KEPT_AS = "_tfdist_distributed"  # on the model itself: what was traced lives a
 
 @functools.cache
 def _of_process(runtime: PeerRuntime) -> tuple[Gradients, RandomNumbers]:
-    """What all models of a process share."""
+    """The objects that all models of a process share."""
     return Gradients(runtime), RandomNumbers(runtime)
 
 
 @dataclasses.dataclass
 class _Use:
-    """One time that a model is distributed."""
+    """One use of a distributed model, in a `fit` or the like."""
 
     training: bool
     optimizer: keras.Optimizer | None
@@ -56,7 +56,7 @@ class _Use:
 
 
 class DistributedModel:
-    """What belongs to one model: its replacements, and the functions traced with them."""
+    """The parts that belong to one model: its replacements, and the functions traced with them."""
 
     def __init__(self, model: keras.Model, runtime: PeerRuntime):
         gradients, random_numbers = _of_process(runtime)
@@ -72,7 +72,7 @@ class DistributedModel:
 
     @classmethod
     def of(cls, model: keras.Model, runtime: PeerRuntime) -> DistributedModel:
-        """The one of this model."""
+        """The DistributedModel of this model, made at the first call."""
         if _KEPT_AS not in model.__dict__:
             object.__setattr__(model, _KEPT_AS, cls(model, runtime))
         return model.__dict__[_KEPT_AS]
@@ -116,11 +116,11 @@ class DistributedModel:
 
     @property
     def _steps_call_inner_models(self) -> bool:
-        """In place of the model."""
+        """Whether steps call inner models, not the model itself."""
         return keras_layers.has_no_call(self._model) or bool(self._calls_inner_models)
 
     def _spread_inner_models(self) -> None:
-        """One inside another computes plainly there."""
+        """Distributes inner models; one inside another computes plainly there."""
         for inner in inner_models(self._model):
             if id(inner) not in self._inner:
                 call = DistributedCall(inner, self._runtime, self._gradients, self._random_numbers, self._model)
@@ -129,7 +129,7 @@ class DistributedModel:
             self._inside.enter_context(replaced(inner, "call", call))
 
     def _look_for_inner_calls(self, batch: Any) -> None:
-        """Before the first training step, if it is one of the user's own."""
+        """Finds out if the user's train_step calls inner models; before the first training step."""
         model = self._model
         if self._calls_inner_models is None and not keras_layers.has_no_call(model):
             is_own = type(model).train_step is not keras.Model.train_step
@@ -142,7 +142,7 @@ class DistributedModel:
                 self._spread_inner_models()
 
     def _optimizers(self) -> list[keras.Optimizer]:
-        """That of this use, and the model's own."""
+        """The optimizer of this use, and the model's own."""
         own = keras_trainer.optimizers_of(self._model)
         given = self._use.optimizer
         return own if given is None or any(given is one for one in own) else [given, *own]
@@ -155,9 +155,8 @@ class DistributedModel:
     # -- the same variables everywhere -----------------------------------------------------------------------------
 
     def _prepare(self, loop: Loop, batch: Any) -> None:
-        """Before the first step of a loop: builds what Keras would build inside it, where the workers could not agree
-        any more.
-        """
+        """Builds, before the first step of a loop, what Keras would build inside it, where the workers could not agree
+        any more."""
         if loop is Loop.TRAIN:
             with self._call.alone():
                 self._look_for_inner_calls(batch)
@@ -182,19 +181,19 @@ class DistributedModel:
         )
 
     def take_the_chiefs_variables(self) -> None:
-        """Every worker holds the chief's bits."""
+        """Gives every worker the chief's values, bit for bit."""
         of_optimizers = [variable for one in self._optimizers() for variable in one.variables]
         variables.take_the_chiefs(self._runtime, [*variables.of_model(self._model), *of_optimizers])
 
     def check_weights(self) -> None:
-        """If something drifted apart all take the chief's."""
+        """Compares weights; if something drifted apart all take the chief's."""
         variables.reconcile(self._runtime, self._model)
 
 
 def build_optimizer(model: keras.Model) -> None:
-    """If the model is built. Keras does it inside the first traced step, where workers cannot agree on variables, and
-    where what an optimizer copies from the weights is lost: ScheduleFreeAdamW begins with zeros then.
-    """
+    """Builds the optimizer if the model is built. Keras does it inside the first traced step, where workers cannot
+    agree on variables, and where what an optimizer copies from the weights is lost: ScheduleFreeAdamW begins with zeros
+    then."""
     optimizer: Any = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and keras_layers.all_built(model):
         optimizer.build(model.trainable_variables)

@@ -27,7 +27,7 @@ _STEP = 0x9E3779B1  # between the seeds of two ranks
 
 
 class RandomNumbers:
-    """One for all models that are distributed over the workers of a runtime.
+    """Keeps random numbers of workers alike or apart; one object for all models of a runtime.
 
     Attributes: installed, a context in which workers draw as said above; in_lockstep, one that all workers run the same
     inside, so that a generator which is met for the first time can take the chief's state.
@@ -42,16 +42,16 @@ class RandomNumbers:
 
     @property
     def states(self) -> list[keras.Variable]:
-        """Of the generators that are known to be in the chief's state."""
+        """The states of the generators that are known to be in the chief's state."""
         return [generator.state for generator in self._generators]
 
     def hold_the_chiefs(self, generators: Iterable[keras.random.SeedGenerator]) -> None:
-        """These need not be looked after: they are among the variables that all take from the chief."""
+        """Notes generators that need not be looked after: they are among the variables that all take from the chief."""
         self._generators.update(dict.fromkeys(generators))
 
     @contextlib.contextmanager
     def of_own_rows(self) -> Iterator[None]:
-        """What is drawn inside differs between workers, but for rank 0, who draws as in one process."""
+        """A context in which workers draw different numbers; rank 0 draws as in one process."""
         owner, name = tensorflow_random.holder_of_the_seed()
         seed = getattr(owner, name)
         setattr(owner, name, None if seed is None else self._move(int(seed)))
@@ -106,7 +106,7 @@ class RandomNumbers:
         return int(self._runtime.broadcast([np.array([number], np.int64)])[0][0])
 
     def _move(self, seed: Any) -> Any:
-        """`seed`: a number or a tensor."""
+        """Moves a seed, a number or a tensor, by the rank."""
         return (seed + self._runtime.rank * _STEP) % 2**31 if self._runtime.rank else seed
 
     def _agree_on_tensorflows_seed(self) -> None:

@@ -35,7 +35,7 @@ def refuse_unsupported(model: keras.Model) -> None:
 
 
 def inner_models(model: keras.Model) -> list[keras.Model]:
-    """Those at any depth that can be called."""
+    """The inner models at any depth that can be called."""
     layers = keras_layers.all_layers(model, include_self=False)
     return [layer for layer in layers if isinstance(layer, keras.Model) and not keras_layers.has_no_call(layer)]
 

@@ -70,7 +70,7 @@ class Part:
         self.sample = [_sample(tensor) for tensor in batch[:_COMPARED]]
 
     def take(self, value: Any) -> Any:
-        """This worker's rows of every tensor in a structure, at least one; what is not of the batch is whole."""
+        """Takes this worker's rows of every tensor in a structure, at least one; what is not of the batch is whole."""
         return keras.tree.map_structure(lambda leaf: self._rows(leaf) if _has_rows(leaf) else leaf, value)
 
     def _rows(self, whole: tf.Tensor) -> tf.Tensor:
@@ -106,8 +106,8 @@ class Part:
 
 
 def _sample(tensor: tf.Tensor) -> tf.Tensor:
-    """What tells whether all workers hold the same rows: numbers that are spread over all of them. (Those of a batch as
-    it was read have a checksum; but a train_step may change them.)"""
+    """Numbers spread over all rows, which tell whether all workers hold the same. (Those of a batch as it was read have
+    a checksum; but a train_step may change them.)"""
     # An odd stride meets every column of rows that are a power of two wide.
     stride = tf.bitwise.bitwise_or(tf.size(tensor) // _ELEMENTS, 1)
     return tf.reshape(tensor, [-1])[::stride]
@@ -115,7 +115,7 @@ def _sample(tensor: tf.Tensor) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """What a forward pass over own rows returns."""
+    """The result of a forward pass over own rows."""
 
     outputs: Any
     losses: list[tf.Tensor]

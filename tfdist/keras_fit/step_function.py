@@ -41,7 +41,7 @@ class Loop(enum.Enum):
 
     @property
     def call_name(self) -> str:
-        """Of tfdist's function that runs the loop."""
+        """The name of tfdist's function that runs the loop."""
         return {"train": "fit", "test": "evaluate"}.get(self.value, self.value)
 
     @property
@@ -55,7 +55,7 @@ class Loop(enum.Enum):
 
 
 class Rows(enum.Enum):
-    """Of which rows a worker computes loss and metrics."""
+    """The rows of which a worker computes loss and metrics."""
 
     ALL = "the outputs of all rows are gathered, and loss and metrics are the same everywhere"
     OWN = "loss and metrics are of this worker's rows, and sums are reduced (own_rows.py)"
@@ -63,7 +63,7 @@ class Rows(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Replacements:
-    """What stands in for parts of Keras and TensorFlow while a model is distributed."""
+    """The parts that replace those of Keras and TensorFlow while a model is distributed."""
 
     model: keras.Model
     runtime: PeerRuntime
@@ -74,7 +74,7 @@ class Replacements:
 
 @dataclasses.dataclass(frozen=True)
 class _Traced:
-    """What a step was traced for."""
+    """The state of the model for which a step was traced."""
 
     compiled: tuple
     trainable: tuple
@@ -98,7 +98,7 @@ def _are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 class StepFunction:
-    """What stands in for one of the three functions of a model. `prepare`: called with every batch before its step."""
+    """A replacement of one of the three functions of a model. `prepare`: called with every batch before its step."""
 
     def __init__(self, loop: Loop, replacements: Replacements, prepare: Callable[[Any], None]):
         self.loop, self._prepare, self._with = loop, prepare, replacements
@@ -109,7 +109,7 @@ class StepFunction:
         self._rows: Rows | None = None  # not known yet
 
     def begin(self) -> Callable:
-        """For a new loop over data: the function, traced again if the model was compiled again."""
+        """The function for a new loop over data, traced again if the model was compiled again."""
         model = self._with.model
         self._batches = Batches(self._with.runtime, self.loop.call_name)
         wanted = _Traced(
@@ -127,7 +127,7 @@ class StepFunction:
         return self._function
 
     def again(self, force: bool = False) -> Callable:
-        """What stands in for Keras' method that makes the function: the loop runs over data once more."""
+        """Replaces Keras' method that makes the function: the loop runs over data once more."""
         assert self._function is not None
         self._batches.begin()
         return self._function
@@ -201,7 +201,7 @@ class StepFunction:
         return Rows.OWN if suits else Rows.ALL
 
     def _step(self, batch: Any) -> Any:
-        """While it is traced."""
+        """Makes a step; called while it is traced."""
         step = self.loop.step_of(self._with.model)
         if self.loop is not Loop.PREDICT:
             step = lost_state.looked_for(self._with.model, step)
@@ -236,5 +236,5 @@ class StepFunction:
 
 
 def _inputs(batch: Any) -> Any:
-    """What the model is called with."""
+    """The inputs with which the model is called."""
     return keras.utils.unpack_x_y_sample_weight(batch)[0]

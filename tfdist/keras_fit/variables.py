@@ -1,4 +1,4 @@
-"""What keeps the workers' variables the same."""
+"""Keeps the workers' variables the same."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tfdist.runtime.base import PeerRuntime
 
 
 def of_model(model: keras.Model) -> list[keras.Variable | tf.Variable]:
-    """What all workers hold alike, and a backup: also what Keras does not know of, of the layers and of the losses and
-    metrics that `compile` was given."""
+    """The variables that all workers hold alike, and a backup: also what Keras does not know of, of the layers and of
+    the losses and metrics that `compile` was given."""
     hidden = hidden_state(model)
     return [*model.variables, *hidden, *state_beside_layers(model, hidden)]
 
 
 def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | tf.Variable]) -> bool:
-    """Every worker gets the chief's bits, those of seed generators too. Returns whether something differed.
+    """Gives every worker the chief's bits, those of seed generators too. Returns whether something differed.
 
     Raises ConfigError if the workers' shapes differ.
     """

@@ -113,7 +113,7 @@ def synchronize_batchnorm(model: keras.Model, synchronized: bool = True) -> None
 
 
 def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) -> dict[str, Any]:
-    """What to call the builder with: those of `given` that it accepts, and the options of --model_args."""
+    """The arguments of the builder: those of `given` that it accepts, and the options of --model_args."""
     options = parse_args("model_args", config.model_args)
     kinds = inspect.Parameter
     parameters = {
@@ -151,9 +151,8 @@ def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) ->
 
 
 def _check_output_types(name: str, model: keras.Model, x_spec: Any) -> None:
-    """Under float16 or bfloat16 the last layer of a model must be float32, because the loss takes exponentials; and
-    whole numbers have no gradient.
-    """
+    """Raises ConfigError if the last layer is not float32 under float16 or bfloat16, as the loss takes exponentials, or
+    gives whole numbers, which have no gradient."""
     try:
         output = model.output  # functional and Sequential models know it
     except (AttributeError, ValueError):

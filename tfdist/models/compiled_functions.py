@@ -26,8 +26,8 @@ in_steps = ThreadScope()  # a step is traced. Elsewhere a graph may be exported,
 
 
 def compile_functions() -> None:
-    """From now on Keras' LayerNormalization and "gelu" are compiled where `in_steps`, on machines without a GPU (on one
-    XLA compiles the whole step), for float32 whose shape is known but for the number of rows."""
+    """Compiles Keras' LayerNormalization and "gelu" from now on where `in_steps`, on machines without a GPU (on one XLA
+    compiles the whole step), for float32 whose shape is known but for the number of rows."""
     keras_functions.replace_gelu(_gelu_where_possible)
     keras_functions.replace_layer_normalization(_normalization_where_possible)
 
@@ -126,7 +126,7 @@ def _gradient_of_rows(
 def _gradients_of_weights(
     x_ND: tf.Tensor, mean_N1: tf.Tensor, inverse_N1: tf.Tensor, upstream_ND: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Of gamma and beta. Apart from that of the rows: XLA would make one slow loop of both."""
+    """The gradients of gamma and beta. Apart from that of the rows: XLA would make one slow loop of both."""
     return tf.reduce_sum(upstream_ND * ((x_ND - mean_N1) * inverse_N1), 0), tf.reduce_sum(upstream_ND, 0)
 
 

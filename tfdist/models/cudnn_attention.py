@@ -25,7 +25,7 @@ _WORKSPACE = (tf.uint8, [0])  # XLA finds out how much
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the products of queries and keys before the softmax.
+    """The way from the products of queries and keys to the scores of the softmax.
 
     Args: scale: their factor; is_causal: query t sees keys 0..t; mask: bool [B or 1, N or 1, T, S], who sees whom, or
     None. Where both are given, a key is seen if both say so.
@@ -36,7 +36,7 @@ class Scores:
     mask: tf.Tensor | None = None
 
     def seen(self, query: tf.Tensor, key: tf.Tensor) -> tf.Tensor | None:
-        """Who sees whom, bool, [..., T, S]; None if all see all. query [B, T, N, H], key [B, S, N, H]."""
+        """Whether each query sees each key, bool, [..., T, S]; None if all do. query [B, T, N, H], key [B, S, N, H]."""
         if not self.is_causal:
             return self.mask
         queries, keys = known_dims(query.shape)[1], known_dims(key.shape)[1]
@@ -62,7 +62,7 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: 
             found = _backward(query, key, value, output, statistics, upstream, bias, scores)
 
             def of_gradient(*upstreams: tf.Tensor) -> list[tf.Tensor]:
-                """Of which cuDNN has none: of a gradient penalty, for example."""
+                """The gradient of the gradient, which cuDNN does not have: for a gradient penalty, for example."""
                 by_formula = with_gradients(attention_by_formula, scores)
                 inputs = [query, key, value, upstream]
                 with tf.GradientTape() as tape:
@@ -84,7 +84,7 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: 
 
 
 def _bias(mask: tf.Tensor | None, dtype: tf.DType) -> tf.Tensor | None:
-    """What is added to the scores for a mask, as JAX has it: larger numbers meet a fault of cuDNN's."""
+    """The numbers added to the scores for a mask, as JAX has it: larger numbers meet a fault of cuDNN's."""
     if mask is None:
         return None
     return tf.where(mask, tf.cast(0, dtype), tf.cast(-(2.0**41) if dtype == tf.bfloat16 else -(2.0**15), dtype))
@@ -127,7 +127,7 @@ def _backward(
 
 
 def _swapped(x: tf.Tensor) -> tf.Tensor:
-    """[B, T, N, H] <-> [B, N, T, H]."""
+    """Swaps heads and positions: [B, T, N, H] <-> [B, N, T, H]."""
     return tf.transpose(x, (0, 2, 1, 3))
 
 
@@ -188,9 +188,8 @@ def _config(query: tf.Tensor, key: tf.Tensor, scores: Scores, products: dict[str
 def distance(
     dtype: tf.DType, sizes: tuple[int, int, int, int, int], scale: float, is_causal: bool, is_masked: bool
 ) -> float:
-    """How far cuDNN's output and three gradients for random numbers are from the formula's in float32: the largest of
-    the norms of the differences, in parts of the norms. sizes: B, T, S, N, H.
-    """
+    """The distance of cuDNN's output and three gradients for random numbers from the formula's in float32: the largest
+    of the norms of the differences, in parts of the norms. sizes: B, T, S, N, H."""
     inputs = random_inputs(dtype, sizes)
     scores = Scores(scale, is_causal, random_mask((sizes[0], 1, *sizes[1:3])) if is_masked else None)
     fused = tf.function(with_gradients(cudnn_attention, scores), jit_compile=True, autograph=False)
@@ -234,7 +233,7 @@ def with_gradients(attention: Any, scores: Scores) -> Any:
 
 
 def attention_by_formula(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: Scores) -> tf.Tensor:
-    """The same as `cudnn_attention` by TensorFlow's operations, in float16, bfloat16 or float32."""
+    """Computes what `cudnn_attention` does by TensorFlow's operations, in float16, bfloat16 or float32."""
     scores_BNTS = scores.scale * tf.cast(tf.einsum("btnh,bsnh->bnts", query, key), tf.float32)
     seen = scores.seen(query, key)
     if seen is not None:

@@ -34,7 +34,7 @@ from tfdist.models.keras_untyped import layers, ops
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of each block."""
+    """The options of the mixture of experts of each block."""
 
     count: int
     per_token: int = 2

@@ -25,11 +25,11 @@ _TRIED_POSITIONS = 1024  # at most, as the trial writes the weights of [B, N, T,
 
 
 def fuse_attention() -> None:
-    """From now on Keras' MultiHeadAttention and `keras.ops.dot_product_attention` take cuDNN's kernel in this process
-    where it can be had: on GPUs of compute capability 8.0 or newer, in a function that XLA compiles, in half precision,
+    """Makes Keras' MultiHeadAttention and `keras.ops.dot_product_attention` take cuDNN's kernel in this process where
+    it can be had: on GPUs of compute capability 8.0 or newer, in a function that XLA compiles, in half precision,
     without bias or dropout of the weights, H a multiple of 8 up to 128 (from 9.0 on 256), with a mask even numbers of
-    positions. (cuDNN's dropout counts its own calls: a resumed run would draw others.) On other GPUs the same
-    attention keeps half precision for its gradient (short_softmax.py); everything else is computed as before.
+    positions. (cuDNN's dropout counts its own calls: a resumed run would draw others.) On other GPUs the same attention
+    keeps half precision for its gradient (short_softmax.py); everything else is computed as before.
     `keras.config.disable_flash_attention()` turns cuDNN's off.
 
     Its first use for a shape is a trial against the formula in float32; where that fails a warning says so, and it is
@@ -119,7 +119,7 @@ def _is_had(query: tf.Tensor, key: tf.Tensor, scores: Scores) -> bool:
 
 @functools.cache
 def _widest_head() -> int:
-    """On this process's GPUs; 0 if there is one that has no such kernel, or none at all."""
+    """The widest head for which all GPUs of this process have the kernel; 0 if one has none, or there is no GPU."""
     gpus = tf.config.get_visible_devices("GPU")
     found = [tf.config.experimental.get_device_details(gpu).get("compute_capability", (0, 0)) for gpu in gpus]
     oldest = min(found, default=(0, 0))

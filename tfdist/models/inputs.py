@@ -1,4 +1,4 @@
-"""What the models check of the data they are given, and the layers at both ends that they share."""
+"""Checks of the data that models are given, and the layers at both ends that they share."""
 
 from __future__ import annotations
 

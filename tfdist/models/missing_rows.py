@@ -29,14 +29,14 @@ def are_silent(jit_compile: bool = False) -> bool:
 
 
 class _Lookups:
-    """Those of a part of a program, while it is traced or run."""
+    """The lookups of a part of a program, while it is traced or run."""
 
     def __init__(self) -> None:
         self._graph = _graph()
         self._missing: list[tf.Tensor] = []  # of each lookup in this graph whether some of its rows are
 
     def checked(self, looks_up: bool, found: tf.Tensor, there: tf.Tensor) -> tf.Tensor:
-        """What `found` is in whose mask rows are `there`: NaN elsewhere. Whole numbers become the first of their dtype,
+        """The result `found`, with NaN where the mask `there` is false. Whole numbers become the first of their dtype,
         which in turn is no row of a table."""
         if getattr(found, "graph", None) is self._graph:
             self._missing.append(~tf.reduce_all(there))
@@ -47,7 +47,7 @@ class _Lookups:
         return _where(there, found, found.dtype.min) if found.dtype in (tf.int32, tf.int64) else found
 
     def told_in(self, results: Any) -> Any:
-        """See `told`."""
+        """The results, spoilt where a lookup of this graph missed a row, see `told`."""
         if not self._missing:
             return results
         missing = tf.reduce_any(self._missing)
@@ -60,7 +60,7 @@ def _graph() -> tf.Graph | None:
 
 @contextlib.contextmanager
 def as_nan(wanted: bool) -> Iterator[None]:
-    """While a model is traced or run inside, it looks up NaN for rows that are not there, if `wanted`."""
+    """A context in which a model that is traced or run looks up NaN for rows that are not there, if `wanted`."""
     if not wanted:
         yield
         return
@@ -136,7 +136,7 @@ def nan_for_missing(found: tf.Tensor, rows: tf.Tensor, count: int) -> tf.Tensor:
 
 
 def table_sizes(model: keras.Model) -> dict[str, int]:
-    """How many rows the table has in which an input is looked up, by the place of the input in a sample (x, x[0],
+    """The number of rows of the table in which an input is looked up, by the place of the input in a sample (x, x[0],
     x['name']); of inputs that go to an Embedding as they are."""
     found: dict[str, int] = {}
     inputs = list(getattr(model, "inputs", None) or [])

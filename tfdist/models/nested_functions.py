@@ -13,7 +13,7 @@ from tfdist.control.exit_codes import ConfigError
 
 
 def traced_anew(call: Any) -> Callable | None:
-    """What stands for a tf.function, and is another one at each call; None if it is no tf.function.
+    """A replacement of a tf.function that is another one at each call; None if it is no tf.function.
 
     In a trial of a model no Dropout drops anything, and BatchNormalization takes moments of a worker's own rows: if the
     function kept that trace, a step with the same shapes would do so, too.
@@ -25,7 +25,7 @@ def traced_anew(call: Any) -> Callable | None:
 
 
 def trace_anew(model: keras.Model) -> None:
-    """From now on, in all layers of the model."""
+    """Replaces the tf.functions in all layers of the model by `traced_anew`."""
     for layer in keras_layers.all_layers(model):
         if anew := traced_anew(layer.call):
             object.__setattr__(layer, "call", anew)

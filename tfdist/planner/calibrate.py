@@ -39,7 +39,7 @@ _WARM_UP = 1  # log intervals that are left out: they hold tracing
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run folder says of itself."""
+    """The measurements that a run folder holds."""
 
     folder: str
     config: Config
@@ -73,7 +73,7 @@ def read_run(folder: str) -> Measured:
 
 
 class Terms(NamedTuple):
-    """What the step time is fitted to, of one step on the slowest device."""
+    """The terms to which the step time is fitted, of one step on the slowest device."""
 
     fixed: float
     operations: float
@@ -84,7 +84,7 @@ FIXED, OPERATIONS, TRAFFIC = range(3)  # their places
 
 
 def terms(model: ModelShape, replicas: int, global_batch: int, hardware: Hardware) -> Terms:
-    """Of data parallelism only; times the crowding, if processors are shared."""
+    """The terms of data parallelism only; times the crowding, if processors are shared."""
     layout = Layout(data=replicas, micro_batch=-(-global_batch // replicas))
     crowding = hardware.crowding(replicas)
     traffic = 2 * (replicas - 1) / replicas * KERAS.gradient * model.parameters

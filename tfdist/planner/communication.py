@@ -1,4 +1,4 @@
-"""How long collectives take: the alpha-beta model. A message of m bytes takes alpha + m / beta.
+"""The time that collectives take, by the alpha-beta model. A message of m bytes takes alpha + m / beta.
 
 Legend: n members, S bytes (of the whole vector), alpha seconds of latency, beta bytes a second in one direction.
 
@@ -33,19 +33,18 @@ def passed_on(n: int) -> float:
 
 
 def ring_all_reduce(n: int, size: float, link: Link) -> float:
-    """Seconds."""
+    """The seconds of a ring all-reduce."""
     return 2 * (n - 1) * link.alpha + 2 * passed_on(n) * size / link.beta
 
 
 def tree_all_reduce(n: int, size: float, link: Link) -> float:
-    """Seconds; without pipelining of the message."""
+    """The seconds of a tree all-reduce, without pipelining of the message."""
     return 2 * math.ceil(math.log2(n)) * (link.alpha + size / link.beta)
 
 
 def halving_doubling_all_reduce(n: int, size: float, link: Link) -> float:
-    """Seconds. Members beyond a power of two first hand their vector to a neighbour, and get the sum back at the
-    end.
-    """
+    """The seconds of halving-doubling. Members beyond a power of two first hand their vector to a neighbour, and get
+    the sum back at the end."""
     power = 2 ** int(math.log2(n))
     extra = 2 * (link.alpha + size / link.beta) if power != n else 0.0
     return extra + 2 * math.log2(power) * link.alpha + 2 * passed_on(power) * size / link.beta
@@ -65,12 +64,12 @@ def ring_pass(n: int, size: float, link: Link) -> float:
 
 
 def all_to_all(n: int, size: float, link: Link) -> float:
-    """Seconds; each member holds S bytes, of which it keeps 1/n."""
+    """The seconds of an all-to-all; each member holds S bytes, of which it keeps 1/n."""
     return (n - 1) * link.alpha + passed_on(n) * size / link.beta
 
 
 def hierarchical_all_reduce(nodes: int, local: int, size: float, inside: Link, between: Link) -> float:
-    """Seconds; `local` members in each of `nodes` nodes. `between`: what one member gets of the node's network."""
+    """The seconds with `local` members in each of `nodes` nodes. `between`: a member's part of a node's network."""
     within = 2 * ring_pass(local, size, inside) if local > 1 else 0.0
     return within + (ring_all_reduce(nodes, size / local, between) if nodes > 1 else 0.0)
 
@@ -106,7 +105,7 @@ class Group:
         return Link(hardware.network_us * 1e-6, (min(hardware.link_gbs, share) if self.local > 1 else share) * 1e9)
 
     def between(self, hardware: Hardware) -> Link:
-        """What one member gets of the node's network when all use it."""
+        """The link that one member has between nodes when all use the node's network."""
         return Link(hardware.network_us * 1e-6, hardware.node_gbs / (self.rivals * self.local) * 1e9)
 
 

@@ -20,7 +20,7 @@ SCALE = tuple(2**power for power in range(11))  # 1 to 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """What is planned: the question to which an Estimate is the answer."""
+    """The question to which an Estimate is the answer."""
 
     config: Config
     model: ModelShape
@@ -75,7 +75,7 @@ def _memory(plan: Plan, layout: Layout) -> Memory:
 
 
 def checkpoint_bytes(plan: Plan) -> float:
-    """Of one snapshot: parameters, optimizer state and constants, whatever the layout."""
+    """The bytes of one snapshot: parameters, optimizer state and constants, whatever the layout."""
     return sum(
         part.repeat
         * (
@@ -87,7 +87,7 @@ def checkpoint_bytes(plan: Plan) -> float:
 
 
 def zero_table(plan: Plan, layout: Layout) -> list[Memory]:
-    """Memory for ZeRO stages 0 to 3 of a layout."""
+    """The memory for ZeRO stages 0 to 3 of a layout."""
     return [_memory(plan, dataclasses.replace(layout, zero=zero)) for zero in range(4)]
 
 
@@ -114,8 +114,8 @@ def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float
 
 
 def scaling(plan: Plan, layout: Layout) -> list[dict[str, float]]:
-    """Weak scaling from 1 to 1024 devices: more replicas, the same work on each. Efficiency against the smallest number
-    that holds one replica; sizes that are no multiple of one are left out."""
+    """The weak scaling from 1 to 1024 devices: more replicas, the same work on each. Efficiency against the smallest
+    number that holds one replica; sizes that are no multiple of one are left out."""
     one = layout.pipe * layout.model * layout.expert
     rows, base = [], None
     for devices in SCALE:

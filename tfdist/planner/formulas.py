@@ -56,7 +56,7 @@ def shape_of(config: Config, sample: Sample) -> ModelShape | None:
 
 @dataclass(frozen=True)
 class Mlp:
-    """models/mlp.py."""
+    """The formulas of models/mlp.py."""
 
     sample_rank: ClassVar[int | None] = None
     widths: tuple[int, ...] = (128, 128)
@@ -97,11 +97,11 @@ class Pixels(NamedTuple):
     width: int
 
     def halved(self) -> Pixels:
-        """After a stride of two, with padding."""
+        """The size after a stride of two, with padding."""
         return Pixels(-(-self.height // 2), -(-self.width // 2))
 
     def bytes(self, channels: int, s: int, border: int = 0) -> int:
-        """With `border` more rows and columns in all."""
+        """The bytes of an image with so many channels and `border` more rows and columns in all."""
         return (self.height + border) * (self.width + border) * channels * s
 
 

@@ -1,4 +1,4 @@
-"""How a run is laid out over devices: the mesh, the ZeRO stage, recompute, micro-batches."""
+"""The layout of a run over devices: the mesh, the ZeRO stage, recompute, micro-batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Layout:
         return {"data": self.data, "pipe": self.pipe, "model": self.model, "expert": self.expert}
 
     def divisor(self, axis: str) -> int:
-        """By how much a weight that `axis` can divide is divided."""
+        """The number by which a weight is divided that `axis` can divide."""
         return {"": 1, "model": self.model, "expert": self.expert}[axis]
 
     def elements(self, part: Part) -> float:
@@ -54,5 +54,5 @@ class Layout:
         return ", ".join([axes, *extras, f"micro-batch {self.micro_batch} x {self.micro_batches}"])
 
     def mesh(self) -> str:
-        """As --mesh takes it."""
+        """The mesh as --mesh takes it."""
         return ",".join(f"{name}={size}" for name, size in self.axes().items() if size > 1) or "data=1"

@@ -102,7 +102,7 @@ class Memory:
     stage: int  # of the pipeline, that is the fullest
 
     def items(self) -> dict[str, float]:
-        """By the names that are shown."""
+        """The amounts by the names that are shown."""
         return {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -116,7 +116,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Held:
-    """Activations, in bytes."""
+    """The bytes of activations."""
 
     by_part: list[float]  # what each part holds when the backward pass begins
     working: float  # what the largest layer works with
@@ -158,13 +158,13 @@ class Stage:
         if layout.replicas > 1:
             buckets = _BUCKETS[layout.zero] * bucket
             transport = copies * (layer if layout.zero >= 3 else bucket)
-        # Of stage 3: the layer in use and the one on its way, a gradient whole and as received, and the shards of what
+        # Stage 3: the layer in use and the one on its way, a gradient whole and as received, and the shards of what
         # they are made of or become.
         gathered = (4 + 3 / layout.replicas) * layer if layout.zero >= 3 else 0.0
         # Nothing is updated before all gradients are judged, and what is updated travels afterwards.
         update = _UPDATE_TENSORS * recipe.slot * self._largest_weight() / (layout.replicas if layout.zero else 1)
         updating = states.gradients + max(buckets, update)
-        # Of several micro-batches, sums are kept, to which each layer's gradient is added as soon as it is there.
+        # With several micro-batches, sums are kept, to which each layer's gradient is added as soon as it is there.
         accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
         backward = accumulated + self._backward_peak(held, states.gradients, buckets)
         steady = states.parameters + states.optimizer + states.master + constants + transport + gathered + reserved
@@ -192,7 +192,7 @@ class Stage:
         return shard_states(self._elements(), slots, self.recipe, self.layout.zero, self.layout.replicas)
 
     def _largest_weight(self) -> float:
-        """Elements of the largest variable."""
+        """The number of elements of the largest variable."""
         return max(
             (
                 elements / self.layout.divisor(axis)

@@ -51,13 +51,13 @@ class MemoryLimit:
 
     @property
     def left(self) -> float:
-        """For the state of one worker."""
+        """The bytes that are left for the state of one worker."""
         return self.size / self.sharers - self.in_use
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What holds for tensors on the training device, and for those that --offload keeps in host memory."""
+    """The limits for tensors on the training device, and for those that --offload keeps in host memory."""
 
     device: tuple[MemoryLimit, ...]
     host: tuple[MemoryLimit, ...]
@@ -115,7 +115,7 @@ def check(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]],
 
 
 def least_states(config: Config, layout: Layout, weights: Iterable[tuple[Weight, int]]) -> States:
-    """What each worker, or with a pipeline some worker, holds at least in the middle of a step."""
+    """The states that each worker, or with a pipeline some worker, holds at least in the middle of a step."""
     weights = list(weights)
     elements = sum(times * weight.elements / layout.divisor(weight.axis) for weight, times in weights) / layout.pipe
     slots = (
@@ -166,7 +166,7 @@ def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]],
 
 
 def find_limits(cluster: Cluster, gpus: bool) -> MemoryLimits:
-    """For a process whose runtime has started, and which trains on GPUs if it has any."""
+    """The limits of a process whose runtime has started, and which trains on GPUs if it has any."""
     host = host_limits(cluster, anonymous_bytes())
     return MemoryLimits(gpu_limits() if gpus else host, host)
 
@@ -229,7 +229,7 @@ def _cgroup_files() -> list[Path]:
 
 
 def _cgroup_limit(path: Path, swap: float) -> float:
-    """With the swap space that the group may use; infinite if there is no limit."""
+    """The limit in a file of a group, with the swap space that it may use; infinite if there is no limit."""
     try:
         limit = float(path.read_text().replace("max", "inf"))
     except (OSError, ValueError):

@@ -27,7 +27,7 @@ def daly_interval(delta: float, mtbf: float) -> float:
 
 @dataclass(frozen=True)
 class Reliability:
-    """What to expect of a job."""
+    """The failures and saves to expect of a job."""
 
     mtbf: float  # of the job, seconds
     checkpoint: float  # bytes
@@ -54,7 +54,7 @@ def reliability(
     copy_gbs: float = 10.0,
     restart: float = 180.0,
 ) -> Reliability:
-    """Of a job on `devices`, each of which fails (with its share of everything else) every `mtbf_hours`.
+    """What to expect of a job on `devices`, each of which fails (with its share of all else) every `mtbf_hours`.
 
     asynchronous: training waits for the copy to host memory only (at `copy_gbs`, assumed), but saves cannot be closer
     than writing takes. restart: seconds to start again (assumed).

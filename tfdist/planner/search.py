@@ -1,4 +1,4 @@
-"""Which layouts are possible on so many devices, which fit, and which three are best; or why none fits."""
+"""Finds the layouts that are possible on so many devices, that fit, and the three best; or why none fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAME = 0.02  # layouts whose speeds differ by less count as equally fast: the s
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user has fixed; None: to be found."""
+    """The choices that the user has fixed; None: to be found."""
 
     mesh: dict[str, int] | None = None
     zero: int | None = None
@@ -73,7 +73,7 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
 
 
 def _problem(plan: Plan, mesh: dict[str, int]) -> str:
-    """Why a mesh cannot be, or ""."""
+    """The reason why a mesh cannot be, or ""."""
     size = 1
     for axis in mesh.values():
         size *= axis
@@ -106,15 +106,15 @@ def _divisors(n: int) -> list[int]:
 
 
 class Division(NamedTuple):
-    """Of a global batch."""
+    """The division of a global batch."""
 
     micro_batch: int
     micro_batches: int
 
 
 def _divisions(config: Config, replicas: int) -> Iterator[Division]:
-    """For a number of replicas. What the flags fix is kept; with --global_batch alone, every division into powers of
-    two is tried."""
+    """The divisions to try for a number of replicas. What the flags fix is kept; with --global_batch alone, every
+    division into powers of two is tried."""
     batch = config.batch
     if batch.global_batch and not batch.micro_batch and not batch.accumulation:
         accumulation = 1

@@ -1,4 +1,4 @@
-"""What a plan knows of a model: its parts in order, with their weights, work and activations per sample.
+"""A model as a plan knows it: its parts in order, with their weights, work and activations per sample.
 
 A *part* lies between two places where the model can be cut (a block, or a layer). Built-in models are described by
 formula (formulas.py), which takes no time; any other model by training/model_cost.py, which reads its graph and prints
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def parameters(self) -> int:
-        """Of one repetition."""
+        """The number of parameters of one repetition."""
         return sum(weight.elements for weight in self.weights)
 
     @cached_property
@@ -83,7 +83,7 @@ class ModelShape:
 
     @property
     def flops(self) -> float:
-        """Of the forward pass of one sample."""
+        """The FLOPs of the forward pass of one sample."""
         return sum(part.flops * part.repeat for part in self.parts)
 
     @property
@@ -93,11 +93,11 @@ class ModelShape:
 
     @property
     def axes(self) -> set[str]:
-        """Mesh axes besides data and pipe that can divide it."""
+        """The mesh axes besides data and pipe that can divide it."""
         return {weight.axis for part in self.parts for weight in part.weights} - {""}
 
     def stages(self, pipe: int) -> list[list[Part]]:
-        """Its parts cut into `pipe` stages of about the same work, each with a block at least."""
+        """The parts cut into `pipe` stages of about the same work, each with a block at least."""
         assert pipe == 1 or pipe <= self.blocks, (pipe, self.blocks)
         if pipe not in self._cut:
             self._cut[pipe] = _cut(self.parts, pipe, self.flops)
@@ -127,7 +127,7 @@ def _cut(parts: Sequence[Part], pipe: int, total: float) -> list[list[Part]]:
 
 
 def from_json(values: Mapping[str, Any], tokens: int = 1) -> ModelShape:
-    """What `python -m tfdist.training.model_cost` printed."""
+    """Reads what `python -m tfdist.training.model_cost` printed."""
     parts = tuple(
         Part(
             part["name"],
@@ -146,7 +146,7 @@ def from_json(values: Mapping[str, Any], tokens: int = 1) -> ModelShape:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: the shape of x, and how many classes or tokens there are. float32 images or int32 tokens."""
+    """The shape of a sample's x, and how many classes or tokens there are. float32 images or int32 tokens."""
 
     shape: tuple[int, ...]
     outputs: int

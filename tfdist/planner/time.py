@@ -1,4 +1,4 @@
-"""How long a step takes, and what of it: compute, bubble, communication that nothing hides, update. In seconds.
+"""The seconds of a step, and of its parts: compute, bubble, communication that nothing hides, update.
 
 step = fixed + (m + p - 1) micro-batches through the slowest stage + exposed communication + update
 
@@ -78,12 +78,12 @@ def step_time(
 
 
 def gradient_bytes(stages: list[list[Part]], layout: Layout) -> float:
-    """What the fullest stage sends."""
+    """The bytes of gradients that the fullest stage sends."""
     return KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in stages)
 
 
 class GradientTraffic(NamedTuple):
-    """How gradients and sharded states travel."""
+    """The seconds and algorithm by which gradients and sharded states travel."""
 
     seconds: float  # a step
     algorithm: str
@@ -109,7 +109,7 @@ def gradient_traffic(
 
 
 def _inner_seconds(stages: list[list[Part]], layout: Layout, hardware: Hardware) -> float:
-    """Traffic that stands in the way of the next operation."""
+    """The seconds of traffic that stands in the way of the next operation."""
     seconds = 0.0
     blocks = max((sum(part.repeat for part in parts if part.block) for parts in stages), default=0)
     output = max((part.output for parts in stages for part in parts if part.block), default=0.0) * layout.micro_batch

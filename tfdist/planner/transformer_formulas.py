@@ -25,7 +25,7 @@ class Size(NamedTuple):
     heads: int
 
     def with_own(self, layers: int | None, width: int | None, heads: int | None) -> Size:
-        """What the user has given goes first."""
+        """The size with the values that the user has given in place of its own."""
         return Size(layers or self.layers, width or self.width, heads or self.heads)
 
 
@@ -78,7 +78,7 @@ def _norm(name: str, width: int) -> list[Weight]:
 
 @dataclass(frozen=True)
 class Transformer:
-    """models/transformer.py."""
+    """The formulas of models/transformer.py."""
 
     sample_rank: ClassVar[int | None] = 1
     size: str = "tiny"
@@ -121,7 +121,7 @@ class Transformer:
 
 @dataclass(frozen=True)
 class VisionTransformer:
-    """models/vit.py."""
+    """The formulas of models/vit.py."""
 
     sample_rank: ClassVar[int | None] = 3
     size: str = "tiny"

@@ -34,7 +34,7 @@ _TOGETHER = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """One `run_id` over all restarts and ranks; `attempt`: how often the run was started before."""
+    """The identity of a run: one `run_id` over all restarts and ranks; `attempt`: how often it was started before."""
 
     run_id: str
     attempt: int

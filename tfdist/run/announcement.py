@@ -1,4 +1,4 @@
-"""What a run says when it begins: what was composed, what it goes on from, and how long that took."""
+"""The announcement of a run that begins: what was composed, what it goes on from, and how long that took."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Announcement:
 
 
 def _evaluated(job: Job) -> dict[str, int | bool | None]:
-    """What an evaluation's sum of weights is compared with."""
+    """The number of samples with which an evaluation's sum of weights is compared, and whether samples are weighted."""
     if not (split := job.eval_split):
         return {}
     count = split.size and min(split.size, job.config.data.eval_samples or split.size)
@@ -71,7 +71,7 @@ def _evaluated(job: Job) -> dict[str, int | bool | None]:
 
 
 def _travel(job: Job) -> str:
-    """How gradients travel, and how long the planner says that takes."""
+    """A phrase about how gradients travel, and how long the planner says that takes."""
     travel = job.runtime.travel()
     if not travel:
         return ""

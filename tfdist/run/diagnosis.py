@@ -1,5 +1,5 @@
-"""When a loss was not finite, or a label fitted no output: which samples may be the cause. Looked for when it has done
-harm (data/flaws.py), on what the last call of the training function, or the evaluation, has read."""
+"""Finds the samples that may be the cause when a loss was not finite, or a label fitted no output. Looked for when it
+has done harm (data/flaws.py), on what the last call of the training function, or the evaluation, has read."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Diagnosis:
         )
 
     def evaluated(self, means: Mapping[str, float]) -> None:
-        """An evaluation has come to this."""
+        """Looks at the means of an evaluation, and warns if they are not finite, or of no samples."""
         if not math.isfinite(means["loss"]):
             self._tell("the loss of the evaluation is not finite", lambda: self.flaws(evaluated=True))
         elif not means["samples"]:
@@ -77,7 +77,7 @@ class Diagnosis:
             self._tell("all samples of the evaluation have the weight 0", lambda: nothing)
 
     def observed(self, event: Event) -> None:
-        """A train event has been observed."""
+        """Looks at a train event, and warns if updates were skipped."""
         if event.values.get("train/skipped_steps") and self.job.config.loop.on_nan == "skip":
             self._tell("updates were skipped", lambda: self.flaws(first=self._logged_at))
         self._logged_at = event.step

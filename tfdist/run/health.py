@@ -1,4 +1,4 @@
-"""What keeps watch over one worker: watchdog, beacons, signals, faults on purpose; and who is to blame when a run ends.
+"""Watches over one worker: watchdog, beacons, signals, faults on purpose; and says who is to blame when a run ends.
 
 Everything here works whatever the runtime is, and goes on working when TensorFlow's own connections hang.
 """
@@ -60,7 +60,7 @@ class HealthMonitor:
         return requests
 
     def connect(self, runtime: Runtime) -> None:
-        """From now on this worker hears of the others, and they of it. A collective."""
+        """Connects this worker's beacons with those of the others. A collective."""
 
         def exchange(endpoint: str) -> list[str]:
             rows = runtime.all_gather(np.frombuffer(endpoint.encode().ljust(ENDPOINT_BYTES), np.uint8))
@@ -70,7 +70,7 @@ class HealthMonitor:
             self.beacons = Beacons(self.cluster, self.watchdog, exchange, runtime.waiting_for)
 
     def failed(self, error: BaseException) -> BaseException:
-        """What to end with after `error`: its cause as a sentence, as far as it can be found out. Tells the others."""
+        """The error to end with after `error`: its cause as a sentence, if it can be found out. Tells the others."""
         sentence = next(filter(None, (look(error) for look in self._explanations)), None)
         found: BaseException = error if sentence is None else sentence
         lost, found_at = isinstance(found, PeerLostError), time.time()
@@ -88,7 +88,7 @@ class HealthMonitor:
         return found
 
     def _lost_peer(self, sentence: str, found_at: float, beacons: Beacons) -> PeerLostError:
-        """What the lost peer, or another, has said of it."""
+        """The error about a lost peer, with what it or another worker has said about the cause."""
         words = beacons.first_error(_WORDS_SECONDS)
         if words and not words.secondary:
             return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
@@ -106,9 +106,8 @@ class HealthMonitor:
             self.beacons.close()
 
     def _expired(self, section: str, seconds: float) -> None:
-        """In the watchdog's thread: names what is stuck, in this worker's log and to the others, and ends the
-        process.
-        """
+        """Names what is stuck, in this worker's log and to the others, and ends the process. Runs in the watchdog's
+        thread."""
         ranks = self.beacons.culprits() if self.beacons else None
         if section == "stopping":
             sentence = (
@@ -169,7 +168,7 @@ _FLAG = {
 
 
 def section_limits(options: ClusterConfig) -> dict[str, float]:
-    """Section of a run -> the seconds that it may take; 0: no limit."""
+    """The seconds that each section of a run may take; 0: no limit."""
     return {
         "start-up": _START_UPS * options.startup_timeout,
         "restore": options.save_timeout,

@@ -1,4 +1,4 @@
-"""What the process of a worker keeps in memory while it leaves one group of workers and joins another (elastic.py)."""
+"""The state that a worker's process keeps while it leaves one group of workers and joins another (elastic.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class InMemoryCheckpoint:
 
 @dataclass
 class WorkerMemory:
-    """What outlives a group of workers."""
+    """Objects of a worker's process that outlive a group of workers."""
 
     member: Member
     signals: SignalRequests

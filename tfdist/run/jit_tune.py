@@ -30,7 +30,7 @@ _PAYS = 0.95  # of the time without: less is noise, and compiling takes time
 
 
 class Timed(NamedTuple):
-    """Steps of one way."""
+    """The time of steps that were made in one way."""
 
     seconds: float  # of a step, by the chief's clock
     fused: bool = False  # some BatchNormalization of the model was one operation
@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 class _Way(NamedTuple):
-    """To compute a step."""
+    """One way to compute a step."""
 
     jit: bool
     fused: bool

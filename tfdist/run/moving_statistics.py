@@ -1,4 +1,4 @@
-"""Moving statistics that each worker has kept of its own samples alone."""
+"""Shares moving statistics that each worker has kept of its own samples alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist.training.parallel.sharded_state import ShardedState
 
 
 def settle(model: keras.Model, state: WholeState | ShardedState, runtime: Runtime) -> None:
-    """Everyone takes the first's. A collective."""
+    """Sets all workers' moving statistics to those of the first. A collective."""
     variables = [variable.value for variable in model.non_trainable_variables if variable.dtype == "float32"]
     values = _of_the_first([variable.numpy() for variable in variables], state, runtime)
     for variable, value in zip(variables, values, strict=True):

@@ -1,4 +1,4 @@
-"""What a session has opened, so that nothing stays open wherever it ends."""
+"""Keeps what a session has opened, so that nothing stays open wherever it ends."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
 
 
 def slices(config: Config, workers: int) -> int:
-    """Into how many parts a batch is cut."""
+    """The number of parts into which a batch is cut."""
     return workers - config.servers.backup_workers if config.servers.ps_mode == "sync" else 1
 
 
@@ -100,7 +100,7 @@ class ServerTrainer(Trainer):
 
 
 def remote_step(job: build.Job, first_step: int) -> RemoteStep:
-    """What workers run; the servers have the job's weights and state. Raises ConfigError where that cannot be."""
+    """Makes the step of workers; the servers get the job's weights and state. Raises ConfigError if it cannot be."""
     config, split, runtime = job.config, job.train_split, job.runtime
     assert has_servers(runtime)
     if split.size is None:

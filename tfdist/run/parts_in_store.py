@@ -1,4 +1,4 @@
-"""What one worker of several that see no common folder writes and reads of a run's snapshots in an object store.
+"""The parts of snapshots in an object store, as one of several workers without a common folder writes and reads them.
 
 A state that is divided over the workers is nowhere whole: each sends its own part (artifacts/stored_parts.py), the
 chief makes snapshots of them (parts_commit.py), and each brings only what it needs (ranges.py).
@@ -36,7 +36,7 @@ _SENTENCE_BYTES = 400
 
 
 class PartsInStore:
-    """Made on all workers at once. shelf: the chief's snapshots in the store.
+    """One worker's parts in the store. Made on all workers at once. shelf: the chief's snapshots there.
 
     Raises TfdistError on all if the chief cannot use the store.
     """
@@ -88,9 +88,8 @@ class PartsInStore:
     # -- going on --------------------------------------------------------------------------------------------------
 
     def _send_left(self, run_id: str) -> None:
-        """What earlier processes on this machine had no time to send. A collective. What cannot be sent is no part of
-        any snapshot: the run then goes on from an older one.
-        """
+        """Sends what earlier processes on this machine had no time to send. A collective. What cannot be sent is no
+        part of any snapshot: the run then goes on from an older one."""
         with contextlib.suppress(StoreError, OSError), _alone(self._stored.folder / PARTS):
             left = left_parts(self._stored.folder, run_id, self._newest) if run_id else []
             for step, rank, note in left:
@@ -104,20 +103,19 @@ class PartsInStore:
         self._gathering.make_left(self._newest)
 
     def start(self) -> None:
-        """From now on the chief makes snapshots of parts."""
+        """Lets the chief make snapshots of parts from now on."""
         assert self._gathering
         self._gathering.sender.start()
 
     def settle(self, seconds: float) -> None:
-        """Before the run goes back: what is being gathered is waited for so long, and then dropped."""
+        """Waits so long for what is being gathered, and then drops it: the run is about to go back."""
         assert self._gathering
         self._gathering.sender.finish_soon(seconds)
         self._gathering.drop_all()
 
     def bring(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
-        """What this worker needs of the chief's choice. A collective. Returns why it is damaged, or "": then the chief
-        must choose another. Raises StartupError on all if the store is away for one.
-        """
+        """Brings what this worker needs of the chief's choice. A collective. Returns why it is damaged, or "": then the
+        chief must choose another. Raises StartupError on all if the store is away for one."""
         snapshot, verdict, sentence = self.snapshot(manifest), _FINE, ""
         try:
             self.reads.bring(snapshot, state.wanted(manifest["variables"]))
@@ -147,9 +145,8 @@ class PartsInStore:
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def agree(self, step: int) -> str:
-        """Before each save: of which steps the chief wants the parts. A collective. Returns why there can be no
-        snapshot of this one, or "".
-        """
+        """Tells all, before each save, of which steps the chief wants the parts. A collective. Returns why there can be
+        no snapshot of this one, or ""."""
         message: dict[str, Any] = {}
         if self._gathering:
             try:
@@ -163,7 +160,7 @@ class PartsInStore:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While no other worker of this machine is in here. Raises OSError."""
+    """A context that no other worker of this machine is in. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -32,7 +32,7 @@ from tfdist.telemetry.timer import Clock
 
 @dataclass(frozen=True)
 class _Found:
-    """What the chief has chosen to go on from.
+    """The state that the chief has chosen to go on from.
 
     manifest: None: there is nothing. in_parts: every worker reads its part. arrays: on the chief, unless in parts.
     """
@@ -43,12 +43,12 @@ class _Found:
     arrays: Mapping[str, np.ndarray] | None = None
 
     def without_arrays(self) -> dict[str, Any]:
-        """What the other workers need to know of it; JSON."""
+        """The fields that the other workers need; JSON."""
         return {"messages": self.messages, "manifest": self.manifest, "in_parts": self.in_parts}
 
 
 class Recovery:
-    """See above. `evaluation`: the last one, which snapshots keep; `losses`: of the log lines."""
+    """The state of a run, see above. `evaluation`: the last one, which snapshots keep; `losses`: of the log lines."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Recovery:
         return _Found([message], {**checkpoint.manifest, "in_memory": True}, arrays=checkpoint.arrays)
 
     def _choose(self, config: Config) -> _Found:
-        """The chief's part, from files."""
+        """Chooses from files what to go on from. Called on the chief."""
         files = self.files
         snapshot, messages = files.choose(config)
         if snapshot is None:
@@ -179,7 +179,7 @@ class Recovery:
         return [message for message in (warning, kept) if message]
 
     def rollback(self, step: int) -> tuple[list[str], int]:
-        """From bad numbers before `step` back to the newest snapshot, and past all batches since then. A collective.
+        """Goes back from bad numbers before `step` to the newest snapshot, past all batches since. A collective.
 
         Returns messages and the step to go on from. Raises DivergedError when that did not help often enough.
         """
@@ -235,7 +235,7 @@ class Recovery:
         memory.checkpoint = InMemoryCheckpoint(step, self.state.to_host(), manifest)
 
     def back_up(self, step: int) -> None:
-        """A backup. On all workers."""
+        """Writes a backup. Called on all workers."""
         backup = self.files.backup
         assert backup
         self.settle_statistics()
@@ -260,7 +260,7 @@ class Recovery:
         return self.config.checkpoint.backup_every or (math.ceil(size / self.job.plan.global_batch) if size else 0)
 
     def settle_statistics(self) -> None:
-        """Moving statistics that are not synchronised drift apart: everyone takes the first's before they are used."""
+        """Sets moving statistics to the first worker's before use: those not synchronised drift apart."""
         if self.config.model.sync_batchnorm or not self.is_copied:
             return
         settle(self.job.model, self.state, self.runtime)

@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: exports, the plot of its curves, the summary. Written by the chief alone."""
+"""Writes the results of a finished run: exports, the plot of its curves, the summary. Used by the chief alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tfdist.training.loop import TrainResult
 
 @dataclass(frozen=True)
 class Figures:
-    """What the session knows of a run that has finished. `trainer`: what the trainer says of it."""
+    """The numbers that the session knows of a finished run. `trainer`: what the trainer says of it."""
 
     result: TrainResult
     verdict: str
@@ -68,8 +68,8 @@ def leave_results(
     values: Mapping[str, Any],
     unwritten: str,
 ) -> None:
-    """Exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export fails: the
-    rest can be made again from the logs, so it only warns.
+    """Writes exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export
+    fails: the rest can be made again from the logs, so it only warns.
 
     weights: see `Recovery.weights`. values: what the run knows of itself, for the summary.
     unwritten: why the last snapshot could not be written; "" if it was.
@@ -143,7 +143,7 @@ def exportable(job: Job) -> Job:
 
 
 def source_info(job: Job) -> dict[str, Any]:
-    """What the sources tell about themselves (sizes, entropies, ...), as event values."""
+    """The facts that the sources tell about themselves (sizes, entropies, ...), as event values."""
     values: dict[str, Any] = {"data/train_samples": job.train_split.size}
     if job.eval_split:
         values["data/eval_samples"] = job.eval_split.size

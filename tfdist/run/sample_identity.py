@@ -1,4 +1,4 @@
-"""Which data a run is trained on: a run that goes on with other samples takes some twice and others never."""
+"""Checks that a run goes on with the same data: with other samples it would take some twice and others never."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tfdist.data.sources.split import Split
 
 
 class SampleIdentity:
-    """Of the split that a run is trained on, as the chief holds it. Read when it is first asked for."""
+    """The identity of the training split, as the chief holds it. Read when it is first asked for."""
 
     def __init__(self, split: Split):
         self._split = split
 
     @functools.cached_property
     def found(self) -> dict[str, Any]:
-        """For the manifest of a snapshot."""
+        """The split's identity as it is written into a snapshot's manifest."""
         return contents.identity(self._split)
 
     def check(self, snapshot: Snapshot) -> None:

@@ -48,7 +48,7 @@ class GroupChange(Exception):
 
 @dataclass(frozen=True)
 class Start:
-    """What a worker begins a run with.
+    """The facts with which a worker begins a run.
 
     memory: of a process that may be in several groups of workers, one after the other.
     began: since when peers have been waited for (time.monotonic()).
@@ -101,7 +101,7 @@ class Session:
         self._in_order = False  # this worker leaves together with the others
 
     def run(self) -> ExitCode:
-        """See the function `run`."""
+        """Runs the session from start to end, see the function `run`."""
         watched = self.start.cluster if self.start.watched is None else self.start.watched
         monitor = self.monitor = HealthMonitor(self.config, watched, self.memory.signals if self.memory else None)
         try:
@@ -274,7 +274,7 @@ class Session:
             write_status(self.folder, "finished", self.identity.run_id)
 
     def _leave(self, step: int, memory: WorkerMemory) -> NoReturn:
-        """Out of the group, in order and together with all others; the process goes on. Raises GroupChange."""
+        """Leaves the group, in order and together with all others; the process goes on. Raises GroupChange."""
         with self.hooks.section("save"):
             self.recovery.copy(step, memory, now=True)
             self.recovery.files.finish()
@@ -292,7 +292,7 @@ class Session:
         self.opened.close()
 
     def _close_runtime(self) -> None:
-        """After an error others may be gone or stuck: then nobody waits for them, the end of the process is enough."""
+        """Closes the runtime, but not after an error: others may be gone or stuck, and the process's end is enough."""
         if self._in_order or self.runtime.size == 1:
             self.runtime.close()
 

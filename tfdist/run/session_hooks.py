@@ -1,4 +1,4 @@
-"""What the loop calls while a session trains: the session's side of `LoopHooks`."""
+"""The functions that the loop calls while a session trains: the session's side of `LoopHooks`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tfdist.training.requests import Requests
 
 @dataclass(frozen=True)
 class SessionHooks:
-    """On one worker."""
+    """The session's functions for the loop, on one worker."""
 
     job: Job
     recovery: Recovery
@@ -35,7 +35,7 @@ class SessionHooks:
     memory: WorkerMemory | None
 
     def for_loop(self, first_step: int) -> LoopHooks:
-        """All of them. On all workers."""
+        """Makes the `LoopHooks` of the session. Called on all workers."""
         config, recovery, trainer, evaluator = self.job.config, self.recovery, self.trainer, self.job.evaluator()
         return LoopHooks(
             step=trainer.step,
@@ -61,18 +61,18 @@ class SessionHooks:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """What this worker is doing: for the watchdog, and for observers that follow it."""
+        """Names what this worker is doing: for the watchdog, and for observers that follow it."""
         with self.monitor.watchdog.section(name), self.observer.section(name):
             yield
 
     def save(self, step: int) -> None:
-        """A snapshot."""
+        """Writes a snapshot."""
         if self.trainer.settle:
             self.trainer.settle(step)
         self.recovery.save(step)
 
     def tell_of_saves(self, step: int) -> None:
-        """What the writers have to say."""
+        """Passes the writers' messages to the observers."""
         for kind, values in self.recovery.files.messages():
             self.observer(Event(kind, step, values))
 
@@ -94,7 +94,7 @@ class SessionHooks:
             self.observer(Event("warning", event.step, {"message": sentence}))
 
     def _extra_values(self) -> dict[str, float]:
-        """Of a train event."""
+        """Further values of a train event."""
         extra = self.trainer.extra_values()  # first: the learning rate may depend on it
         return {"train/learning_rate": self.recovery.learning_rate(), **extra}
 
@@ -106,7 +106,7 @@ class SessionHooks:
         return restored, self._iterators(restored)
 
     def _requests(self, step: int) -> Requests:
-        """What this worker asks for; also tells what the writers have to say, and keeps a copy if it may be needed."""
+        """The requests of this worker; also passes on the writers' messages, and keeps a copy if it may be needed."""
         self.monitor.faults.at("step", step)
         self.diagnosis.called_at = step
         self.tell_of_saves(step)

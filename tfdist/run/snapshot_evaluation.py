@@ -1,4 +1,4 @@
-"""What `python -m tfdist.evaluate` does: evaluates a snapshot or an export of a run, or follows a running job."""
+"""The work of `python -m tfdist.evaluate`: evaluates a snapshot or an export of a run, or follows a running job."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EvaluateOptions:
 
 
 def main(argv: list[str], usage: str = "") -> int:
-    """The command."""
+    """Runs the command `python -m tfdist.evaluate`. Returns the exit code."""
     given = flags.parse(argv, usage=usage, command=EvaluateOptions)
     versions.check()
     versions.quiet()
@@ -143,7 +143,7 @@ def _run(config: Config) -> ReadRun:
 
 
 def _status(run: ReadRun) -> dict[str, Any]:
-    """What the run says of itself now."""
+    """The run's present status.json."""
     return parse_status(run.text(STATUS_FILE))
 
 
@@ -169,7 +169,7 @@ def _compose(config: Config) -> Job:
 
 
 def _scores(job: Job, model: keras.Model | None = None) -> dict[str, float]:
-    """Of the job's model, or of another one."""
+    """The scores of the job's model, or of another one."""
     evaluator = job.evaluator(model)
     assert evaluator  # there is an evaluation split
     return evaluator()

@@ -1,4 +1,4 @@
-"""Where a run's snapshots and backups lie, and who writes them.
+"""The files of a run's snapshots and backups: where they lie, and who writes them.
 
 Only the chief touches the files, unless the state is divided over a mesh and all workers see the same folder, or the
 run is in an object store: then everyone writes and reads its own part (artifacts/parts.py, parts_in_store.py).
@@ -43,7 +43,7 @@ _LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this
 
 
 class SnapshotFiles:
-    """One worker's view of them.
+    """The snapshots and backups of a run, as one worker sees them.
 
     in_parts: whether this worker writes and reads a part of each snapshot.
     writer: None where another worker writes all. backup: None without --backup_dir.
@@ -72,9 +72,8 @@ class SnapshotFiles:
         self._sends = False  # the thread that sends has begun
 
     def choose(self, config: Config) -> tuple[Snapshot | None, list[str]]:
-        """What restore.choose does, on the chief; of what lies here, and in the run's object store if it has one.
-        Raises CheckpointError, and what a store does not do.
-        """
+        """Chooses the snapshot to go on from, as restore.choose does, among those here and in the run's object store if
+        it has one. Called on the chief. Raises CheckpointError, and what a store does not do."""
         self.store.clean()
         brought = self._begin_backup()
         if self.backup:  # else one may be read that is just being replaced, and which one was chance
@@ -91,7 +90,7 @@ class SnapshotFiles:
         return snapshot, brought + messages
 
     def _choose_of_parts(self, in_store: PartsInStore, config: Config) -> tuple[Snapshot | None, list[str]]:
-        """No machine has all of a snapshot: the store is asked, after bad numbers, too."""
+        """Chooses from the store, after bad numbers, too: no machine has all of a snapshot."""
         assert self._sent
         with as_sentence():
             if self._sends:
@@ -110,7 +109,7 @@ class SnapshotFiles:
             store.set_aside_damaged()
 
     def _bring_newest(self) -> list[str]:
-        """From an object store; from now on what is written here is sent there. Returns messages."""
+        """Brings the newest snapshot from an object store, and begins to send. Returns messages."""
         messages = []
         if self._sent:
             with as_sentence():
@@ -119,11 +118,11 @@ class SnapshotFiles:
         return messages
 
     def _begin_backup(self) -> list[str]:
-        """What is in an object store is brought, and sent there from now on. Returns messages. Raises TfdistError."""
+        """Brings the backup from its object store, and begins to send there. Returns messages. Raises TfdistError."""
         return self._stored_backup.begin() if self._stored_backup else []
 
     def begin_to_send(self) -> None:
-        """What is written here from now on is sent to the object stores, if there are any. Raises TfdistError."""
+        """Begins to send what is written here to the object stores, if there are any. Raises TfdistError."""
         self._begin_backup()
         if self._sent and not self._sends:
             with as_sentence():
@@ -140,9 +139,8 @@ class SnapshotFiles:
         return self.in_parts and snapshot.path == store.path(snapshot.step)
 
     def read_part(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
-        """This worker's part of the shared snapshot that the chief has chosen. A collective. Returns why it is damaged,
-        or "": then the chief must choose another.
-        """
+        """Reads this worker's part of the shared snapshot that the chief has chosen. A collective. Returns why it is
+        damaged, or "": then the chief must choose another."""
         step = manifest["step"]
         snapshot = Snapshot(self.store.path(step), step, manifest)
         if self._in_store:
@@ -153,14 +151,14 @@ class SnapshotFiles:
         return ""
 
     def agree(self, step: int) -> bool:
-        """Before a snapshot is written in parts. A collective. Whether there can be one."""
+        """Agrees before a snapshot is written in parts. A collective. Returns whether there can be one."""
         refusal = self._in_store.agree(step) if self._in_store else ""
         if refusal:
             self._refused.append(f"SNAPSHOT NOT WRITTEN, step {step}: {refusal}. The next save tries again.")
         return not refusal
 
     def share(self, runtime: Runtime, patience: float) -> None:
-        """Write in parts, if every worker sees what the chief writes. A collective.
+        """Makes snapshots be written in parts, if every worker sees what the chief writes. A collective.
 
         patience: seconds that the chief waits for the parts of the others; 0: any time.
         """
@@ -201,7 +199,7 @@ class SnapshotFiles:
         return [self.store, *([self.backup.store] if self.backup else [])]
 
     def messages(self) -> Iterator[tuple[str, dict]]:
-        """What the writers have to say: ("save", "backup" or "warning", values)."""
+        """The writers' messages: ("save", "backup" or "warning", values)."""
         if self._writes and self.writer:
             yield from self.writer.messages()
         refused, self._refused = self._refused, []
@@ -222,7 +220,7 @@ class SnapshotFiles:
         return self.writer.last_failure
 
     def give_up(self) -> None:
-        """After an error: what is being written gets the time to be committed."""
+        """Gives what is being written the time to be committed, after an error."""
         if self._parted:
             self._parted.give_up_at = time.monotonic() + _LAST_PART_SECONDS
         for writer in filter(None, (self.writer, self.backup and self.backup.writer)):
@@ -232,14 +230,14 @@ class SnapshotFiles:
             self._stored_backup.send_rest(_LAST_WRITE_SECONDS)
 
     def end_backup(self, finished: bool) -> None:
-        """Training has ended. finished: nothing will go on from the backup."""
+        """Ends the backup after training. finished: nothing will go on from the backup."""
         if self.backup and finished:
             self.backup.delete()
         if self._stored_backup:
             self._stored_backup.end_with(deletion=finished and self._config.delete_backup)
 
     def close(self) -> None:
-        """Nothing is sent any more, and the place of the backup is given back. A store may take its time for it."""
+        """Ends all sending, and gives back the place of the backup. A store may take its time for it."""
         if self._stored_backup:
             self._stored_backup.close()
 

@@ -1,4 +1,4 @@
-"""When the user is told that an object store cannot be used: when that begins, and again while it lasts."""
+"""Tells the user when an object store cannot be used: when that begins, and again while it lasts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SAID_AGAIN_SECONDS = 600.0
 
 
 class StoreAlarm:
-    """Of one store. what: is in trouble, for the message."""
+    """The alarm for one store. what: is in trouble, for the message."""
 
     def __init__(self, what: str = ""):
         self._what = what

@@ -36,7 +36,7 @@ _GIVE_BACK_SECONDS = 10.0
 
 
 class StoredBackup:
-    """What brings and sends `backup`, which writes to `backup_folder`. run_id: of the run that begins, if it has one.
+    """Brings and sends `backup`, which writes to `backup_folder`. run_id: of the run that begins, if it has one.
 
     Raises TfdistError if there can be no such store.
     """
@@ -76,9 +76,8 @@ class StoredBackup:
         return messages
 
     def _forget_other_runs(self) -> None:
-        """What is kept here may be of a run that has ended on another machine: it counts only if it is of the run whose
-        backup is in the store, or of the run that begins.
-        """
+        """Deletes backups here that may be of a run that has ended on another machine: they count only if they are of
+        the run whose backup is in the store, or of the run that begins."""
         wanted = {self._run_id}
         for step in self._shelf.steps()[-1:]:
             wanted.add(_run_of(self._objects.text(f"{SNAPSHOTS}/step-{step:08d}/{MANIFEST}") or ""))
@@ -101,7 +100,7 @@ class StoredBackup:
             self._say(f"THE LAST BACKUP WAS NOT SENT to {self._url} ({sender.trouble() or 'it takes too long'})")
 
     def end_with(self, deletion: bool) -> None:
-        """What `close` shall do first. deletion: the run has finished, and nothing will go on from the backup."""
+        """Sets what `close` does first. deletion: the run has finished, and nothing will go on from the backup."""
         self._last_deed = self._delete if deletion else self.send_rest
 
     def _delete(self) -> None:

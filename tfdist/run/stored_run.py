@@ -57,7 +57,7 @@ def stored_run(options: RunConfig, folder: Path, cluster: Cluster, job: str) -> 
 
 
 class StoredRun:
-    """Entered before a worker's session and left after it.
+    """A run in an object store, entered before a worker's session and left after it.
 
     job: what tells attempts of one job from another job (control/lease.py).
     """
@@ -130,16 +130,15 @@ class StoredRun:
         bring_files(self.objects, self.folder, wanted, longer=True)
 
     def start(self) -> None:
-        """From now on files are sent. What says that there is a run here is sent at once: a working copy without it in
-        the store counts as another run's.
-        """
+        """Begins to send files. What says that there is a run here is sent at once: a working copy without it in the
+        store counts as another run's."""
         if self._is_chief:
             with as_sentence():
                 self.objects.send(self.folder / STATUS_FILE, STATUS_FILE)
         self._mirror.start()
 
     def sends(self, store: SnapshotStore, retention: Retention) -> StoredSnapshots:
-        """What brings and sends the chief's snapshots."""
+        """Makes what brings and sends the chief's snapshots."""
         assert self._lease  # only the chief sends snapshots
         store.place = f"{self.objects.url}/{SNAPSHOTS}"
         # Whoever goes on from a snapshot finds the logs up to it.
@@ -151,18 +150,18 @@ class StoredRun:
 
     @property
     def lease_id(self) -> str:
-        """Of the chief's lease, which the other workers follow."""
+        """The id of the chief's lease, which the other workers follow."""
         assert self._lease
         return self._lease.owner.id
 
     def follow(self, lease_id: str) -> Callable[[], None]:
-        """What a worker calls before it writes anything in the store that is not its log."""
+        """Returns a function that a worker calls before it writes anything in the store that is not its log."""
         if not self._lease:
             self.objects.allowed = FollowedLease(self.objects, lease_id, end_worker).confirm
         return self.objects.allowed
 
     def sends_parts(self, *senders: Sender | None) -> None:
-        """This worker's part of each snapshot; on the chief what makes snapshots of them, too."""
+        """Registers the senders of this worker's parts of snapshots, and, on the chief, of whole snapshots of them."""
         self._senders += filter(None, senders)
 
     def _owns(self, name: str) -> bool:
@@ -209,7 +208,7 @@ class StoredRun:
             )
 
     def _send_the_rest(self, seconds: float) -> str:
-        """Returns what is missing, or ""."""
+        """Sends what is left. Returns what is still missing, or ""."""
         deadline, unsent = time.monotonic() + seconds, []
         for sender in self._senders:
             unsent += sent_within(sender, self.objects.url, deadline)

@@ -1,4 +1,4 @@
-"""What a session trains with: the steps of this worker's replicas, or of workers that parameter servers serve
+"""The trainers of a session: the steps of this worker's replicas, or of workers that parameter servers serve
 (parameter_server_run.py). All else of a run is the same."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfdist.training.model_rates import make_rates
 
 @dataclass(frozen=True)
 class TrainerInputs:
-    """What a trainer is made of: a run that is ready to begin at `first_step`."""
+    """The inputs of a trainer: a run that is ready to begin at `first_step`."""
 
     job: Job
     first_step: int
@@ -30,7 +30,7 @@ class TrainerInputs:
 
 
 class Trainer:
-    """What kinds of runs differ in.
+    """The parts of a run that differ between kinds of runs.
 
     settle: see LoopHooks; also called before a save. watch: of where the time goes.
     """
@@ -42,7 +42,7 @@ class Trainer:
     settle: Callable[[int], None] | None = None
 
     def iterators(self, consumed: int, cut: int | None) -> Sequence:
-        """See Job.iterators."""
+        """The iterators of the training data, see Job.iterators."""
         return []
 
     def extra_values(self) -> dict[str, float]:
@@ -54,11 +54,11 @@ class Trainer:
         return {}
 
     def cause(self, error: BaseException) -> BaseException | None:
-        """What an error means, where only this kind of run knows."""
+        """The meaning of an error that only this kind of run knows; None: not known."""
         return None
 
     def close(self) -> None:
-        """Training is over."""
+        """Ends training."""
 
 
 class LocalTrainer(Trainer):

@@ -1,4 +1,4 @@
-"""Which all-reduce is quicker between hosts: a ring, or by doubling (ring.py), by what was measured of the link.
+"""Chooses the quicker all-reduce between hosts, a ring or doubling (ring.py), by what was measured of the link.
 
 Legend. n: ranks; S: bytes; alpha: seconds of an exchange, however short; beta: seconds a byte. They take
 
@@ -30,7 +30,7 @@ _FOUND = struct.Struct("!dd")
 
 @dataclass(frozen=True)
 class Link:
-    """The slowest of all ranks'. latency_s: alpha; seconds_per_byte: beta."""
+    """The slowest link of all ranks. latency_s: alpha; seconds_per_byte: beta."""
 
     latency_s: float
     seconds_per_byte: float
@@ -38,12 +38,12 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """1 / beta."""
+        """The bandwidth, 1 / beta."""
         return 1 / max(self.seconds_per_byte, _LEAST_SECONDS_PER_BYTE)
 
     @property
     def doubled_bytes(self) -> int:
-        """Up to how many bytes doubling is the quicker one."""
+        """The largest number of bytes for which doubling is quicker."""
         n = self.ranks
         saved = (2 * n - 1 - math.ceil(math.log2(n))) * self.latency_s - n * (n - 1) * _ADDITION_SECONDS
         return max(0, int(saved / ((n - 1) * (1 - 2 / n)) * self.bytes_per_second))
@@ -51,17 +51,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Travel:
-    """How gradients travel between workers: words for the log, and what was measured of the link, if anything was."""
+    """The way of gradients between workers: words for the log, and what was measured of the link, if anything was."""
 
     words: str
     link: Link | None = None
 
 
 def measured(connections: RingConnections) -> Link:
-    """What all ranks agree on. A collective of a few milliseconds."""
+    """Measures the slowest link; the same result on all ranks. A collective of a few milliseconds."""
 
     def seconds(data: bytes) -> float:
-        """Of one gather, the quickest of some."""
+        """The seconds of one gather, the quickest of some."""
         taken = []
         for _ in range(_ROUNDS):
             begun = time.monotonic()

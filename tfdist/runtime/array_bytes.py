@@ -8,7 +8,7 @@ import numpy as np
 
 
 def to_bytes(arrays: Sequence[np.ndarray]) -> bytes:
-    """All arrays, one after the other."""
+    """The bytes of all arrays, one after the other."""
     # Copied once; no `tobytes` of each before. As bytes, since types such as bfloat16 are no buffers.
     return b"".join(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)
 

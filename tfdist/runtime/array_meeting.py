@@ -1,4 +1,4 @@
-"""Where ranks meet with an array each, and read each other's where they are on one host."""
+"""Lets ranks meet with an array each, and read each other's where they are on one host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACE = struct.Struct("!Qqq")  # bytes of an array; where to read it: serial, d
 
 
 class ArrayMeeting(RingConnections):
-    """Args: see RingConnections, and
+    """Exchanges arrays between ranks. Args: see RingConnections, and
       share: arrays made by `empty` may be read in place by other ranks on this host. The same on all ranks.
 
     Attributes: shares, whether the right neighbour reads them in place; all_read, whether every rank can read those of
@@ -65,9 +65,8 @@ class ArrayMeeting(RingConnections):
         )
 
     def _arrays_of_all(self, array: np.ndarray, site: int, bucket: int) -> list[np.ndarray] | None:
-        """Of three ranks and more every one's array, read in place, when all have come; None on all ranks if that
-        cannot be for one of them. What all have read before is free again.
-        """
+        """The arrays of all ranks, read in place, when all have come, with three ranks or more; None on all ranks if
+        that cannot be for one of them. What all have read before is free again."""
         if self.size < 3 or not self.all_read:
             return None
         mine = self._shared.where(array)
@@ -83,7 +82,7 @@ class ArrayMeeting(RingConnections):
         ]
 
     def _all_is_read(self) -> None:
-        """All ranks have come to something that comes after what they have read."""
+        """Frees what all ranks have read: all have come to something after it."""
         while self._unread:
             self._shared.has_been_read(self._shared.where(self._unread.pop(0))[0], self._shared.readers)
 
@@ -103,12 +102,12 @@ class ArrayMeeting(RingConnections):
 
 
 def bucket_name(site: int, bucket: int) -> str:
-    """What is said to be gathered where ranks meet with a bucket."""
+    """The name under which ranks gather when they meet with a bucket."""
     return f"{site:x}/{bucket:x}"
 
 
 def other_program(rank: int, mine: tuple, other: int, theirs: tuple) -> RingError:
-    """mine, theirs: site, bucket and bytes of what is reduced."""
+    """The error that says that ranks reduce different things. mine, theirs: site, bucket and bytes."""
     return RingError(
         f"{MARK}ConfigError: Rank {rank} reduces {mine}, rank {other} {theirs} (site, bucket, bytes): the workers do"
         " not run the same program on data of the same shapes and types."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Runtime(Protocol):
-    """Where code runs, and how values are combined."""
+    """Runs code on replicas, and combines values over them."""
 
     name: str
     rank: int  # of this worker; 0 is the chief
@@ -75,7 +75,7 @@ class Runtime(Protocol):
         ...
 
     def replica_id(self) -> tf.Tensor:
-        """Inside the `fn` of `run`: the global index of the replica, int32 []."""
+        """The global index of the replica, int32 []. To be called inside the `fn` of `run`."""
         ...
 
     def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
@@ -89,12 +89,12 @@ class Runtime(Protocol):
         ...
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
-        """Inside the `fn` of `run`: [replicas, k], float32 or float64, the row [k] of every replica, in one order on
-        all. Its gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
+        """The row [k] of every replica: [replicas, k], float32 or float64, in one order on all. To be called inside the
+        `fn` of `run`. Its gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
         ...
 
     def assign(self, variable: tf.Variable, value: Any) -> None:
-        """Outside of `run`: sets every local replica's copy of the variable to its own value of a per-replica value."""
+        """Sets every local replica's copy of the variable to its own value of a per-replica value; outside of `run`."""
         ...
 
     # Between steps, on host values. Every worker must call these in the same order.
@@ -132,7 +132,7 @@ class Runtime(Protocol):
         ...
 
     def travel(self) -> Travel | None:
-        """How gradients travel between workers, where tfdist's own code sees to it."""
+        """The way of gradients between workers, where tfdist's own code sees to it."""
         ...
 
     def collectives(self) -> dict[str, Collective]:
@@ -148,7 +148,7 @@ class Runtime(Protocol):
 
 
 class PeerRuntime(Runtime, Protocol):
-    """What tfdist.fit and its kin ask of the runtime beneath them, beyond the protocol of all."""
+    """The methods that tfdist.fit and its kin need of the runtime beneath them, beyond the protocol of all."""
 
     cluster: Cluster
 
@@ -168,7 +168,7 @@ class PeerRuntime(Runtime, Protocol):
         ...
 
     def end_call(self) -> None:
-        """After a call that all workers make together: returns when this worker may go on, or come to its end."""
+        """Waits after a call that all workers make together, until this worker may go on, or come to its end."""
         ...
 
     def leave(self) -> None:

@@ -25,7 +25,7 @@ _weight: tf.Tensor | None = None  # what the rows of this worker count; None: on
 
 
 def synchronize_with(runtime: Runtime) -> None:
-    """From now on synchronised moments are over the replicas of `runtime`.
+    """Makes synchronised moments be over the replicas of `runtime`, from now on.
 
     Raises UnsupportedError for another Keras.
     """
@@ -47,7 +47,7 @@ def synchronize_with(runtime: Runtime) -> None:
 
 @contextlib.contextmanager
 def each_alone() -> Iterator[None]:
-    """Within it moments are over this process's rows alone: what one worker tries, others need not try."""
+    """A context in which moments are over this process's rows alone: what one worker tries, others need not try."""
     global _apart
     before, _apart = _apart, True
     try:
@@ -58,7 +58,8 @@ def each_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def weighted(weight: tf.Tensor) -> Iterator[None]:
-    """While a forward pass is traced: 0.0 where the rows of this worker are only there to have any, else 1.0."""
+    """A context for the trace of a forward pass. weight: 0.0 if this worker's rows are only there to have any, else
+    1.0."""
     global _weight
     _weight = weight
     try:

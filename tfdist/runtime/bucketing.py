@@ -1,4 +1,4 @@
-"""Which tensors travel together."""
+"""Decides which tensors travel together."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Ends collectives that do not end by themselves.
 
 TensorFlow's own time-out of a collective leaves a sleeping thread behind for every call, until the time is over,
-however
-soon the call ends: at 100 calls a second and a time-out of 1800 s that is 180,000 threads, and the process is dead long
-before. So TensorFlow is given none, but where a group meets for the first time (collectives.py). Instead whatever may
-wait for others counts, in the graph itself, when it begins and when it has ended, and one thread looks at the counts.
+however soon the call ends: at 100 calls a second and a time-out of 1800 s that is 180,000 threads, and the process is
+dead long before. So TensorFlow is given none, but where a group meets for the first time (collectives.py). Instead
+whatever may wait for others counts, in the graph itself, when it begins and when it has ended, and one thread looks at
+the counts.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _calls: dict[int, itertools.count] = {}
 
 
 class Group:
-    """Some ranks that communicate.
+    """A group of ranks that communicate.
 
     Args:
       ranks: the members, in the order in which results are laid out.
@@ -95,7 +95,7 @@ class Group:
         return self._differentiable(lambda t: self._all_gather(t, axis), lambda t: self._reduce_scatter(t, axis), x)
 
     def all_gather_numbered(self, x: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """The same along dim 0, of a tensor whose shape is known to the running graph only; has no gradient.
+        """Gathers along dim 0 a tensor whose shape is known to the running graph only; has no gradient.
 
         TensorFlow holds a collective to the shape that it had first. number: int32 [], that of this call with this
         shape, the same on all members; no other call of the group may have it, so all of its calls must be numbered.
@@ -103,7 +103,7 @@ class Group:
         return tf.stop_gradient(self._all_gather(x, 0, number))
 
     def reduce_scatter(self, x: tf.Tensor, axis: int = 0) -> tf.Tensor:
-        """This member's part along dim `axis` of the sum over members. [.., n * a, ..] -> [.., a, ..]"""
+        """Sums over members; returns this member's part along dim `axis`. [.., n * a, ..] -> [.., a, ..]"""
         return self._differentiable(lambda t: self._reduce_scatter(t, axis), lambda t: self._all_gather(t, axis), x)
 
     def all_to_all(self, x: tf.Tensor) -> tf.Tensor:
@@ -137,8 +137,8 @@ class Group:
     def receive(
         self, source: int, shape: Sequence[int], dtype: tf.DType = tf.float32, after: tf.Tensor | None = None
     ) -> tf.Tensor:
-        """What rank `source` sends. `after`: a float tensor (any, for example the result of `send`) through which the
-        gradient finds its way here; without one nothing is sent back."""
+        """Receives what rank `source` sends. `after`: a float tensor (any, for example the result of `send`) through
+        which the gradient finds its way here; without one nothing is sent back."""
         there, back = self.pair(source, self.rank), self.pair(self.rank, source)
 
         @tf.custom_gradient
@@ -236,7 +236,7 @@ class Group:
         return with_gradient(forward, backward, x)
 
     def _arguments(self, kind: str) -> dict:
-        """What all of the operations take. The name is how an error finds its way back to the ranks."""
+        """The arguments that all of the operations take. The name is how an error finds its way back to the ranks."""
         ranks = "_".join(map(str, self.ranks)) if self.size <= 64 else f"{self.ranks[0]}_to_{self.ranks[-1]}"
         number = next(self._instances)
         note(Launch(self._key, number, self.ranks, kind))
@@ -249,7 +249,7 @@ class Group:
         }
 
     def _placed(self) -> contextlib.AbstractContextManager:
-        """TensorFlow holds a group to the kind of device that it first met on."""
+        """A context with the device of the group: TensorFlow holds it to the kind that it first met on."""
         # With its whole name: a function's results must be in one place, and others in the cluster have a CPU, too.
         return contextlib.nullcontext() if self.nccl else tf.device(f"{self._tasks[self.index]}/device:{HOST}")
 
@@ -257,11 +257,11 @@ class Group:
         return {"ordering_token": [ordering_token().handle] if self.nccl else []}
 
     def _after_the_others(self) -> contextlib.AbstractContextManager:
-        """For operations that take no token: within it all wait for what was traced before with the token."""
+        """A context for operations that take no token: they wait for what was traced before with the token."""
         return tf.control_dependencies([ordering_token().assign(0.0)] if self.nccl else [])
 
     def _before_the_others(self, out: tf.Tensor) -> tf.Tensor:
-        """The same tensor; what is traced later with the token waits for it."""
+        """The same tensor, for which whatever is traced later with the token waits."""
         if not self.nccl:
             return out
         with tf.control_dependencies([out]), tf.control_dependencies([ordering_token().assign(0.0)]):

@@ -1,4 +1,4 @@
-"""What workers tell each other beside tensors, over authenticated connections, and whether the neighbours are there.
+"""Messages between workers beside tensors, over authenticated connections, and whether the neighbours are there.
 
 Workers meet at the chief's TF_CONFIG address (rendezvous.py). One ring carries what is gathered, one the pulse
 (liveness.py).
@@ -25,7 +25,7 @@ from tfdist.runtime.rounding import are_same
 
 
 class ControlRing:
-    """Of one worker; made by all together.
+    """The control ring of one worker; made by all together.
 
     Attributes: patience, how long a silent neighbour is waited for, in further rings, too.
     Raises: what rendezvous.exchange raises, and PeerLostError.
@@ -53,7 +53,7 @@ class ControlRing:
         return [bytes(other).decode() for other in self._ring.all_gather(endpoint.encode(), "endpoint")]
 
     def gather(self, data: bytes, name: str, stamp: int = 0) -> Sequence[bytes | memoryview]:
-        """See RingConnections.all_gather. Raises RingError."""
+        """Gathers bytes from all ranks, see RingConnections.all_gather. Raises RingError."""
         with self._lock:
             return self._ring.all_gather(data, name, stamp)
 
@@ -74,7 +74,7 @@ class ControlRing:
         return [block[stamps.nbytes :] for block in blocks]
 
     def gather_for_user(self, data: bytes, name: str) -> Sequence[bytes | memoryview]:
-        """The same between steps, where nobody turns what goes wrong into a sentence later."""
+        """Gathers between steps, where nobody turns what goes wrong into a sentence later."""
         try:
             return self.gather(data, name)
         except RingError as error:
@@ -86,7 +86,7 @@ class ControlRing:
         return self._ring.waiting_for
 
     def lost(self) -> str | None:
-        """What has become of a neighbour that is not there any more, as the text of a RingError. Any thread may ask."""
+        """Why a neighbour is not there any more, as the text of a RingError; None if all are. Any thread may ask."""
         ring = self._ring
         if ring.has_left():
             return ring.farewell_of_left()
@@ -98,17 +98,17 @@ class ControlRing:
         return None
 
     def say_goodbye(self) -> None:
-        """See RingConnections."""
+        """Says goodbye to the neighbours, see RingConnections."""
         self._ring.say_goodbye()
 
     def close(self) -> None:
-        """No pulse any more."""
+        """Stops the pulse."""
         if self._heartbeat:
             self._heartbeat.close()
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """By the other side, whether or not something that it has sent is still unread."""
+    """Whether the other side has closed the connection, even if something that it has sent is still unread."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

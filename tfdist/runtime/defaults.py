@@ -1,4 +1,4 @@
-"""What is the same for most runtimes: values of the protocol's capabilities, and objects made of arrays."""
+"""Defaults for most runtimes: values of the protocol's capabilities, and objects made of arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RuntimeDefaults:
-    """To inherit from; see runtime/base.py. The rest of the protocol is the runtime's own."""
+    """A base class for runtimes; see runtime/base.py. The rest of the protocol is the runtime's own."""
 
     rank: int
     all_gather: Callable[[np.ndarray], np.ndarray]

@@ -45,7 +45,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """What `encode` was given. Raises Malformed."""
+    """Decodes the value that `encode` was given. Raises Malformed."""
     try:
         magic, length = _HEAD.unpack_from(data)
         if magic != _MAGIC or length > len(data) - _HEAD.size:

@@ -1,4 +1,4 @@
-"""What a worker asks of TensorFlow before anything touches a device."""
+"""Settings of TensorFlow that a worker makes before anything touches a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorFlow's errors mean to a user."""
+"""The meaning of TensorFlow's errors for a user."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def missing_row(error: BaseException) -> str:
 
 
 def message_of(error: tf.errors.OpError) -> str:
-    """What TensorFlow says, without its class."""
+    """The message of TensorFlow's error, without its class."""
     return str(error.message)  # pyright: ignore[reportAttributeAccessIssue] - TensorFlow's types do not know it
 
 
 def explain_own_code(error: BaseException) -> ConfigError | None:
-    """Of what arose in the user's own code, as in a layer that is called for the first time, the line; else None."""
+    """A ConfigError that names the line of the user's own code that failed, as in a layer's first call; else None."""
     told = "" if isinstance(error, (TfdistError, tf.errors.OpError)) else failure_of_own(error)
     return ConfigError(f"Code of your own {told}") if told else None
 
@@ -149,7 +149,7 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
 
 
 def _refused_by_gpus(text: str) -> str:
-    """What XLA, TensorFlow or NCCL do not do on these GPUs, and how to do without; "" if it is something else."""
+    """A sentence about what XLA, TensorFlow or NCCL do not do on these GPUs, with a way out; "": another error."""
     if found := _NOT_COMPILED.search(text):
         return (
             f"XLA cannot compile the operation {found[1]}: train with --nojit_compile (tfdist.fit: compile the model"
@@ -218,7 +218,7 @@ _PLACE = re.compile(
 
 
 def cause(text: str) -> str:
-    """What an error of TensorFlow's says, without what it says of its own operations and devices."""
+    """The first line of TensorFlow's error text, without its own operations and devices."""
     text = re.sub(r"^(?:.*?Error in user-defined function passed to .*?: )", "", text.strip(), count=1, flags=re.DOTALL)
     lines = (without_internals(_PLACE.sub("", line)) for line in text.splitlines())
     return next(filter(None, lines), "")[:300]

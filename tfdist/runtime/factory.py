@@ -1,4 +1,4 @@
-"""From a configuration to a running Runtime: which strategy it means, and the start.
+"""Starts the Runtime that a configuration means: which strategy it is, and the start.
 
 TensorFlow is not imported before it is needed.
 """

@@ -20,7 +20,7 @@ _BYTES_AT_ONCE = 2**24  # what travels is held several times over
 
 
 class _Workers(Protocol):
-    """What is asked of a Runtime."""
+    """The part of a Runtime that is needed here."""
 
     @property
     def rank(self) -> int: ...
@@ -83,7 +83,7 @@ def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> bool
 
 
 def _checksums(variable: tf.Variable) -> tuple[int, int]:
-    """Of two kinds: one alone would be the same for one in four thousand million that differ."""
+    """Two checksums of a variable: one alone would be the same for one in four thousand million that differ."""
     array = np.ascontiguousarray(host_view(variable)).reshape(-1)
     if variable.dtype == tf.string:
         array = np.frombuffer(repr(array.tolist()).encode(), np.uint8)

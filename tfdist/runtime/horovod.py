@@ -32,7 +32,7 @@ _LEAST_COMPRESSED = 1024
 
 
 class Horovod(SingleReplica):
-    """See runtime/base.py."""
+    """A runtime over Horovod's collectives, see runtime/base.py."""
 
     name = "horovod"
 
@@ -58,7 +58,7 @@ class Horovod(SingleReplica):
         return [self._gathered(tensor) if isinstance(tensor, tf.IndexedSlices) else next(whole) for tensor in tensors]
 
     def _sum_whole(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """As float16 on their way, where that is wanted and pays."""
+        """Sums tensors, which travel as float16 where that is wanted and pays."""
         halved = [
             self._compress and tensor.dtype == tf.float32 and math.prod(known_dims(tensor.shape)) >= _LEAST_COMPRESSED
             for tensor in tensors
@@ -76,7 +76,7 @@ class Horovod(SingleReplica):
         )
 
     def _sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """In groups of one dtype: Horovod begins with a group when all of it is ready on all ranks."""
+        """Sums tensors in groups of one dtype: Horovod begins with a group when all of it is ready on all ranks."""
         if self.size == 1:
             return list(tensors)
         reduced: list = [None] * len(tensors)

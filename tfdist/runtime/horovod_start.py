@@ -143,7 +143,7 @@ def _request(server: tuple[str, int], method: str, rank: int) -> bool:
 
 @contextlib.contextmanager
 def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
-    """What this worker's own port answers until hvd.init() has returned, and so all have found all.
+    """Answers at this worker's own port until hvd.init() has returned, and so all have found all.
 
     Rank 0: the rendezvous server, if it is ours. The others: probes of peers that are still in the preflight.
     """

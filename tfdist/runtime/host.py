@@ -1,4 +1,4 @@
-"""What stays on the host: values in its memory, and operations that no GPU has a kernel for; and whose a device is."""
+"""Values in the host's memory, and operations that no GPU has a kernel for; and whose a device is."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def known_dims(shape: tf.TensorShape) -> list[int]:
 
 
 def on_host() -> AbstractContextManager:
-    """Within it operations are placed on this worker's CPU: those of which TensorFlow has no kernel for GPUs (its
-    clock, Python functions), and what is small and wanted by the host. Without it they would be errors on a GPU.
-    """
+    """A context that places operations on this worker's CPU: those of which TensorFlow has no kernel for GPUs (its
+    clock, Python functions), and what is small and wanted by the host. Without it they would be errors on a GPU."""
     return tf.device(HOST)
 
 
@@ -61,9 +60,8 @@ def onto_gpu(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def as_list(results: Any) -> list:
-    """What `tf.numpy_function` and functions with a custom gradient return, which is no list where it is one tensor
-    (and, of the first, outside of a graph).
-    """
+    """The results of `tf.numpy_function` and functions with a custom gradient as a list: they return none for one
+    tensor (the first only outside of a graph)."""
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 

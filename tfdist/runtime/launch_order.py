@@ -1,4 +1,4 @@
-"""In which order a worker launches its collectives.
+"""Records the order in which a worker launches its collectives.
 
 NCCL hangs where two devices launch what they share in different orders. TensorFlow keeps to the traced order among
 operations that use the same variable, their ordering token: all collectives of a device share one, over all groups.
@@ -19,7 +19,7 @@ _token: tf.Variable | None = None
 
 
 class Launch(NamedTuple):
-    """One collective, as it was traced. Its members give it the same group and number."""
+    """A collective as it was traced. Its members give it the same group and number."""
 
     group: int
     number: int
@@ -28,7 +28,7 @@ class Launch(NamedTuple):
 
 
 def note(launch: Launch) -> None:
-    """A collective is traced."""
+    """Records that a collective is traced."""
     for recording in _recordings:
         recording.append(launch)
 
@@ -44,7 +44,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def ordering_token() -> tf.Variable:
-    """The token of this process's GPU."""
+    """The ordering token of this process's GPU."""
     global _token
     if _token is None:
         with tf.init_scope():

@@ -1,9 +1,8 @@
-"""What layers write down while a model is traced, apart for each replica of one process.
+"""Keeps what layers write down while a model is traced apart for each replica of one process.
 
 tf.distribute calls the model once for each replica, each in a thread of its own, and goes on with another one wherever
 a collective needs all of them: in the middle of a forward pass, if BatchNormalization is synchronised. All of them
-record in
-the same layer: the losses of one replica were counted with, or cleared by, those of another.
+record in the same layer: the losses of one replica were counted with, or cleared by, those of another.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class _SetPerThread(MutableSet):
 
 
 def separate_replicas(model: keras.Model) -> None:
-    """From now on every thread that calls the model has its own records in all of its layers."""
+    """Gives every thread that calls the model its own records in all of its layers."""
     for layer in keras_layers.all_layers(model):
         losses, loss_ids = keras_layers.loss_records(layer)
         if not isinstance(losses, list | _ListPerThread) or not isinstance(loss_ids, set | _SetPerThread):

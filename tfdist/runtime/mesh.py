@@ -31,7 +31,7 @@ class Mesh:
 
     @classmethod
     def create(cls, **degrees: int) -> Mesh:
-        """For example create(data=2, model=2); axes left out have degree 1."""
+        """Makes a mesh, for example create(data=2, model=2); axes left out have degree 1."""
         return cls(tuple(degrees.get(axis, 1) for axis in AXES))
 
     @classmethod
@@ -54,7 +54,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Workers in all."""
+        """The number of workers."""
         return math.prod(self.degrees)
 
     def degree(self, *axes: str) -> int:
@@ -67,7 +67,7 @@ class Mesh:
         return self.degree(*REPLICA_AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """axis -> coordinate of a rank."""
+        """The coordinates of a rank: axis -> coordinate."""
         result = {}
         for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
             rank, result[axis] = divmod(rank, degree)
@@ -122,7 +122,7 @@ def _read(text: str) -> dict[str, int]:
 
 
 def _fitting(degrees: Mapping[str, int], others: int, wanted: int, size: int) -> str:
-    """What would fit, as the end of a sentence."""
+    """A hint at numbers of workers or axes that would fit, as the end of a sentence."""
     start = f"start {wanted}, or " if "data" in degrees else f"start {-(-size // others) * others}, or "
     if size % others == 0:
         return (

@@ -29,7 +29,7 @@ from tfdist.runtime.single_replica import SingleReplica
 
 
 class MeshRuntime(SingleReplica):
-    """See runtime/base.py."""
+    """A runtime whose workers form a mesh, see runtime/base.py."""
 
     name = "mesh"
     mesh: Mesh
@@ -115,7 +115,7 @@ def on_mesh(runtime: Runtime) -> TypeGuard[MeshRuntime]:
 
 
 class _Replica(tf.distribute.ReplicaContext):
-    """Where layers that speak to other replicas by themselves (BatchNormalization) find them."""
+    """The context where layers that speak to other replicas by themselves (BatchNormalization) find them."""
 
     def __init__(self, group: Group):
         super().__init__(tf.distribute.get_strategy(), 0)

@@ -36,7 +36,7 @@ _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 
 
 class MultiWorker(StrategyRuntime):
-    """MultiWorkerMirroredStrategy. The cluster must have passed control/preflight.py."""
+    """A runtime over MultiWorkerMirroredStrategy. The cluster must have passed control/preflight.py."""
 
     name = "multi_worker"
     cluster: Cluster
@@ -51,7 +51,7 @@ class MultiWorker(StrategyRuntime):
             yield
 
     def use_ring(self, cluster: Cluster, config: Config) -> None:
-        """From now on float32 tensors are reduced by runtime/ring.py."""
+        """Lets float32 tensors be reduced by runtime/ring.py from now on."""
         patience = config.cluster.heartbeat_timeout
 
         def exchange(endpoint: str) -> list[str]:
@@ -104,7 +104,7 @@ class MultiWorker(StrategyRuntime):
         }
 
     def watch_for_stuck_peers(self, timeout: float) -> None:
-        """From now on a collective that does not end in `timeout` seconds is an error that says so; 0: never."""
+        """Makes it an error, from now on, if a collective does not end in `timeout` seconds; 0: never."""
 
         def give_up() -> None:
             tensorflow_cluster.abort_collectives(

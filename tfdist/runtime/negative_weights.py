@@ -16,7 +16,7 @@ _FOUND = re.compile(rf"\[{_MARK}\] \[(.*?)\] \[(\d+)\] \[(-[^\]]+)\]")
 
 
 def refused(w: Any, name: str, numbers: tf.Tensor) -> Any:
-    """The same weights; what comes of them fails if one is negative. numbers: [n], of the samples of a split."""
+    """The same weights, checked: what uses them fails if one is negative. numbers: [n], of the samples of a split."""
 
     def checked(part: tf.Tensor) -> tf.Tensor:
         if not (part.dtype.is_floating or part.dtype.is_integer):
@@ -40,7 +40,7 @@ def refuse(w: Any, name: str) -> None:
 
 
 def sentence_of(text: str) -> str:
-    """What the message of TensorFlow's error says, if it is about such a weight; or ""."""
+    """The sentence about a negative weight in the text of TensorFlow's error; "" if it is about something else."""
     found = _FOUND.search(text)
     return _sentence(*found.groups()) if found else ""
 

@@ -17,7 +17,7 @@ from tfdist.runtime.single_replica import SingleReplica
 
 
 class OneDevice(SingleReplica):
-    """See runtime/base.py."""
+    """A runtime with one replica, see runtime/base.py."""
 
     name = "one_device"
     rank = 0

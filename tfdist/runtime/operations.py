@@ -1,4 +1,4 @@
-"""What a runtime says of its collectives, one name each, so that communication/measure.py can time them."""
+"""The collectives of a runtime, one name each, so that communication/measure.py can time them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OUR_RING = "our ring"  # over TCP, and with --communication=auto through memory 
 
 @dataclass(frozen=True)
 class Collective:
-    """One of `in_graph` and `on_host` is set."""
+    """A collective to be timed. One of `in_graph` and `on_host` is set."""
 
     through: str  # what carries the bytes
-    # Of a replica's tensor, float32 [k], inside the `fn` of `run`.
+    # Takes a replica's tensor, float32 [k], inside the `fn` of `run`.
     in_graph: Callable[[tf.Tensor], tf.Tensor] | None = None
-    # Of an array, float32 [k], between steps.
+    # Takes an array, float32 [k], between steps.
     on_host: Callable[[np.ndarray], np.ndarray] | None = None
 
 
@@ -37,5 +37,5 @@ def of_group(group: Group) -> dict[str, Collective]:
 
 
 def through_tensorflow(nccl: bool) -> str:
-    """What carries the bytes of TensorFlow's own collectives."""
+    """The name of what carries the bytes of TensorFlow's own collectives."""
     return "TensorFlow, NCCL" if nccl else "TensorFlow, gRPC"

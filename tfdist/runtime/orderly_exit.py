@@ -25,7 +25,7 @@ _AT_ONCE = 32
 
 
 def say_goodbye(cluster: Cluster, strategy: tf.distribute.Strategy) -> None:
-    """Call when no collective is to come, and end the process soon. Raises nothing: the work is done, come what may."""
+    """Leaves when no collective is to come; end the process soon. Raises nothing: the work is done, come what may."""
     tensorflow_cluster.stop_watching_peers(strategy)
     with contextlib.suppress(tf.errors.OpError):
         tensorflow_cluster.wait_at_barrier("tfdist/farewell", _LAST_WORDS_SECONDS)

@@ -20,5 +20,5 @@ def with_gradient(
 
 
 def dense(upstream: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
-    """What a tf.custom_gradient is given: also rows, where only some rows of what it has returned are looked up."""
+    """The gradients given to a tf.custom_gradient as tensors: they are rows where only some rows are looked up."""
     return [tf.convert_to_tensor(gradient) for gradient in upstream]

@@ -139,7 +139,7 @@ def prepare(config: Config, cluster: Cluster) -> Config:
 
 
 def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> ExitCode:
-    """What a worker or a parameter server does: works for the chief until that is gone.
+    """Runs a worker or a parameter server: works for the chief until that is gone.
 
     is_finished: whether the run has come to its end.
     Returns OK if it then has, PREEMPTED if this process had been asked to end, else PEER_LOST.
@@ -185,7 +185,7 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
 
 
 def _addresses(cluster: Cluster) -> tuple[str, list[str]]:
-    """This process's address, and those of all."""
+    """Returns (this process's address, those of all)."""
     return cluster.spec[cluster.role][cluster.index], [
         address for addresses in cluster.spec.values() for address in addresses
     ]

@@ -1,4 +1,4 @@
-"""By which way the tensors of plain processes travel: decided once, by all workers together, from what each one has.
+"""Decides by which way the tensors of plain processes travel: once, by all workers together, from what each one has.
 
 socket    our own ring over TCP, through host memory (sockets.py)
 ring      TensorFlow's collectives over gRPC, through host memory (tensorflow_peers.py)
@@ -28,7 +28,7 @@ _BEFORE = "call tfdist.init() before anything that makes a tensor or a model"
 
 
 class Worker(NamedTuple):
-    """What a worker says of itself."""
+    """The facts about one worker on which the choice depends."""
 
     asked: str  # --communication
     has_gpu: bool
@@ -36,7 +36,7 @@ class Worker(NamedTuple):
 
 
 class ConnectedPeers:
-    """What --strategy=sockets means; see config/strategies.py."""
+    """Makes the runtime of --strategy=sockets; see config/strategies.py."""
 
     @staticmethod
     def create(config: Config, cluster: Cluster) -> Peers:

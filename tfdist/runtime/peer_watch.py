@@ -24,7 +24,7 @@ class PeerWatch:
         threading.Thread(target=self._watch, name="tfdist-peer-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """From now on nobody needs to be there."""
+        """Ends the watch: nobody needs to be there any more."""
         self._stopped.set()
 
     def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""What all runtimes of plain processes have in common, however their tensors travel: see PeerRuntime in base.py.
+"""The common part of all runtimes of plain processes, however their tensors travel: see PeerRuntime in base.py.
 
 They need no tf.distribute. What is not a tensor of a step goes over a ring of connections (control_ring.py), which does
 not ask whether TensorFlow has been used before. One replica per process, on its first device.
@@ -29,7 +29,7 @@ ALIKE = "all workers must make the same calls"
 
 
 class Peers(SingleReplica):
-    """To inherit from. The rest of the protocol, what is done with tensors, is the runtime's own."""
+    """A base class. The rest of the protocol, what is done with tensors, is the runtime's own."""
 
     name = "sockets"
 
@@ -103,7 +103,7 @@ class Peers(SingleReplica):
             ) from None
 
     def end_call(self) -> None:
-        """Nothing: no worker that goes on takes anything away from one that is not done yet."""
+        """Does nothing: no worker that goes on takes anything away from one that is not done yet."""
 
     def leave(self) -> None:
         """Tells the neighbour that this script has come to its end, in case it waits for this worker."""

@@ -64,9 +64,8 @@ class RingReducer:
         return [_off_wire([next(sums) for _ in parts], tensor) for parts, tensor in zip(wire, tensors, strict=True)]
 
     def _combine(self, tensors: list[tf.Tensor], kinds: list[str]) -> list[tf.Tensor]:
-        """Of each tensor, float32: the sum, the sum of what travels as bfloat16, or the rows of all workers, in order
-        of rank.
-        """
+        """For each tensor, float32: the sum, the sum of what travels as bfloat16, or the rows of all workers, in order
+        of rank."""
         site = _Site(
             self._sites,
             [tuple(tensor.shape) for tensor in tensors],
@@ -195,7 +194,7 @@ class _Site:
         return buffer[start : start + math.prod(self.shapes[index])].reshape(self.shapes[index])
 
     def result(self, buffer: np.ndarray, index: int) -> np.ndarray:
-        """What has become of tensor `index`: the sum, in place, or a copy of the rows of all workers."""
+        """The result of tensor `index`: the sum, in place, or a copy of the rows of all workers."""
         if index not in self._parts:
             return self.own(buffer, index)
         start = self._offsets[index]
@@ -204,7 +203,7 @@ class _Site:
         )
 
     def result_shape(self, index: int) -> tuple:
-        """The shape of `result`."""
+        """The shape that `result` returns."""
         shape = self.shapes[index]
         return (self.size * shape[0], *shape[1:]) if index in self._parts else shape
 

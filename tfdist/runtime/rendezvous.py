@@ -1,4 +1,4 @@
-"""How plain processes find each other: at the chief's TF_CONFIG address, over TCP, by control/wire.py.
+"""Lets plain processes find each other: at the chief's TF_CONFIG address, over TCP, by control/wire.py.
 
 A worker connects to the chief, says who it is and where its ring listens; when all have, the chief answers each with
 the endpoints of all, as JSON. Connections that say nothing are the probes of control/preflight.py, and are dropped.
@@ -55,7 +55,7 @@ def _listen(cluster: Cluster) -> socket.socket:
 
 
 def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: float) -> list[str]:
-    """The chief's part."""
+    """Collects the endpoints of all, and answers with them: the chief's part."""
     deadline = time.monotonic() + timeout
     endpoints, connections = {0: endpoint}, {}
     with contextlib.ExitStack() as stack:
@@ -121,7 +121,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _report(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
-    """The part of the others."""
+    """Sends this worker's endpoint to the chief, and receives those of all."""
     deadline = time.monotonic() + timeout
     lock = wire.Lock.of(cluster.secret, "rendezvous")
     hello = json.dumps({"peers": list(cluster.peers), "endpoint": endpoint}).encode()

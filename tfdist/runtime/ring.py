@@ -43,7 +43,7 @@ _NOTHING = memoryview(b"")
 
 
 class _Round(NamedTuple):
-    """What an exchange of one array goes by."""
+    """The arrays that take part in an exchange of one array."""
 
     chunks: list[np.ndarray]  # of the array, one for each rank
     left: Sequence[np.ndarray | None]  # of the left neighbour's, where they are read in place
@@ -57,7 +57,7 @@ class Ring(ArrayMeeting):
     _scratch, _halves = np.empty(0, np.float32), np.empty(0, ml_dtypes.bfloat16)  # longer ones when they are needed
 
     def travel(self) -> Travel:
-        """The way that sums take."""
+        """The way that sums take, in words."""
         if self.all_read:
             return Travel("are read in place")
         if not self.link:
@@ -127,13 +127,13 @@ class Ring(ArrayMeeting):
         return array
 
     def _add_up(self, chunks: list[np.ndarray], index: int, out: np.ndarray) -> None:
-        """Of the ranks' chunks number `index` the sum, in the order of a ring."""
+        """Sums the ranks' chunks number `index` into `out`, in the order of a ring."""
         np.copyto(out, chunks[index])
         for step in range(1, self.size):
             np.add(chunks[(index + step) % self.size], out, out=out)
 
     def _cuts(self, length: int) -> list[tuple[int, int]]:
-        """Where the chunk of each rank begins and ends."""
+        """The beginning and end of each rank's chunk."""
         cuts = [index * length // self.size for index in range(self.size + 1)]
         return list(zip(cuts, cuts[1:], strict=False))
 
@@ -159,7 +159,7 @@ class Ring(ArrayMeeting):
         return total
 
     def _wait_until_read(self) -> None:
-        """Before anything else comes from other ranks: their word that they have read what was left to them."""
+        """Waits for the word of the other ranks that they have read what was left to them, before anything else."""
         if self._unread and self.size > 2:
             self._all_come()
         else:
@@ -173,9 +173,8 @@ class Ring(ArrayMeeting):
         return self._scratch[:length]
 
     def gather(self, array: np.ndarray, site: int = 0, bucket: int = 0) -> None:
-        """Of a contiguous float32 [size * k], in which part `rank` is this rank's, fills in the others', bit for
-        bit.
-        """
+        """Fills in the other ranks' parts of a contiguous float32 [size * k], in which part `rank` is this rank's, bit
+        for bit."""
         if arrays := self._arrays_of_all(array, site, bucket):
             parts = [each.reshape(self.size, -1) for each in arrays]
             for rank, part in enumerate(parts):

@@ -37,7 +37,7 @@ _GOODBYE = "end"  # in the place of what is gathered
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a silent neighbour is waited for.
+    """The time for which a silent neighbour is waited for.
 
     `timeout`: seconds after which one that sends nothing is an error; 0: never. `is_alive`: asked about its rank
     whenever it has been silent for `ask_after` seconds. A process that has ended closes its connections, but one that
@@ -59,7 +59,7 @@ class Outgoing:
         return sum(map(len, self._pieces))
 
     def send(self, connection: socket.socket) -> None:
-        """As much as fits. Raises BlockingIOError if that is nothing."""
+        """Sends as much as fits. Raises BlockingIOError if that is nothing."""
         rest = self._pieces[0][connection.send(self._pieces[0][:_SEND_BYTES]) :]
         self._pieces[:1] = [rest] if len(rest) else []
 
@@ -87,12 +87,12 @@ class RingConnections:
 
     @property
     def right(self) -> socket.socket:
-        """The neighbour's."""
+        """The connection to the right neighbour."""
         return self.rights[1]
 
     @property
     def left(self) -> socket.socket:
-        """The neighbour's."""
+        """The connection to the left neighbour."""
         return self.lefts[1]
 
     def all_gather(self, data: bytes, name: str, stamp: int = 0) -> list[bytes | memoryview]:
@@ -125,7 +125,7 @@ class RingConnections:
             self._pass_on(TOKEN, memoryview(bytearray(1)), distance=distance)
 
     def _length_of(self, header: bytes, name: str, distance: int) -> int:
-        """Of a block that comes from so far to the left. Raises RingError if there is none."""
+        """The length of a block that comes from `distance` to the left. Raises RingError if there is none."""
         *_, length = _BLOCK.unpack(header)
         if _name_of(header) == _GOODBYE:
             raise RingError(self.farewell_of_left(name, distance))
@@ -162,9 +162,7 @@ class RingConnections:
         return False
 
     def farewell_of_left(self, at: str = "a step", distance: int = 1) -> str:
-        """What it means that the rank so far to the left has left while this one is `at` something: text of a
-        RingError.
-        """
+        """The text of a RingError: the rank so far to the left has left while this one is `at` something."""
         return (
             f"{MARK}ConfigError: Rank {(self.rank - distance) % self.size} has come to the end of its script, while"
             f" rank {self.rank} is at {at!r}: all workers must make the same calls of tfdist, also evaluate and"

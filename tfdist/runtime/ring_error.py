@@ -1,4 +1,4 @@
-"""What goes wrong in a ring (ring.py), and what that means to a user.
+"""Errors of a ring (ring.py), and what they mean to a user.
 
 Such an error travels through TensorFlow as text.
 """
@@ -25,7 +25,7 @@ def user_error(text: str) -> TfdistError:
 
 
 def held_differently(rank: int, other: int, what: str) -> RingError:
-    """Of data that all ranks must hold alike."""
+    """The error about data that all ranks must hold alike."""
     return RingError(
         f"{MARK}DataError: Rank {rank} and rank {other} hold different {what}: the data must come in the same order on"
         " all workers; seed what shuffles it."

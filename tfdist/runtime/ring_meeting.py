@@ -1,4 +1,4 @@
-"""How a worker gets its connections to others of the ring, each with proof of the job's secret."""
+"""Makes a worker's connections to others of the ring, each with proof of the job's secret."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _WIRE_TYPES = 3
 
 
 class Rows(NamedTuple):
-    """What workers have agreed on for one gather; all on the host."""
+    """The numbers that workers have agreed on for one gather; all on the host."""
 
     counts: tf.Tensor  # int32 [R, k]: rows of each worker
     longest: tf.Tensor  # int32 [k]: rows that travel of each worker
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 
 class RowExchange:
-    """Of one worker; all workers make the same calls in the same order. `group`: for this alone."""
+    """Gathers different numbers of rows. All workers make the same calls in the same order. `group`: for this alone."""
 
     def __init__(self, control: ControlRing, group: Group):
         self._control, self._group = control, group
@@ -52,7 +52,7 @@ class RowExchange:
         stamp: Callable[[], int],
         after: Sequence[tf.Operation],
     ) -> Rows:
-        """See PeerRuntime.gather. It holds a thread until all workers have come to it; `after` these operations."""
+        """Agrees on rows, see PeerRuntime.gather. Holds a thread until all have come; `after` these operations."""
         k = len(tensors)
         # Those that are called one by one, outside of a graph, are told apart by their types only.
         site = tuple(tensor.dtype for tensor in tensors) if tf.executing_eagerly() else (next(self._sites),)
@@ -105,7 +105,7 @@ def _rounded_up(length: int) -> int:
 
 
 def _padded(rows: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
-    """With rows of zeros at the end, so that there are `length`."""
+    """The rows, with rows of zeros at the end, so that there are `length`."""
     more = tf.stack([[0, length - tf.shape(rows)[0]], *([0, 0] for _ in rows.shape[1:])])
     padded = tf.pad(rows, more)
     padded.set_shape([None, *rows.shape[1:]])

@@ -17,7 +17,7 @@ class ThreadScope:
 
     @property
     def is_here(self) -> bool:
-        """Whether what asks runs inside."""
+        """Whether the thread that asks is inside."""
         return getattr(self._local, "entries", 0) > 0
 
     @contextlib.contextmanager

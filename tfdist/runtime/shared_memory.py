@@ -44,7 +44,7 @@ class SharedArrays:
         self._numbers = itertools.count(NOT_SHARED + 1)
 
     def offer(self) -> bytes:
-        """What a process needs to find out whether it can read these arrays; OFFER_BYTES long.
+        """The token by which a process finds out whether it can read these arrays; OFFER_BYTES long.
 
         Call `withdraw` when it has.
         """
@@ -56,7 +56,7 @@ class SharedArrays:
         return _OFFER.pack(os.getpid(), descriptor, self._token)
 
     def withdraw(self) -> None:
-        """The offer has been looked at."""
+        """Ends the offer, which all have looked at."""
         self._close(NOT_SHARED)
 
     def empty(self, length: int) -> np.ndarray:
@@ -77,9 +77,8 @@ class SharedArrays:
         return serial, self._descriptors.get(serial, KNOWN)
 
     def has_been_read(self, serial: int, by: Collection[int]) -> None:
-        """These ranks keep the array open from now on. When all do, its descriptor need not be: a process may have
-        1024.
-        """
+        """Notes that these ranks keep the array open from now on. When all do, its descriptor need not be: a process
+        may have 1024."""
         if serial in self._descriptors:
             known = self._readers_of.setdefault(serial, set())
             known |= set(by)

@@ -29,7 +29,7 @@ from tfdist.runtime.ring_error import RingError, user_error
 
 
 class Sockets(Peers):
-    """See PeerRuntime in runtime/base.py. Made by peer_choice.py."""
+    """A runtime over sockets, see PeerRuntime in runtime/base.py. Made by peer_choice.py."""
 
     def __init__(self, config: Config, cluster: Cluster, control: ControlRing):
         super().__init__(cluster, control)

@@ -39,7 +39,8 @@ _SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)  # by the collective
 
 
 class TensorflowPeers(Peers):
-    """See PeerRuntime in runtime/base.py. Made by peer_choice.py, before TensorFlow has computed anything.
+    """Plain processes over TensorFlow's collectives; see PeerRuntime in runtime/base.py. Made by peer_choice.py, before
+    TensorFlow has computed anything.
 
     nccl: whether tensors live on GPUs; all are in host memory else.
     """
@@ -107,9 +108,8 @@ class TensorflowPeers(Peers):
         return found
 
     def _here(self, run: Callable[[Sequence[Any]], list]) -> Callable[[Sequence[Any]], list]:
-        """Outside of a graph `run` becomes one, of which there is one for all calls with these shapes: TensorFlow keeps
-        what it knows of a collective for good, which would add up if each call were another.
-        """
+        """Makes `run` a graph outside of graphs, one for all calls with these shapes: TensorFlow keeps what it knows of
+        a collective for good, which would add up if each call were another."""
         if not tf.executing_eagerly():
             return run
         if run.__name__ not in self._functions:
@@ -119,12 +119,12 @@ class TensorflowPeers(Peers):
         return lambda tensors: function(tf.nest.map_structure(tf.stop_gradient, list(tensors), expand_composites=True))
 
     def _previous(self) -> list[tf.Operation]:
-        """What an exchange must wait for of the graph that is being traced."""
+        """The operation of the graph that is being traced for which an exchange must wait, if there is one."""
         last = self._last
         return [last] if last is not None and not tf.executing_eagerly() and last.graph is _graph() else []
 
     def _waits_from_here(self, found: Sequence[Any]) -> None:
-        """What comes later waits for this, too."""
+        """Makes what comes later wait for this, too."""
         if not tf.executing_eagerly():
             tensors = tf.nest.flatten(found, expand_composites=True)
             with tf.control_dependencies([*self._previous(), *tensors]), on_host():
@@ -144,7 +144,7 @@ class TensorflowPeers(Peers):
         return found
 
     def _sums(self, tensors: Sequence[Any]) -> list[tf.Tensor]:
-        """In buckets. Every operation of a bucket hangs on its own tensors alone."""
+        """Sums tensors in buckets. Every operation of a bucket depends on its own tensors alone."""
         sums: list[Any] = list(tensors)
         sizes = [tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors]
         for members in in_buckets(sizes, self._pack_bytes, [tensor.dtype for tensor in tensors]):
@@ -155,7 +155,7 @@ class TensorflowPeers(Peers):
         return sums
 
     def _stacks(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Of each tensor those of all workers, of one static shape: [workers, ...]."""
+        """Gathers each tensor, of one static shape, from all workers: [workers, ...]."""
         wire = [on_wire(tensor) for tensor in tensors]
         found: list[Any] = list(tensors)
         for places in of_one_type(wire):

@@ -21,7 +21,7 @@ _ABSENT = -1
 
 @dataclass(frozen=True)
 class Held:
-    """What this worker holds of one variable that `is_compared`.
+    """The value of one variable that `is_compared`, as this worker holds it.
 
     `piece`: who holds the same piece must hold the same bits.
     """

@@ -1,4 +1,4 @@
-"""As which types tensors travel that are only copied: few, so that many travel together.
+"""Types as which tensors travel that are only copied: few, so that many travel together.
 
 GPUs pad, cut and join all of these, but not int32 and int64.
 """
@@ -14,14 +14,14 @@ _WIDENED = (tf.bool, tf.int8, tf.uint8)
 
 
 def on_wire(tensor: tf.Tensor) -> tf.Tensor:
-    """The same bits as float16, float32 or float64; complex128 has one more dim, what is of one byte is widened."""
+    """The bits as float16, float32 or float64; complex128 gets one more dim, types of one byte are widened."""
     if tensor.dtype in _WIDENED:
         tensor = tf.cast(tensor, tf.int32)
     return tf.bitcast(tensor, _BY_BYTES.get(tensor.dtype.size, tf.float64))
 
 
 def off_wire(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The inverse."""
+    """The tensor that `on_wire` was given, of this dtype."""
     if dtype in _WIDENED:
         return tf.cast(tf.bitcast(tensor, tf.int32), dtype)
     return tf.bitcast(tensor, dtype)
@@ -34,6 +34,6 @@ def of_one_type(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
 
 
 def joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """All elements in one dim."""
+    """All elements of the tensors in one dim."""
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
     return tf.concat(flat, 0) if len(flat) > 1 else flat[0]

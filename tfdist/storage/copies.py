@@ -29,7 +29,7 @@ OBJECTS, STATE, IN_USE = "objects", "state", "in-use"
 
 
 class Copy:
-    """One that some job has fetched. record: what is said of it."""
+    """A copy that some job has fetched. record: the file that describes it."""
 
     def __init__(self, record: Path):
         told = json.loads(record.read_text())
@@ -38,7 +38,7 @@ class Copy:
         self.size = self._file.stat().st_size
 
     def remove(self) -> bool:
-        """False: a job reads it."""
+        """Removes the copy. False: a job reads it."""
         state = self._record.parent
         with (
             lock(state / IN_USE, wait=False) as unused,
@@ -61,7 +61,7 @@ def copies(folder: Path) -> Iterator[Copy]:
 
 
 def make_room(folder: Path, size: int, limit: float, url: str, coming: int = 0) -> None:
-    """For a copy of so many bytes in the objects' folder of `url`: removes those that have not been used for longest.
+    """Makes room for a copy of `size` bytes in the objects' folder of `url`: removes the longest unused copies.
 
     limit: bytes that all copies of the cache may take; 0: no limit. What jobs are reading stays, even beyond it.
     coming: bytes of copies for which room was made before, and which are not there yet. Raises ConfigError if the disk
@@ -82,7 +82,7 @@ def make_room(folder: Path, size: int, limit: float, url: str, coming: int = 0) 
 
 
 def digest(name: str) -> str:
-    """How the files of an object's state begin."""
+    """The beginning of the names of an object's state files."""
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 

@@ -72,7 +72,7 @@ class DataCache:
         )
 
     def path(self, name: str) -> str:
-        """Of the copy of an object."""
+        """The path of the copy of an object."""
         return str(self.folder / name)
 
     def size(self, path: str) -> int:
@@ -80,15 +80,15 @@ class DataCache:
         return self.entries[self._name(path)].size
 
     def named(self, path: str) -> str:
-        """How messages name it."""
+        """The name of an object in messages."""
         return f"--data_dir={self.url}: {self._name(path)}"
 
     def named_copy(self, path: str) -> str:
-        """The same, of what is read from the copy."""
+        """The name in messages of what is read from the copy."""
         return f"{self.named(path)}, or its copy {path} (remove it, and it is brought again),"
 
     def copy(self, path: str) -> ObjectCopy:
-        """That which is at `path`, or will be."""
+        """The copy that is at `path`, or will be."""
         return self._copies[self._name(path)]
 
     def _name(self, path: str) -> str:
@@ -100,12 +100,12 @@ class DataCache:
             raise ConfigError(f"--nocache_data: {what} reads whole files: drop it, or read TFRecord files at random.")
 
     def piece(self, path: str, start: int, size: int) -> bytes:
-        """So many bytes of an object, from one on. Raises DataError, StartupError, ConfigError."""
+        """Reads so many bytes of an object, from `start` on. Raises DataError, StartupError, ConfigError."""
         with as_sentence("data_dir"):
             return self.copy(path).piece(start, size)
 
     def derived(self, path: str, make: Callable[[], bytes]) -> bytes:
-        """What is made of an object, by one process of this machine, and kept as long as the object is the same."""
+        """The bytes made of an object, by one process of this machine, and kept as long as the object is the same."""
         copy = self.copy(path)
         file = self._state / f"{digest(self._name(path))}.derived"
         stamp = f"{json.dumps(copy.record)}\n".encode()
@@ -155,7 +155,7 @@ class DataCache:
 
     @contextlib.contextmanager
     def _room(self, name: str, size: int) -> Iterator[None]:
-        """For a copy that comes meanwhile. Raises ConfigError."""
+        """A context with room for a copy that comes meanwhile. Raises ConfigError."""
         with self._one_at_a_time:
             make_room(self.folder, size, self._limit, self.url, coming=sum(self._coming.values()))
             self._coming[name] = size
@@ -167,7 +167,7 @@ class DataCache:
 
 
 class _Progress:
-    """What is said while much is fetched. sizes: name -> bytes."""
+    """Messages while much is fetched. sizes: name -> bytes."""
 
     def __init__(self, url: str, sizes: dict[str, int]):
         self._url, self._sizes, self._left = url, sizes, dict(sizes)
@@ -189,7 +189,7 @@ class _Progress:
 
 @functools.cache
 def data_cache(url: str, cache_dir: str, limit: float, copies: bool = True) -> DataCache:
-    """That of a URL, one a process: what it holds is looked at once. Raises ConfigError, StartupError."""
+    """The cache of a URL, one a process: what it holds is looked at once. Raises ConfigError, StartupError."""
     found = DataCache(url, cache_dir, limit, copies)
     _OPEN[str(found.folder)] = found
     return found

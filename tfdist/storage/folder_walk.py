@@ -1,6 +1,5 @@
-"""What is below a folder of a store that has folders. fsspec's own `find` leaves out the folders that it cannot list
-(a lost connection, no permission): then what is there would count as gone.
-"""
+"""Lists all below a folder of a store that has folders. fsspec's own `find` leaves out the folders that it cannot list
+(a lost connection, no permission): then what is there would count as gone."""
 
 from __future__ import annotations
 

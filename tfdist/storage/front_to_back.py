@@ -18,9 +18,8 @@ _ASK_SECONDS = 0.25  # until what another process was fetching is asked for agai
 
 
 class FrontToBack:
-    """For one stream. at_a_time: how many objects come at once, those first that were asked for first. Paths are those
-    of the copies, there or not.
-    """
+    """Reads objects of one stream from front to back. at_a_time: how many objects come at once, those first that were
+    asked for first. Paths are those of the copies, there or not."""
 
     def __init__(self, cache: DataCache, at_a_time: int):
         self._cache, self._at_a_time = cache, at_a_time
@@ -72,7 +71,7 @@ class FrontToBack:
             return b""
 
     def close(self) -> None:
-        """Nothing is read any more; what was asked for still comes."""
+        """Ends reading; what was asked for still comes."""
         with self._guard:
             self._closed = True
             while self._pins:
@@ -81,7 +80,7 @@ class FrontToBack:
     __del__ = close
 
     def _hold(self, path: str, over: Sequence[str]) -> None:
-        """Until it is over, nobody removes it."""
+        """Keeps a copy from being removed until it is among the `over` of a later call."""
         with as_sentence("data_dir"), self._guard:
             self._failed.pop(path, None)
             self._asked[path] = time.monotonic()
@@ -115,7 +114,7 @@ class FrontToBack:
                     self._failed[path] = failure
 
     def _next(self) -> str | None:
-        """What comes next. None: nothing, and the thread ends."""
+        """The path that comes next. None: nothing, and the thread ends."""
         with self._guard:
             asked = self._wanted or self._ahead
             if not asked:

@@ -69,12 +69,12 @@ class ObjectCopy:
         return False
 
     def mark_used(self) -> None:
-        """Now; those that were not used for longest are removed first."""
+        """Notes that the copy is used now; those that were not used for longest are removed first."""
         with contextlib.suppress(OSError):
             os.utime(self._record_file)
 
     def read(self, start: int, size: int) -> bytes:
-        """So many bytes from one on, or as many of them as have come."""
+        """Reads so many bytes from `start` on, or as many of them as have come."""
         found = _read(self._part, start, size)
         if len(found) < size and self.is_there():
             found = _read(self.file, start, size)
@@ -98,7 +98,7 @@ class ObjectCopy:
             )
 
     def piece(self, start: int, size: int) -> bytes:
-        """So many bytes of the object, from one on. Raises DataError, StoreError."""
+        """Reads so many bytes of the object, from `start` on. Raises DataError, StoreError."""
         try:
             found = self._objects.piece(self._name, start, size)
         except FileNotFoundError:
@@ -119,7 +119,7 @@ class ObjectCopy:
         self.check_same()  # else the copy may be of both
 
     def _grow(self) -> None:
-        """Whatever the growing file holds, at any time, is the beginning of the object that was listed."""
+        """Fetches the object into a growing file: what that holds, at any time, is the listed object's beginning."""
         self._part.unlink(missing_ok=True)  # of a process that was killed; those that read it open the new one
         try:
             with open(os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _READABLE), "wb", buffering=0) as file:
@@ -136,14 +136,14 @@ class ObjectCopy:
             raise
 
     def _told(self) -> dict[str, Any] | None:
-        """What is said of the copy that is there."""
+        """The record of the copy that is there."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads(self._record_file.read_text())
         return None
 
 
 def remove_parts(state: Path) -> None:
-    """What killed processes have left."""
+    """Removes what killed processes have left."""
     for part in state.glob("*.part"):
         with contextlib.suppress(OSError), lock(state / f"{part.name.partition('.')[0]}.lock", wait=False) as held:
             if held:

@@ -104,12 +104,12 @@ class ObjectStore:
         return self._patiently(f"reading {name}", read)
 
     def size(self, name: str) -> int | None:
-        """Of an object, in bytes; None if there is none. Raises StoreError."""
+        """The size of an object in bytes; None if there is none. Raises StoreError."""
         entry = self.entry(name)
         return entry.size if entry else None
 
     def entry(self, name: str) -> Entry | None:
-        """What the store says of an object; None if there is none. Raises StoreError."""
+        """The entry of an object in the store; None if there is none. Raises StoreError."""
 
         def look() -> Entry | None:
             try:
@@ -179,7 +179,7 @@ class ObjectStore:
         self._patiently(f"reading {name}", read, missing=True, size=size)
 
     def piece(self, name: str, start: int, size: int) -> bytes:
-        """So many bytes of an object, from one on. Raises StoreError; FileNotFoundError if there is no such object."""
+        """Reads so many bytes of an object, from `start` on. Raises StoreError; FileNotFoundError if there is none."""
 
         def read() -> bytes:
             found = self._system.cat_file(self._path(name), start=start, end=start + size)
@@ -190,11 +190,11 @@ class ObjectStore:
         return self._patiently(f"reading {name}", read, missing=True, size=size)
 
     def send_all(self, files: Iterable[tuple[Path, str]]) -> None:
-        """Several files at once. Raises what `send` raises."""
+        """Sends several files at once. Raises what `send` raises."""
         in_threads(self.send, files)
 
     def fetch_all(self, wanted: Iterable[tuple[str, Path, int]], if_there: bool = False) -> None:
-        """Several objects at once. if_there: those that are gone are left out. Raises what `fetch` raises."""
+        """Fetches several objects at once. if_there: those that are gone are left out. Raises what `fetch` raises."""
 
         def fetch(name: str, file: Path, size: int) -> None:
             with contextlib.suppress(*[FileNotFoundError] if if_there else []):
@@ -245,7 +245,7 @@ class ObjectStore:
             del self._waiting[key]
 
     def waiting(self, seconds: float) -> StoreError | None:
-        """What has been under way for longer than this, if anything has: a store may be silent."""
+        """An error about an operation that has taken longer than this so far, if one has: a store may be silent."""
         for each in list(self._waiting.values()):
             if (taken := time.monotonic() - each.begun) > seconds + each.size / _SLOW_BYTES_PER_SECOND:
                 return StoreError(f"{self.url}: {each.what} has taken {taken:.0f} s so far")

@@ -39,7 +39,7 @@ class ReadRun:
         return self.folder
 
     def text(self, name: str) -> str:
-        """One file as it is now; "" if it is not there. Raises TfdistError."""
+        """The text of a file as it is now; "" if it is not there. Raises TfdistError."""
         if self.objects:
             with as_sentence(self._flag):
                 return self.objects.text(name) or ""

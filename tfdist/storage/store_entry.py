@@ -1,4 +1,4 @@
-"""What a store says of an object."""
+"""The entry of an object in a store."""
 
 from __future__ import annotations
 

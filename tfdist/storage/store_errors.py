@@ -1,4 +1,4 @@
-"""What a store does not do, as sentences: why, whether it will pass, and with which exit code a command ends."""
+"""Errors of object stores, as sentences: why, whether it will pass, and with which exit code a command ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_of_this_machine(error: BaseException) -> bool:
 
 
 class StoreError(OSError):
-    """What a store did not do. Its text is a sentence. refused: trying again will not help."""
+    """The error of a store that did not do something. Its text is a sentence. refused: trying again will not help."""
 
     def __init__(self, sentence: str, refused: bool = False):
         super().__init__(sentence)
@@ -33,7 +33,7 @@ def says_it_is_there(error: BaseException) -> bool:
 
 
 def _answer(error: BaseException) -> dict[str, Any]:
-    """Of a store of S3, as botocore has it; {} of the others."""
+    """The answer of an S3 store, as botocore has it; {} of other stores."""
     found = getattr(error.__cause__, "response", None)
     return found if isinstance(found, dict) else {}
 

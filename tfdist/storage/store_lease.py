@@ -59,9 +59,8 @@ class StoreLease:
                     self._objects.put_text(FILE, self.owner.lease())
 
     def confirm(self) -> None:
-        """Before anything in the store is changed: a process that was stopped, or cut off, for so long that another
-        took over must not touch what is that one's now. Raises StoreError.
-        """
+        """Confirms the lease before anything in the store is changed: a process that was stopped, or cut off, for so
+        long that another took over must not touch what is that one's now. Raises StoreError."""
         if time.monotonic() - self._confirmed > 2 * _RENEW_SECONDS and not self._released.is_set():
             self._look()
 
@@ -100,7 +99,7 @@ class FollowedLease:
         self._confirmed = time.monotonic()
 
     def confirm(self) -> None:
-        """As StoreLease.confirm. Raises StoreError."""
+        """Confirms the lease as StoreLease.confirm does. Raises StoreError."""
         if time.monotonic() - self._confirmed <= 2 * _RENEW_SECONDS:
             return
         owner = Owner.read(self._objects.text(FILE) or "")

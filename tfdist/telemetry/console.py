@@ -1,4 +1,4 @@
-"""What the chief shows on standard output: a progress bar on a terminal, plain lines elsewhere."""
+"""The chief's standard output: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOT_METRICS = ("train/learning_rate", "train/gradient_norm", "train/loss_scale"
 
 
 class PlainConsole:
-    """A line per event."""
+    """Prints a line per event."""
 
     def __init__(self, total_steps: int, steps_per_epoch: float | None):
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
@@ -41,7 +41,7 @@ class PlainConsole:
         return f"{event.kind}: {values['message']}" if values.get("message") else ""
 
     def _size(self, weight: float) -> str:
-        """Of an evaluation. `weight`: the sum of its weights, which is the number of samples if each is 1."""
+        """The size of an evaluation. `weight`: the sum of its weights, which is the number of samples if each is 1."""
         if weight == self._evaluated or (self._evaluated is None and not self._weighted and weight.is_integer()):
             return f"{weight:,.0f} samples"
         return f"weight {weight:,.0f}" if weight >= 1000 or weight.is_integer() else f"weight {weight:.4g}"
@@ -71,7 +71,7 @@ class PlainConsole:
 
 
 class BarConsole(PlainConsole):
-    """The same on a terminal: train events move a bar, the others are lines above it."""
+    """The console on a terminal: train events move a bar, the others are lines above it."""
 
     def __init__(self, total_steps: int, steps_per_epoch: float | None):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

@@ -19,7 +19,7 @@ FILES = {"train": "metrics.csv", "eval": "evaluations.csv"}
 
 
 def track(run: Run) -> CsvFiles:
-    """The tracker `csv`."""
+    """Makes the tracker `csv`."""
     return CsvFiles(run.folder, run.replay())
 
 
@@ -43,7 +43,7 @@ class CsvFiles:
 
 
 class _Table:
-    """One file. Rows are kept in memory as well: a new column, or a rollback, rewrites the file."""
+    """A CSV file. Rows are kept in memory as well: a new column, or a rollback, rewrites the file."""
 
     def __init__(self, path: Path, events: list[Event]):
         self._path, self._file = path, None

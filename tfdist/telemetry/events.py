@@ -1,4 +1,4 @@
-"""What a run tells about itself: events, and the observers that receive them.
+"""The events by which a run tells about itself, and the observers that receive them.
 
 start    once per attempt: message, parameters, config_digest, replicas, workers, flags, data/*; seconds since the
          process began: startup_s, of which import_s, build_s, restore_s

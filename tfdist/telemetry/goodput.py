@@ -216,7 +216,7 @@ class _Walk:
         self.trained = False
 
     def start(self, before: _Attempt | None) -> None:
-        """From the last event of the attempt before, if any, to this one's first event."""
+        """Accounts from the last event of the attempt before, if any, to this one's first event."""
         first = self.attempt.first["at"]
         born = first - _number(self.attempt.first["values"], "startup_s")
         self.at = before.last["at"] if before else born
@@ -241,7 +241,7 @@ class _Walk:
         self._tail(told)
 
     def _interval(self, record: Mapping[str, Any]) -> None:
-        """Up to a train event. Pauses come first: what pauses is due where the event before was."""
+        """Accounts up to a train event. Pauses come first: what pauses is due where the event before was."""
         values, gap, steps = record["values"], record["at"] - self.at, record["step"] - self.step
         speed = _number(values, "perf/steps_per_s")
         clock = min(gap, steps / speed) if speed else gap
@@ -255,7 +255,7 @@ class _Walk:
         self._train(record["at"] - self.at, record["step"])
 
     def _tail(self, told: list[dict[str, Any]]) -> None:
-        """After the last train event."""
+        """Accounts for what comes after the last train event."""
         for record in [record for record in told if record["kind"] in _AFTER or record is told[-1]]:
             gap, steps = record["at"] - self.at, record["step"] - self.step
             training = (min(gap, steps * self.pace) if self.pace else gap) if steps else 0.0

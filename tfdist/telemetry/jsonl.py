@@ -29,7 +29,7 @@ _NOT_JSON = ("nan", "inf", "-inf")
 
 @contextlib.contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """Inside, that the log cannot be read or written is a ConfigError."""
+    """A context in which it is a ConfigError if the log cannot be read or written."""
     try:
         yield
     except OSError as error:

@@ -50,7 +50,7 @@ def goodput_bars(runs: Sequence[RunLog]) -> str:
 
 @styled
 def time_line(runs: Sequence[RunLog]) -> str:
-    """What every run did when, with its events as marks above."""
+    """Plots what every run did when, with its events as marks above."""
     figure, axis = one_plot(11, 1.15 + 0.62 * len(runs))
     longest = max(run.goodput.wall_s for run in runs)
     unit, per_unit = ("h", 3600) if longest > 2 * 3600 else ("min", 60) if longest > 300 else ("s", 1)

@@ -1,4 +1,4 @@
-"""Which observers a worker has. A new tracker is a file of its own and a line in trackers.py."""
+"""Makes the observers of a worker. A new tracker is a file of its own and a line in trackers.py."""
 
 from __future__ import annotations
 

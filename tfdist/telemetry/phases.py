@@ -1,4 +1,4 @@
-"""What the seconds of a step go to, per worker: means over the steps since the last account.
+"""The phases of a step, in seconds per worker: means over the steps since the last account.
 
 data_wait       waiting for the next batch
 host_to_device  copying it to the device; 0 on a CPU
@@ -45,7 +45,7 @@ _PAUSES = {CHECKPOINT: "saving", EVALUATION: "evaluation"}  # of the clock
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of the training function tells: seconds, sums over its steps."""
+    """The times of one call of the training function: seconds, sums over its steps."""
 
     steps: int
     wall_s: float
@@ -71,7 +71,7 @@ class PhaseMeter:
 
     @property
     def overlap_s(self) -> float | None:
-        """Per step: reduction behind the backward pass; None: not known, or there is none to hide."""
+        """Reduction behind the backward pass, per step; None: not known, or there is none to hide."""
         known = [
             (call.travel_s, call.sync_s) for call in self._all if call.travel_s is not None and call.sync_s is not None
         ]

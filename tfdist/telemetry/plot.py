@@ -71,7 +71,7 @@ def read_series(log: Path) -> dict[str, dict[int, float]]:
 
 
 def series_of(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """The same from records."""
+    """name -> {step: value}, from records."""
     series: dict[str, dict[int, float]] = {}
     for record in records:
         if record["kind"] == "start":

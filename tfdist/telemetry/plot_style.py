@@ -1,4 +1,4 @@
-"""How all plots of the report look: their colours, and figures as SVG text. Needs matplotlib.
+"""The look of all plots of the report: their colours, and figures as SVG text. Needs matplotlib.
 
 A run keeps its colour in all plots. Curves of more than 600 points are drawn as means over stretches of steps, with the
 range of each stretch as a band.

@@ -45,7 +45,7 @@ class Profiler:
         )  # print() may deadlock in a handler
 
     def __call__(self, event: Event) -> None:
-        """Sections tell all."""
+        """Does nothing: sections tell all."""
 
     def enter(self, name: str) -> None:
         if name in _STEPS and self._since is None:
@@ -109,6 +109,6 @@ class Profiler:
 
 
 def ignore_signal() -> None:
-    """On ranks that do not trace, SIGUSR2 does nothing; by default it would end the process."""
+    """Makes SIGUSR2 do nothing on ranks that do not trace; by default it would end the process."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)

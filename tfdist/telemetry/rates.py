@@ -1,5 +1,4 @@
-"""What a speed in samples per second comes to: tokens and model FLOPs per second, MFU, scaling efficiency; and memory
-in use.
+"""Computes from samples per second: tokens and model FLOPs per second, MFU, scaling efficiency; and memory in use.
 
 Model FLOPs are what the model's mathematics needs, whatever the program does (Chowdhery et al. 2022, arXiv:2204.02311,
 appendix B): three times the products and convolutions of the forward pass, recomputed activations not counted. MFU is
@@ -17,7 +16,7 @@ from tfdist.control.memory_amounts import PROCESS, amounts
 
 @dataclass(frozen=True)
 class Rates:
-    """What is known of a run; 0: not known, and then what follows from it is left out."""
+    """The facts about a run on which rates depend; 0: not known, and then what follows from it is left out."""
 
     forward_flops: float = 0.0  # of one sample
     tokens: int = 0  # of one sample

@@ -55,7 +55,7 @@ def curves(
 
 @styled
 def step_times(runs: Sequence[RunLog]) -> str:
-    """How the steps spread over the seconds that they took."""
+    """Plots how the steps spread over the seconds that they took."""
     found = [(number, run, run.step_seconds()) for number, run in enumerate(runs)]
     found = [(number, run, times) for number, run, times in found if times]
     if not found:
@@ -165,7 +165,7 @@ def stragglers(run: RunLog) -> str:
 
 @styled
 def checkpoints(run: RunLog) -> str:
-    """What the snapshots and backups weighed, and how long they took to write."""
+    """Plots the size of snapshots and backups, and how long they took to write."""
     told = [
         (kind, [record["values"] for record in run.of_kind(kind) if "save/write_s" in record["values"]])
         for kind in ("save", "backup")
@@ -192,7 +192,7 @@ def checkpoints(run: RunLog) -> str:
 
 @styled
 def memory(run: RunLog) -> str:
-    """The values memory/* over steps."""
+    """Plots the values memory/* over steps."""
     if not run.memory:
         return ""
     figure, axis = one_plot(5.4, 3.1)

@@ -26,7 +26,7 @@ _RESTART_WORDS = {
 
 
 def restart_detail(goodput: Goodput) -> str:
-    """What the restarts consist of, as a phrase; "" without any."""
+    """A phrase about the parts of restarts; "" without any."""
     return ", ".join(
         f"{seconds:.1f} s {_RESTART_WORDS[within]}" for within, seconds in goodput.restart_parts.items() if seconds
     )

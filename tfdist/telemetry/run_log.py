@@ -18,7 +18,7 @@ _RANK_FILE = re.compile(r"^rank-(\d+)\.jsonl$")
 
 
 class RunLog:
-    """What RUN_DIR/logs and RUN_DIR/flags.txt say. `name`: how the run is called beside others."""
+    """The content of RUN_DIR/logs and RUN_DIR/flags.txt. `name`: how the run is called beside others."""
 
     def __init__(self, folder: Path, name: str = ""):
         self.folder, self.name = folder, name or folder.resolve().name
@@ -54,7 +54,7 @@ class RunLog:
 
     @cached_property
     def overlaps(self) -> dict[int, dict[str, float]]:
-        """The same of what other phases hide."""
+        """rank -> phase -> mean seconds per step that other phases hide; see `phases`."""
         return self._phase_means("overlap/")
 
     def _phase_means(self, prefix: str) -> dict[int, dict[str, float]]:
@@ -216,5 +216,5 @@ def span(seconds: float) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """ "1 restart", "2 restarts"."""
+    """A number with its word: "1 restart", "2 restarts"."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""How old the weights were that gradients belong to: a histogram of staleness, and its values for events.
+"""The age of the weights to which gradients belong: a histogram of staleness, and its values for events.
 
 The staleness of an update is the number of other updates between reading the weights and changing them.
 """

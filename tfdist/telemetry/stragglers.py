@@ -17,7 +17,7 @@ class Stragglers:
         self.named: set[int] = set()
 
     def add(self, seconds: Sequence[float]) -> list[str]:
-        """One interval: compute seconds by rank.
+        """Adds one interval: compute seconds by rank.
 
         Returns sentences about ranks that became, or ceased to be, stragglers.
         """

@@ -43,7 +43,7 @@ class Clock:
                 self.start()
 
     def state(self) -> dict:
-        """What a snapshot keeps; JSON."""
+        """The state that a snapshot keeps; JSON."""
         return {"seconds": self.seconds, "pauses": dict(self.pauses)}
 
     def restore(self, state: dict) -> None:

@@ -25,7 +25,7 @@ from tfdist.telemetry.tracker_names import TRACKERS, names_in
 
 @dataclass(frozen=True)
 class Run:
-    """What an observer is told about the run."""
+    """The facts about the run that an observer is told."""
 
     folder: Path
     run_id: str  # one over all restarts
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """This rank's JSONL log."""
+        """The path of this rank's JSONL log."""
         return self.folder / "logs" / f"rank-{self.rank}.jsonl"
 
     def replay(self, after: Mapping[str, int] | None = None) -> Iterator[Event]:

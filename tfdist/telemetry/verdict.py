@@ -1,4 +1,4 @@
-"""What holds a run up, in one sentence: input, communication, storage, a slow rank, or nothing but the computing.
+"""Finds what holds a run up, in one sentence: input, communication, storage, a slow rank, or nothing but the computing.
 
 Judged from the phases of all workers (phases.py), as shares of the time without evaluations. All workers take part in
 each step, so the time is the same for all, and what one does longer the others spend waiting in gradient_sync:
@@ -33,7 +33,7 @@ _OWN = [*_COMPUTE, OTHER]
 
 @dataclass(frozen=True)
 class Finding:
-    """What holds a run up, and how much."""
+    """The cause that holds a run up, and how much."""
 
     kind: str  # "storage", "slow rank", "input", "communication", "compute", "host" or "nothing"
     share: float  # of the time
@@ -149,7 +149,7 @@ def judge(by_rank: np.ndarray) -> Finding:
 
 
 def _of_rank(kind: str, share: float, by_rank: np.ndarray, rank: int, phases: list[int]) -> Finding:
-    """With that of `phases` in which the rank is furthest behind the others."""
+    """The finding about a rank, with that of `phases` in which it is furthest behind the others."""
     others = np.median(np.delete(by_rank, rank, axis=0), axis=0)
     phase = max(phases, key=lambda phase: by_rank[rank, phase] - others[phase])
     return Finding(kind, share, rank, PHASES[phase], float(by_rank[rank, phase]), float(others[phase]))
@@ -163,7 +163,7 @@ class Verdicts:
         self._told: tuple[str, int] | None = None
 
     def add(self, first_step: int, steps: int, by_rank: np.ndarray) -> str:
-        """One account. Returns a sentence when the verdict is new, or has changed, and holds; else ""."""
+        """Adds one account. Returns a sentence when the verdict is new, or has changed, and holds; else ""."""
         self._accounts.append((first_step, steps, by_rank))
         last = self._accounts[-_PATIENCE:]
         subjects = {judge(each).subject for _, _, each in last}

@@ -1,5 +1,4 @@
-"""How the losses that layers add (`add_loss`, activity regularizers) depend on the rows of a batch, found out by
-trying.
+"""Finds out, by trying, how losses that layers add (`add_loss`, activity regularizers) depend on the rows of a batch.
 
 What a model adds for the rows of one worker has to become what one process adds for all rows. No formula can tell how
 from the loss alone: `mean` over rows, and what does not depend on them, are to be averaged by rows, `sum` is to be
@@ -40,7 +39,7 @@ _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of
 
 @dataclass(frozen=True)
 class AddedLoss:
-    """One entry of `model.losses`; weight regularizers, which come after these, are none."""
+    """One loss that a layer adds: an entry of `model.losses`, without the weight regularizers that follow these."""
 
     layer: keras.Layer
     place: int  # which of the layer's, in the order in which a call of the model adds them
@@ -68,8 +67,8 @@ def added_losses(
     otherwise: str = "train with one replica and --accumulation=1",
     training: bool = True,
 ) -> tuple[AddedLoss, ...]:
-    """What `model` adds in training, or else in evaluation, in the order of `model.losses`; all of its variables and
-    states stay as they are.
+    """Finds the losses that `model` adds in training, or else in evaluation, in the order of `model.losses`; all of its
+    variables and states stay as they are.
 
     Runs it a few times, not compiled. Not for a model whose layers speak to other workers.
 
@@ -139,7 +138,7 @@ def _refusal(layer: keras.Layer, place: int, scales: str, otherwise: str, traini
 def found_by_the_chief(
     runtime: Runtime, model: keras.Model, rows: Callable[[], Any], proofs: Proofs | None = None
 ) -> SumsAsMeans:
-    """What the chief's `added_losses` of x = `rows()` say, on every worker.
+    """Makes, on every worker, `SumsAsMeans` of what the chief's `added_losses` of x = `rows()` find.
 
     A collective, if the model may add losses. Raises ConfigError.
     """
@@ -199,9 +198,8 @@ class SumsAsMeans:
 
     @contextlib.contextmanager
     def counting(self, factor: tf.Tensor | float) -> Iterator[None]:
-        """Within it are one forward pass of the model, or several, and their backward passes, which may make them
-        again.
-        """
+        """A context for one or several forward passes of the model and their backward passes, which may make them
+        again. `factor`: N / n."""
         self._now.factor, self._now.places = factor, {}
         try:
             yield

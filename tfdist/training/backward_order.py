@@ -34,7 +34,7 @@ _ELSEWHERE = -1  # the number of no operation
 
 
 def weights_first(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Tensor) -> None:
-    """Within a graph: each of `gradients` is computed as soon as it can be.
+    """Makes TensorFlow compute each of `gradients` as soon as it can. To be called while a graph is traced.
 
     `start`: what the backward pass began with.
     """
@@ -83,7 +83,7 @@ def _ends(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Operation
 
 
 def _seen(operation: tf.Operation) -> tf.Operation:
-    """What it is a view of."""
+    """The operation whose output `operation` only views, through any number of views."""
     while operation.type in _VIEWS and len(operation.inputs):
         operation = operation.inputs[-1 if operation.type == "Split" else 0].op
     return operation
@@ -95,8 +95,8 @@ def age(gradient: tf.Tensor) -> int:
 
 
 def made_after(gradient: tf.Tensor, tensor: tf.Tensor, newest: int) -> None:
-    """Within a graph: a gradient is not computed before `tensor` is there, which hangs on gradients up to an age of
-    `newest`; unless all that it is made of was there before these were."""
+    """Makes a gradient wait for `tensor`, which depends on gradients up to number `newest`, unless all of the
+    gradient's inputs are older. To be called while a graph is traced."""
     made = _seen(gradient.op)
     if (
         made.graph is tensor.graph

@@ -17,9 +17,8 @@ _OF_WEIGHTS = (_INITIALIZER, "_constraint", "_regularizer")  # those that see no
 
 @contextlib.contextmanager
 def calmed(layers: Sequence[keras.Layer], added: Callable[[int, Any], None]) -> Iterator[None]:
-    """Within it each loss that a layer adds goes to `added` with the layer's number, and Keras' own layers do not draw
-    random numbers nor look at other rows.
-    """
+    """A context in which each loss that a layer adds goes to `added` with the layer's number, and Keras' own layers
+    draw no random numbers and look at no other rows."""
     with contextlib.ExitStack() as stack:
         for number, layer in enumerate(layers):
             for name, function in {"add_loss": _telling(added, number), **_calming(layer)}.items():
@@ -49,7 +48,8 @@ def has_own_code(model: keras.Model) -> bool:
 
 
 def holds_own_function(layer: keras.Layer, but: str | tuple[str, ...] = _OF_WEIGHTS) -> bool:
-    """Such as an activation of the user's own, or the function of a Lambda. but: not those whose names end so."""
+    """Whether a layer has an attribute that is the user's function (activation, Lambda). but: endings of names to
+    ignore."""
     return any(
         callable(value) and not isinstance(value, type) and not _is_from_keras(value) and not name.endswith(but)
         for name, value in vars(layer).items()
@@ -57,7 +57,7 @@ def holds_own_function(layer: keras.Layer, but: str | tuple[str, ...] = _OF_WEIG
 
 
 def _is_from_keras(function: Any) -> bool:
-    """Also, of a method, the object whose it is."""
+    """Whether a function, and of a method also its object, is from Keras or tfdist."""
     bound_to = getattr(function, "__self__", None)
     module = getattr(function, "__module__", None) or type(function).__module__
     modules = [module] if bound_to is None else [module, type(bound_to).__module__]

@@ -123,7 +123,7 @@ def _takes(wanted: list[int | None], given: list[int]) -> bool:
 
 
 def output_shape(flag: str, model: keras.Model, x_spec: Any) -> tuple[int | None, ...]:
-    """Of the outputs of one sample. Raises ConfigError if they are several tensors, or named."""
+    """The shape of the outputs for one sample. Raises ConfigError if they are several tensors, or named."""
     try:
         output = model.outputs[0] if isinstance(model, keras.Sequential) else as_called(model.output)
     except (AttributeError, ValueError):
@@ -229,7 +229,7 @@ def _ends_in_softmax(model: keras.Model, x_spec: Any) -> bool:
 
 
 def _last_computation_of_layers(model: keras.Model) -> str:
-    """The same from the last calls of layers alone: faster than to trace all. "" for other models than of layers."""
+    """The last computation, by the last calls of layers: quicker than tracing all. "": no graph of layers."""
     outputs = () if keras_layers.has_own_call(model) else getattr(functional_of(model), "outputs", None) or ()
     tensor = outputs[0] if len(outputs) == 1 else None
     while tensor is not None:

@@ -88,7 +88,7 @@ def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
 
 
 def not_compiled_on(mesh: Mesh, config: Config) -> str:
-    """What of a mesh XLA cannot compile; "": nothing."""
+    """The part of a mesh's step that XLA cannot compile; "": none."""
     if (degree := mesh.degree("pipe")) > 1:
         return f"what the stages of pipe={degree} send each other"
     if mesh.size > 1 and (config.parallel.zero == 3 or mesh.degree("expert", "model") > 1):  # in the forward pass
@@ -97,7 +97,7 @@ def not_compiled_on(mesh: Mesh, config: Config) -> str:
 
 
 def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
-    """XLA cannot compile the collectives of a synchronised BatchNormalization; a frozen one has none."""
+    """Refuses to compile synchronised BatchNormalization: XLA cannot compile its collectives; a frozen one has none."""
     if config.model.jit_compile and _is_synchronized(model) and runtime.replicas > 1:
         raise ConfigError(
             "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"
@@ -129,7 +129,7 @@ def check_added(runtime: Runtime, model: keras.Model, weighted: bool, x: Any) ->
 
 
 def check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: MemoryLimits) -> None:
-    """See planner/memory_check.py.
+    """Checks whether the run fits into memory, see planner/memory_check.py.
 
     Which variables pipe, model and expert divide is decided later: at best all of them.
     """

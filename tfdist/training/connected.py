@@ -25,7 +25,7 @@ _NAMED = 5
 
 
 class Connected:
-    """Of `variables`, in the order in which they are differentiated. All are connected until `note` has been called."""
+    """Which of `variables`, in the order of differentiation, have a gradient: all of them, until `note` was called."""
 
     def __init__(self, variables: Sequence[keras.Variable]):
         self._paths = [variable.path for variable in variables]
@@ -34,14 +34,14 @@ class Connected:
         self._fixed = self._told = False
 
     def note(self, *gradients: Sequence[Any]) -> None:
-        """While a step is traced: lists of gradients, None where there is none. What had one in any trace has one."""
+        """Notes, while a step is traced, which gradients are not None. What had one in any trace has one."""
         if not self._fixed:
             found = {place for part in gradients for place, gradient in enumerate(part) if gradient is not None}
             self._found = found | (self._found or set())
 
     def without(self, idle: Sequence[keras.Variable], model: keras.Model) -> list[str]:
-        """That all are but these of `model`, whatever is noted. Returns what there is to tell the user, of all of it:
-        here may be a part."""
+        """Marks every variable except `idle` as connected, whatever is noted. Returns messages for the user that count
+        the variables of all of `model`: here may be a part."""
         left_out = set(map(id, idle))
         self._found = {place for place, own in enumerate(self._ids) if own not in left_out}
         self._fixed = self._told = True
@@ -52,7 +52,7 @@ class Connected:
         return [piece if self._found is None or place in self._found else None for place, piece in enumerate(pieces)]
 
     def news(self) -> tuple[str, ...]:
-        """What there is to tell the user, once."""
+        """The message about variables that are not connected, for the user, once."""
         missing = [] if self._found is None else [place for place in range(len(self._ids)) if place not in self._found]
         if self._told or not missing:
             return ()
@@ -61,7 +61,7 @@ class Connected:
 
 
 def sentence(paths: Sequence[str], count: int) -> str:
-    """For the user. paths: of those of `count` trainable variables that are not connected."""
+    """The message that names the variables that are not connected. paths: theirs; count: of all trainable variables."""
     names = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
     return (
         f"The loss does not depend on {len(paths)} of the {count} trainable variables ({names}): they stay as they are,"

@@ -17,7 +17,7 @@ Gradient = tf.Tensor | tf.IndexedSlices
 
 
 def at_least_float32(gradient: Gradient) -> Gradient:
-    """The same in float32, if it has fewer bits: no sum or square of it overflows, or loses what is small."""
+    """Casts float16 and bfloat16 gradients to float32: no sum or square of them overflows or loses small numbers."""
     if gradient.dtype not in (tf.float16, tf.bfloat16):
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
@@ -26,7 +26,7 @@ def at_least_float32(gradient: Gradient) -> Gradient:
 
 
 def with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[Gradient]:
-    """What a tape gives for `sources`, with zeros where there is no gradient."""
+    """The gradients of a tape for `sources`, with zeros where there is no gradient."""
     return [
         tf.zeros_like(source) if gradient is None else gradient
         for gradient, source in zip(gradients, sources, strict=True)
@@ -34,7 +34,7 @@ def with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[
 
 
 def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | tf.Variable]) -> list[Gradient]:
-    """What a tape gives for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's
+    """The gradients of a tape for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's
     gradient if the number of rows is not known) it gets the variable's: buckets and shards are cut while tracing."""
     for gradient, variable in zip(gradients, variables, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):
@@ -43,12 +43,12 @@ def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | t
 
 
 def zero_summands(variables: Iterable[tf.Variable]) -> list[tf.Tensor]:
-    """What `as_summands` of other gradients can be added to."""
+    """Zeros to which the results of `as_summands` can be added."""
     return [tf.convert_to_tensor(at_least_float32(tf.zeros_like(variable))) for variable in variables]
 
 
 def norm_dtype(tensors: Iterable[Gradient | tf.Variable | keras.Variable]) -> tf.DType:
-    """In which squares of all of them are added up: float64 if one is float64, whose squares may exceed float32."""
+    """The dtype for adding up squares of all: float64 if one is float64, whose squares may exceed float32."""
     return tf.float64 if any(tf.as_dtype(tensor.dtype) == tf.float64 for tensor in tensors) else tf.float32
 
 

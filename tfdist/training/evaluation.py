@@ -78,9 +78,8 @@ class Evaluator:
             )
 
     def _agreed(self, work: Callable[[], np.ndarray]) -> np.ndarray:
-        """What `work` returns. A collective: where it fails on one worker it ends on all, so that nobody waits for sums
-        that do not come, and all can still save together.
-        """
+        """Returns what `work` returns. A collective: where it fails on one worker it ends on all, so that nobody waits
+        for sums that do not come, and all can still save together."""
         alone = self.runtime.size == 1
         failure, result = None, np.zeros(0)
         try:
@@ -126,7 +125,7 @@ class Evaluator:
         return tf.stack([sums[0], tf.reduce_sum(weights), *sums[1:]])
 
     def _scores(self, outputs: Any, y: Any, w: tf.Tensor, real: tf.Tensor) -> Scores:
-        """Of rows that are real; a weight of 0 elsewhere. An objective of the user's own may take no notice of w."""
+        """The scores; padding has weight 0, or is cut off before, as an objective of the user's own may ignore w."""
         if not self._cuts:
             scores = self.objective(outputs, y, w)
             # Batches of an unknown number of rows are not padded.

@@ -26,7 +26,7 @@ class ForwardState:
         ]
 
     def read(self) -> Any:
-        """Inside a tf.function: the values, of every local replica. TensorFlow copies none that is not written to."""
+        """The values, of every local replica, inside a tf.function. TensorFlow copies none that is not written to."""
         return self.runtime.run(lambda: [tf.identity(variable) for variable in self._variables])
 
     def put_back(self, values: Any) -> None:

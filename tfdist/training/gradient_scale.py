@@ -1,4 +1,4 @@
-"""By what sums of gradients are multiplied before they are applied."""
+"""The factors by which sums of gradients are multiplied before they are applied."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What happened since the last log line, as events: "train", and where the time went: "phases", "verdict",
-stragglers.
-"""
+"""The events since the last log line: "train", and where the time went: "phases", "verdict", stragglers."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ class Interval:
         return np.mean(self.compute_s, axis=0).tolist() if self.compute_s else []
 
     def events(self, step: int, extra_values: Mapping[str, float]) -> list[Event]:
-        """What there is to say at a log line, the "train" event last. A collective if a call was sampled.
+        """The events of a log line, the "train" event last. A collective if a call was sampled.
 
         extra_values: of the train event.
         """
@@ -170,7 +168,7 @@ class Watch:
         self.meter.add(out.call)
 
     def events(self, step: int, compute_by_rank: Sequence[float]) -> Iterator[Event]:
-        """At a log line, on all workers: stragglers, and the phases if a call was sampled since the last ones."""
+        """Events of a log line, on all workers: stragglers, and the phases if a call was sampled since the last."""
         for sentence in self.stragglers.add(compute_by_rank):
             yield Event("warning", step, {"message": sentence})
         seconds = self.meter.seconds()

@@ -35,7 +35,7 @@ from tfdist.training.loop_hooks import LoopHooks, Save
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How the loop ended."""
+    """The result of `train`."""
 
     step: int
     stopped: bool  # by request, before the target

@@ -1,4 +1,4 @@
-"""What the outer loop drives (loop.py): a run's parts, as plain callables."""
+"""What the loop (loop.py) gets from a run, as plain callables and parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Save = Callable[[int], None]  # on all workers; takes the step
 
 
 class MakeSteps(Protocol):
-    """What the loop drives: a TrainStep, or the trainer of a parameter-server run."""
+    """Makes steps: a TrainStep, or the trainer of a parameter-server run."""
 
     def __call__(self, iterators: Sequence, n: int, requests: Requests, /) -> StepOutput:
         """Makes exactly n steps. What is asked for is answered in the output's `signals`, here or after a later call:
@@ -29,7 +29,7 @@ class MakeSteps(Protocol):
 
 @dataclass
 class LoopHooks:
-    """What the loop drives; all are plain callables but the schedule, the clock and what measures."""
+    """Callables and parts that `train` uses; all are plain callables but the schedule, the clock and what measures."""
 
     step: MakeSteps
     iterators: Sequence
@@ -44,7 +44,7 @@ class LoopHooks:
     backup: Save  # the same, for the short-lived backup
     requests: Callable[[int], Requests]  # what this worker asks for
     section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
-    # From a bad step to (a good one, its iterators); None: stop
+    # Maps a bad step to (a good one, its iterators); None: stop
     rollback: Callable[[int], tuple[int, Sequence]] | None = None
     # Before an evaluation: brings the state to where that finds it; None: it is there
     settle: Callable[[int], None] | None = None

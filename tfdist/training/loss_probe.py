@@ -28,7 +28,7 @@ UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"
 ROWS = 4  # that are tried, each alone and all together
 _DRAWS = 64  # of what is random
 _LEAST_TOLERANCE = 1e-4
-# Of weights, and of rows, of which some are 25 times as large as others.
+# Factors of weights, and of rows, of which some are 25 times as large as others.
 _SIZES = (*((1.0, of) for of in (0.01, 0.1, 1.0, 10.0, 100.0)), *((of, 1.0) for of in (0.1, 0.3, 3.0, 10.0, 50.0)))
 _CLEAR = 0.15  # a random mean must be known as well as that
 
@@ -41,9 +41,8 @@ in_trials = ThreadScope()  # of a model, that other workers need not make: no pl
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """What is drawn inside from Python's, NumPy's and TensorFlow's global generators is not missed later. To be entered
-    by all workers, also by those that try nothing: a layer may draw from them when the step is traced.
-    """
+    """A context that restores Python's, NumPy's and TensorFlow's global generators. To be entered by all workers, also
+    by those that try nothing: a layer may draw from them when the step is traced."""
     before, of_keras = state.generator_states(), keras_random.global_seed_generator()
     try:
         with in_trials(), tensorflow_random.state_kept():
@@ -91,9 +90,8 @@ class Probe:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, what layers add comes here, and Keras' own layers do not draw random numbers nor look at other
-        rows.
-        """
+        """A context in which `add_loss` reports to this probe, and Keras' own layers draw no random numbers and look at
+        no other rows."""
         kept = [(variable, variable.numpy()) for variable in hidden_state(self.model)]
         try:
             with calmed(self.layers, self._record), writes_undone():
@@ -109,7 +107,7 @@ class Probe:
     def outputs(
         self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], draw: Any, training: bool, states_off: float = 0.0
     ) -> Any:
-        """What the model returns; `draw`: of its random numbers, an int or uint32 []. Weights that are tensors are not
+        """The model's outputs; `draw`: of its random numbers, an int or uint32 []. Weights that are tensors are not
         copied.
 
         states_off: by how much variables that are not trained are larger than they are: what fades in with one that a
@@ -128,7 +126,7 @@ class Probe:
             return stateless_call(self.model, *given, x, training, beside).outputs
 
     def _meet(self, generator: keras.random.SeedGenerator) -> None:
-        """Before the model draws from it. One that no layer holds is moved in later calls."""
+        """Notes a generator before the model draws from it. One that no layer holds is moved in later calls."""
         known = (*self.model.variables, *states_beside(), *self._seeds_met)
         if not any(generator.state is one for one in known):
             self._seeds_met.append(generator.state)
@@ -148,7 +146,7 @@ class Probe:
         return self._added
 
     def values(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], *how: Any) -> dict[Key, float]:
-        """Of the losses. how: as for `outputs`."""
+        """The values of the losses. how: as for `outputs`."""
         return {key: float(loss) for key, loss in self.added(x, weights, *how)}
 
     def depends_on_rows(self, key: Key, training: bool) -> bool:
@@ -175,7 +173,7 @@ class Probe:
     # -- judging what it adds --------------------------------------------------------------------------------------
 
     def judged(self, training: bool) -> dict[Key, str]:
-        """Of each added loss MEAN, SUM, or why it is neither."""
+        """For each added loss: MEAN, SUM, or why it is neither."""
         found: dict[Key, str] = {}
         rows = self.some_rows()
         if not any(self.values(rows, self.weights, draw, training) for draw in range(2)):
@@ -224,9 +222,8 @@ class Probe:
     def _refuted(
         self, claims: Sequence[tuple[Key, str]], x: Any, number: int, weights: Sequence[tf.Tensor], *how: Any
     ) -> list[tuple[Key, str]]:
-        """Of the losses that are claimed to be a SUM or a MEAN those that are not that of what the halves of x, of an
-        even number of rows, give. What is random tells nothing. how: as for `outputs`, without the draw.
-        """
+        """The claims (SUM or MEAN) about losses that the halves of x, of an even number of rows, contradict. Random
+        losses tell nothing. how: as for `outputs`, without the draw."""
         half = number // 2
         batches = [self.take(x, each) for each in (range(number), range(half), range(half, number))]
         whole, *halves = (self.values(batch, weights, 0, *how) for batch in batches)
@@ -269,7 +266,7 @@ class Probe:
 
 
 def _verdict(values: Sequence[float], tolerance: float) -> str:
-    """`values`: of each row, of all of them, and of rows 0, 0, 1."""
+    """SUM, MEAN or neither. `values`: the loss of each row, of all of them, and of rows 0, 0, 1."""
     rows, whole, three = np.array(values[:ROWS]), values[ROWS], values[ROWS + 1]
     scale = max(map(abs, values))
     if not np.isfinite(scale) or scale == 0:
@@ -283,7 +280,7 @@ def _verdict(values: Sequence[float], tolerance: float) -> str:
 
 
 def _verdict_of_draws(draws: np.ndarray) -> str:
-    """The same of what is random, [draws, values]: of its means, if they are known well enough to tell."""
+    """The verdict on a random loss, [draws, values], by its means, if they are known well enough to tell."""
     means, errors = draws.mean(0), draws.std(0) / np.sqrt(len(draws))
     for scales, parts in ((SUM, 1), (MEAN, ROWS)):
         expected, uncertain = means[:ROWS].sum() / parts, np.hypot(errors[ROWS], np.linalg.norm(errors[:ROWS]) / parts)

@@ -21,26 +21,26 @@ from tfdist.training.total_loss import Total
 
 
 class MeasuredStep(TrainStep):
-    """Of every `phase_every` calls one tells the seconds of its phases; every call does where that costs less."""
+    """A step that measures its phases (seconds): once in `phase_every` calls, or in each where that costs less."""
 
-    # Of the call that is traced.
+    # Tensors of the call that is traced.
     _mark: Marks
     _sums: MarkSums  # of the marks so far
     _end: tf.Tensor
-    # Of the step, or micro-batch, that is traced.
+    # Marks of the step, or micro-batch, that is traced.
     _start: tf.Tensor
     _data: tf.Tensor
     _device: tf.Tensor
     _forward: tf.Tensor | None
     _local: tf.Tensor
     _reduced: tf.Tensor
-    # Of the call that is made.
+    # Values of the call that is made.
     _base = 0.0  # Unix seconds; 0: it is not sampled
     _times: tf.Tensor
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        # Of what is traced apart from the steps.
+        # These marks never look: for what is traced apart from the steps.
         self._mark = Marks(tf.constant(0.0, tf.float64), tf.constant(0), False, self._copies)
         if self.splits:
             self.replica.begin_backward = self._begin_backward

@@ -94,7 +94,7 @@ def _depends_on_others(outputs: Outputs, together: Sequence[np.ndarray]) -> bool
 
 
 def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
-    """As of what divides by the number of rows, or draws from a seed of its own for each place."""
+    """Whether a sample's place or the number of rows matters: a division by it, or a seed of its own for each place."""
     places = [_ROWS - 1, 1, 0]
     return any(
         differ(whole[places], moved, _ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True)

@@ -30,8 +30,8 @@ _ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half p
 
 
 class Attempt(NamedTuple):
-    """By how much weights are disturbed, how much of the rows is kept, how much noise is added to them, and whether
-    rows are of different sizes then. by_halves: whether every other row stays, or the first or the last alone."""
+    """How much weights are disturbed, how much of the rows is kept, how much noise is added to them, and whether rows
+    are of different sizes then. by_halves: whether every other row stays, or the first or the last alone."""
 
     disturbed: float
     kept: float
@@ -96,7 +96,7 @@ class Trial(NamedTuple):
             return False
 
     def _outputs(self, x: Any, draw: Any) -> list[tf.Tensor]:
-        """And their masks."""
+        """The model's outputs for x, and their masks."""
         how = self.attempt.training, self.attempt.disturbed
         leaves = keras.tree.flatten(self.probe.outputs(x, self.weights, draw, *how))
         return [*leaves, *(mask for leaf in leaves if (mask := mask_of(leaf)) is not None)]
@@ -108,7 +108,7 @@ class Trial(NamedTuple):
         return keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise, draw), x)
 
     def _told(self, number: int, in_graph: bool) -> bool:
-        """The same with so many rows."""
+        """Whether outputs depend on other rows, in a batch of `number` rows."""
         attempt, rows = self.attempt, self._rows(number)
 
         def outputs(places: list[int], draw: int = 0) -> list[np.ndarray]:
@@ -142,7 +142,7 @@ class Trial(NamedTuple):
 
     @contextlib.contextmanager
     def _drawn_again(self, draw: int) -> Iterator[None]:
-        """Within it the same numbers are drawn for the same `draw`, and others in each attempt."""
+        """A context in which the same `draw` gives the same random numbers, and each attempt gives others."""
         if self.draws is not None and not self.draws.some:
             yield
             return
@@ -151,7 +151,7 @@ class Trial(NamedTuple):
             yield
 
     def _gradients_tell(self) -> bool:
-        """One that has none for a few rows tells nothing."""
+        """Whether gradients depend on other rows. False if a model has none for a few rows: that tells nothing."""
         try:
             return self.attempt.training and row_gradients.mix(self.probe, self.weights, self.attempt.disturbed)
         except Exception:  # noqa: BLE001 - of the user's own making

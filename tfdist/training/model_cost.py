@@ -25,7 +25,7 @@ from typing import Any
 
 # Views: they share their input's memory.
 _VIEWS = {"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "IdentityN"}
-# Of these only the shape matters; the compiler replaces them by constants.
+# Operations of which only the shape matters; the compiler replaces them by constants.
 _SHAPES_ONLY = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike", "BroadcastGradientArgs"}
 _SIZES = (2, 4)  # samples in the two traces
 
@@ -86,7 +86,7 @@ def _fill(parts: dict[str, dict[str, Any]], operations: list, inputs: set, in_mo
 
 
 def _ancestors(operations: list) -> set:
-    """These and all that they need: TensorFlow prunes the others, such as the gradients of constants."""
+    """The operations and all that they need: TensorFlow prunes the others, such as the gradients of constants."""
     found = set()
     while operations:
         operation = operations.pop()
@@ -158,7 +158,7 @@ def forward_flops(model: Any, x_spec: Any, rows: int = 1) -> float:
 
 
 def count(model: Any, objective: Any, specs: tuple, precision: str = "float32") -> dict[str, Any]:
-    """See the file's first lines."""
+    """Counts weights, FLOPs and saved tensors of a model, as described in the file's first lines."""
     fewer, more = (trace(model, objective, specs, batch, precision) for batch in _SIZES)
     step = _SIZES[1] - _SIZES[0]
     weights, constants = defaultdict(list), defaultdict(int)

@@ -1,4 +1,4 @@
-"""What telemetry/rates.py needs to know, from the configuration, the model and the devices."""
+"""Makes the `Rates` of telemetry/rates.py, from the configuration, the model and the devices."""
 
 from __future__ import annotations
 

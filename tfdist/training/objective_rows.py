@@ -26,7 +26,7 @@ from tfdist.training.scores import Scores
 from tfdist.training.trial_values import differ, spread
 
 _TOLERANCE = 1e-4  # of the largest number of a sample's own
-# Of the outputs of each sample: limits lie between two of them.
+# Scales of the outputs of each sample: limits lie between two of them.
 _SCALES = (np.ones(ROWS), np.geomspace(1e-2, 1e2, ROWS))
 
 
@@ -61,7 +61,7 @@ def mixes(objective: Callable[..., Scores], model: keras.Model, batch: Any) -> b
 
 
 def _outputs(like: Any, scales: np.ndarray) -> Any:
-    """As a model's, but other ones for each sample, whatever its weights are now."""
+    """Random outputs shaped as a model's, different for each sample, whatever the model's weights are now."""
     random = np.random.default_rng(3)
 
     def of(leaf: tf.Tensor) -> tf.Tensor:

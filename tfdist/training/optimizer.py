@@ -32,7 +32,7 @@ class FusedAdam(keras.optimizers.Adam):
     _shared: dict[str, tf.Tensor] | None = None  # what all updates of one `apply` take
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-        """One step of all variables."""
+        """Updates all variables once."""
         self._shared = self._numbers()
         try:
             return super().apply(grads, trainable_variables)
@@ -49,7 +49,7 @@ class FusedAdam(keras.optimizers.Adam):
     def update_step(
         self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable, learning_rate: tf.Tensor
     ) -> None:
-        """For float32; what is of another type, in slices or with amsgrad, is left to Keras."""
+        """Updates a float32 variable by ApplyAdam; other dtypes, slices and amsgrad are left to Keras."""
         if self.amsgrad or isinstance(gradient, tf.IndexedSlices) or tf.as_dtype(variable.dtype) != tf.float32:
             super().update_step(gradient, variable, learning_rate)
             return
@@ -177,7 +177,7 @@ def ema_variables(optimizer: keras.Optimizer) -> list:
 
 @contextlib.contextmanager
 def swapped_in(variables: Sequence, values: Sequence) -> Iterator[None]:
-    """Within the context, `variables` hold `values` (for example the moving average); afterwards their own again."""
+    """A context in which `variables` hold `values` (for example the moving average); afterwards their own again."""
     own = [variable.numpy() for variable in variables]
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value.numpy())

@@ -33,8 +33,8 @@ _NO_OBJECTS = (type, ModuleType, keras.layers.Layer, keras.Variable, tf.Variable
 
 
 def own_value(value: Any, depth: int = 0) -> Any:
-    """The same for what computes the same, made of numbers, strings, arrays, lists and mappings: {attribute: what it
-    holds} of an object.
+    """A value that is equal for objects that compute the same, made of numbers, strings, arrays, lists and mappings:
+    {attribute: what it holds} of an object.
 
     depth: how many objects hold it, of which one may be itself.
     """
@@ -65,7 +65,7 @@ def _name(key: Any) -> str:
 
 
 def _attribute(value: Any, depth: int) -> Any:
-    """None of what may differ between workers that compute the same, and of what holds nothing else."""
+    """The value of an attribute; None if it may differ between workers that compute the same, or holds nothing else."""
     if value is None or isinstance(value, (bool, int, str, bytes)):
         return None
     if isinstance(value, _FUNCTIONS):
@@ -91,7 +91,7 @@ def _number(value: float) -> float | None:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Of what is one, or a tensor with a value, and is not too large to be looked at."""
+    """An array, or a tensor's value, as a NumPy array; None for anything else, and for very large ones."""
     has_value = isinstance(value, (np.ndarray, np.generic)) or (
         isinstance(value, tf.Tensor) and hasattr(value, "numpy")
     )
@@ -140,7 +140,7 @@ def _is_from_libraries(definition: FunctionType | type) -> bool:
 
 
 def _code(code: CodeType) -> list[Any]:
-    """Without where it stands."""
+    """The content of a code object, without file name and line numbers."""
     constants = [
         _code(each) if isinstance(each, CodeType) else each
         for each in code.co_consts
@@ -157,7 +157,7 @@ def _cell(cell: Any, depth: int) -> Any:
 
 
 def _held(value: Any, depth: int) -> Any:
-    """Of what a function has from elsewhere, such as its defaults: whole numbers and strings, too."""
+    """A value that a function has from elsewhere, such as its defaults: whole numbers and strings count, too."""
     if isinstance(value, enum.Enum):
         return _held(value.value, depth)
     if isinstance(value, float):

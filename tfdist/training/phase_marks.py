@@ -47,7 +47,7 @@ class MarkSums(NamedTuple):
 
 
 class MarkTimes(NamedTuple):
-    """The same on the host."""
+    """The times of the marks of a step on the host, in seconds since the base, summed as in `MarkSums`."""
 
     data: float
     device: float
@@ -145,6 +145,6 @@ def in_step(times: MarkTimes, wait_s: float | None) -> np.ndarray:
 
 
 def _time_of_python() -> tf.Tensor:
-    """For runs that are deterministic, in which TensorFlow refuses to tell the time."""
+    """Python's clock, for deterministic runs, in which TensorFlow refuses to tell the time."""
     with on_host():
         return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])

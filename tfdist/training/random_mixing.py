@@ -84,5 +84,5 @@ def _run(function: Any, rows: Any, states: Sequence[tf.Variable], run: int) -> l
 
 
 def of_rows(tensors: Sequence[tf.Tensor], number: int) -> list[np.ndarray]:
-    """Those that have so many rows."""
+    """The tensors that have `number` rows, as arrays."""
     return [leaf.numpy() for leaf in tensors if leaf.shape.rank and leaf.shape[0] == number]

@@ -24,7 +24,7 @@ from tfdist.training.update import Gradient, Update, compiled
 
 
 class Accumulated(NamedTuple):
-    """Of one replica: what is added up over micro-batches and then, once, over all replicas; see step.py."""
+    """What a replica adds up over micro-batches; later it is summed, once, over all replicas (step.py)."""
 
     gradients: list[Gradient]
     of_added: list[Gradient]  # those of what layers add, where that is differentiated by itself; else []
@@ -32,12 +32,12 @@ class Accumulated(NamedTuple):
 
 
 def ones_of(total: Total) -> tf.Tensor:
-    """What the backward pass begins with."""
+    """The gradient of the loss itself, all ones, with which the backward pass begins."""
     return tf.ones_like(total.differentiated)
 
 
 class ReplicaGradients:
-    """From micro-batches to gradients. All methods are for `Runtime.run`.
+    """Computes gradients of micro-batches on one replica. All methods are for `Runtime.run`.
 
     `begin_backward`: makes what the backward pass begins with, once the forward pass is done.
     """
@@ -72,7 +72,7 @@ class ReplicaGradients:
         return tf.nest.map_structure(lambda a, b: a + b, accumulated, more)
 
     def of_pipeline(self, step: tf.Tensor, scale: tf.Tensor, *batches: tuple) -> Accumulated:
-        """Of all micro-batches of a step, at once."""
+        """The gradients and sums of all micro-batches of a step at once, by the pipeline."""
         assert self.pipeline is not None
         replica = self.runtime.replica_id()
         with self._counting(batches[0][2]), self._tracing():
@@ -93,7 +93,7 @@ class ReplicaGradients:
         return self.update.keep(gradients) if gradients else []
 
     def _counting(self, w: tf.Tensor):
-        """See SumsAsMeans. `w`: the weights of a micro-batch."""
+        """Scales what layers add, for a micro-batch with weights `w`; see SumsAsMeans."""
         return self.added.counting(self.options.plan.global_batch / rows_of(w))
 
     @contextlib.contextmanager
@@ -103,7 +103,7 @@ class ReplicaGradients:
             yield
 
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> Accumulated:
-        """Of a micro-batch, as the tape gives them."""
+        """The gradients of a micro-batch, as the tape gives them, and its sums."""
         sources = self.update.sources()
         with self._counting(w), self._tracing():
             with tf.GradientTape(persistent=True) as tape:
@@ -124,7 +124,7 @@ class ReplicaGradients:
 
 
 def _check_connected(gradients: list[Gradient | None]) -> None:
-    """Without any gradient (of whole numbers, behind a stop_gradient) a run would go on and learn nothing."""
+    """Raises ConfigError if there is no gradient at all (whole numbers, stop_gradient): a run would learn nothing."""
     if all(gradient is None for gradient in gradients):
         raise ConfigError(
             "The loss depends on none of the model's trainable variables: let --model and --objective compute it from"

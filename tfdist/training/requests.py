@@ -1,4 +1,4 @@
-"""What workers ask of each other while they train."""
+"""Requests of workers to each other while they train."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Requests:
-    """What a worker may ask for; summed over workers in the reduction that is there anyway."""
+    """The requests of a worker; summed over workers in the reduction that is there anyway."""
 
     save: bool = False
     stop: bool = False

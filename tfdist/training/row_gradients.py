@@ -45,7 +45,7 @@ def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float, added: Mapping[K
 def _mixed(
     probe: Probe, weights: Sequence[tf.Tensor], off: float, x: Any, added: Mapping[Key, str] | None
 ) -> bool | None:
-    """Of these rows; None if they are not, but some weights have no gradient to tell."""
+    """Whether the gradients of these rows are mixed; None if not, but some weights have no gradient to tell."""
     half, every = ROWS // 2, range(ROWS)
 
     def of_outputs(places: Sequence[int], draw: int) -> Any:
@@ -91,7 +91,7 @@ def _numbers(gradients: Any) -> list[np.ndarray]:
 
 
 def _upstream(output: tf.Tensor) -> tf.Tensor:
-    """For all of the rows, always the same."""
+    """A random gradient of an output for all of the rows, always the same."""
     drawn = np.random.default_rng(2).normal(size=(ROWS, *known_dims(output.shape)[1:]))
     return spread(tf.constant(drawn, tf.float32), _SCALES)
 

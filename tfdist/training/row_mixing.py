@@ -50,14 +50,14 @@ def _works_along_rows(layer: keras.Layer) -> bool:
 
 
 def _mixes_always(layer: keras.Layer) -> bool:
-    """What no try with a few rows shows: pairs that are drawn at random, and the scales of float8, which come from the
-    largest number of all rows, of this step and those before."""
+    """Whether a layer mixes rows in a way that no try with a few rows shows: pairs that are drawn at random, and the
+    scales of float8, which come from the largest number of all rows, of this step and those before."""
     draws_pairs = isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix))
     return draws_pairs or getattr(layer, "quantization_mode", None) == "float8"
 
 
 class Share(NamedTuple):
-    """Which of the attempts a worker makes: as many workers as there are attempts can make one each."""
+    """A worker's share of the attempts: as many workers as there are attempts can make one each."""
 
     index: int
     number: int
@@ -94,7 +94,7 @@ def mixes(
     probe = Probe(model, x, take, count)
 
     def tell(alike: list[Attempt], weights: Sequence[np.ndarray]) -> bool:
-        """With the same weights, which are on the device once, and no longer than these last."""
+        """Makes attempts with the same weights, which are on the device once, and only as long as these last."""
         there = [tf.constant(weight) for weight in weights]
         trials = (Trial(each, probe, there, proofs.of(x, take, each.training).draws) for each in alike)
         return any(trial.tells(proofs.tried) for trial in trials)
@@ -140,7 +140,7 @@ def found_together(
 
 
 def sentence(model: keras.Model, fix: str) -> str:
-    """That refuses it. fix: what the user can do."""
+    """The message that refuses such a model. fix: what the user can do."""
     layers = keras_layers.all_layers(model, include_self=False)
     own = [layer.name for layer in layers if _is_suspect(layer)]
     looked_at = f" (look at {', '.join(own[:5])})" if own else ""

@@ -1,4 +1,4 @@
-"""That what a model returns for a row has to do with no other row, proved from its graph.
+"""Proves from a model's graph that what it returns for a row depends on no other row.
 
 The model is traced, not run, with several numbers of rows. The graphs must be wired alike, and are followed from the
 inputs, operation by operation, by rules of what each does with rows (row_rules.py). What they have in common is not
@@ -37,21 +37,21 @@ _SIZE_QUESTIONS = ("Rank", "Shape", "ShapeN", "Size")
 # which are of a place where they have a seed of their own.
 _MADE_OF_SHAPE = {"BroadcastTo": 1, "Tile": 1, "Fill": 0}
 _SAID_ELSEWHERE = ("value", "shape")  # attributes of which tensors and shapes tell
-# Of operations with a state these are understood.
+# The operations with a state that are understood.
 _WRITES = ("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp")
 _WITHOUT_ROWS = ("keras", "tensorflow", "tfdist")  # whose own gradients are of each row, as far as outputs are
 _READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "VarHandleOp", "VarIsInitializedOp")
 
 
 class _Place(NamedTuple):
-    """Of a tensor: the number of its operation, and which of its outputs it is."""
+    """The place of a tensor: the number of its operation, and which of its outputs it is."""
 
     operation: int
     output: int
 
 
 class Proof(NamedTuple):
-    """Of a model, in training or in inference.
+    """What was proved of a model, in training or in inference.
 
     apart: its outputs for a row are made of that row alone, and gradients are TensorFlow's own. adds_nothing: no layer
     adds a loss. draws: of what is not apart, what is random, if that is known; not of Keras' own layers.
@@ -63,7 +63,7 @@ class Proof(NamedTuple):
 
 
 class Proofs:
-    """Of one model, each made when it is asked for, once. x, take: as for row_mixing.mixes.
+    """The proofs for one model, each made when it is asked for, once. x, take: as for row_mixing.mixes.
 
     many: rows of a batch of one process; what has room for some of its rows only shows with as many. part: of them that
     a model sees at a time when it trains.
@@ -74,7 +74,7 @@ class Proofs:
     def __init__(self, model: keras.Model, many: int = ROWS, part: int = 0):
         self._model, self.many = model, max(many, ROWS)
         self.tried = min(self.many, max(_TRIED, _PARTS * part)) if part else self.many
-        # Also a few rows, for what is done above a number of them only.
+        # A few rows as well, for what is done above a number of them only.
         self._counts = sorted({self.many, *_COUNTS}, reverse=True)
         self._made: dict[bool, Proof] = {}
 
@@ -88,8 +88,8 @@ class Proofs:
 
 
 class _Trace(NamedTuple):
-    """Of one number of rows. inputs: places of what the model is given. outputs: with the masks that they carry.
-    captured: what comes from outside."""
+    """The trace of a model with one number of rows. inputs: places of what the model is given. outputs: with the masks
+    that they carry. captured: what comes from outside."""
 
     rows: int
     operations: Sequence[tf.Operation]
@@ -117,7 +117,7 @@ def _prove(model: keras.Model, x: Any, take: Take, training: bool, counts: Seque
 
 
 def _spec(rows: int, one: tf.Tensor, two: tf.Tensor) -> tf.TensorSpec:
-    """Of an input with as many rows; one, two: with so many."""
+    """The spec of an input with `rows` rows. one, two: examples of it with one row and with two."""
     return tf.TensorSpec(one.shape if one.shape == two.shape else [rows, *one.shape[1:]], one.dtype)
 
 
@@ -154,7 +154,7 @@ def _has_own_gradients(graph: tf.Graph) -> bool:
 
 @contextlib.contextmanager
 def _nothing_left(layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """What layers remember of a trace, such as a constant that is made once, is of no use in another graph."""
+    """A context that undoes what layers remember of a trace (a constant made once): of no use in another graph."""
     held = [layer.__dict__ for layer in layers]
     held += [value for attributes in list(held) for value in attributes.values() if isinstance(value, dict)]
     before = [dict(values) for values in held]
@@ -222,7 +222,7 @@ def _kinds_of(
     outputs: list[tuple[tf.Tensor, ...]],
     is_given: bool,
 ) -> list[Kind]:
-    """Of the outputs of an operation, of which each trace has one."""
+    """The kinds of the outputs of an operation, of which each trace has one."""
     along, kind = [_along(each, traces) for each in outputs], same[0].type
     if kind == "Placeholder":
         return along if is_given or along == [FREE] else [SIZES]
@@ -244,7 +244,7 @@ def _kinds_of(
 
 
 def _along(same: Sequence[tf.Tensor], traces: Sequence[_Trace]) -> Kind:
-    """Where rows lie: along the one dim that differs as the numbers of rows do; FREE if none does."""
+    """The dim along which rows lie: the one that differs as the numbers of rows do; FREE if none does."""
     shapes = [shape_of(tensor) for tensor in same]
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes) or len({len(shape) for shape in known}) > 1:
@@ -276,7 +276,7 @@ def _without_rows(kind: str, kinds: Sequence[Kind], along: Kind, same: Sequence[
 
 
 def _is_one_number(same: Sequence[tf.Tensor]) -> bool:
-    """Such as the length of a sequence, which is read from a shape as the number of rows is."""
+    """Whether all hold one number, such as a sequence's length, read from a shape as the number of rows is."""
     values = [tf.get_static_value(tensor) for tensor in same]
     return all(value is not None and np.array_equal(value, values[0]) for value in values)
 

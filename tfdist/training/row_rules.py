@@ -39,7 +39,7 @@ def of(types: str) -> Callable[[Rule], Rule]:
 
 
 def shape_of(tensor: tf.Tensor) -> list[int] | None:
-    """None if a dim is unknown."""
+    """The shape as a list; None if a dim is unknown."""
     sizes = tensor.shape.as_list() if tensor.shape.rank is not None else [None]
     return None if None in sizes else [size for size in sizes if size is not None]
 
@@ -59,7 +59,7 @@ def axis_of(operation: tf.Operation, place: int, rank: int) -> int | None:
 
 
 def agreed(kinds: Iterable[Kind | None]) -> Kind:
-    """What all that have rows say, if it is the same. None: has no rows."""
+    """The kind of all inputs that have rows, if it is the same; else MIXED. None: has no rows."""
     found = {kind for kind in kinds if kind is not None}
     return found.pop() if len(found) == 1 else MIXED
 
@@ -203,7 +203,7 @@ def _last_axis(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kin
 
 @of("Cumprod Cumsum ReverseV2 Roll")
 def _along_axes(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
-    """The last input says which."""
+    """The rule of operations along axes, which the last input names."""
     x, axes, rank = only(kinds, 0), constant(operation, len(kinds) - 1), rank_of(operation.inputs[0])
     if x is None or axes is None or x.axis in {int(axis) % rank for axis in np.ravel(axes)}:
         return MIXED

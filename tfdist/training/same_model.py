@@ -26,10 +26,10 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
 from tfdist.training.own_values import LIBRARIES, own_value
 
-# Of a configuration of Keras' what may differ: names count what a process has made so far, seeds are drawn at random or
+# Parts of Keras' configurations that may differ: names count what a process has made so far, seeds are random or
 # sent by the chief.
 _MAY_DIFFER = ("name", "seed", "random_seed", "seed_generator", "build_config", "registered_name")
-# Of attributes: what Keras has wrapped; losses and optimizers, which are told by themselves; what a model has run.
+# Attributes not compared: what Keras has wrapped; losses and optimizers, which are by themselves; what a model has run.
 _NO_FACTS = (
     *("build", "quantize", "call", "loss", "optimizer", "train_function", "test_function", "predict_function"),
     *("_losses", "_compile_loss", "_compile_metrics", "history"),
@@ -40,7 +40,7 @@ _SHOWN = 60  # characters of a value
 
 
 class Fact(NamedTuple):
-    """What is compared, a checksum of it, and its value if that is short."""
+    """One thing that workers compare: what it is, a checksum of it, and its value if that is short."""
 
     what: str
     checksum: int
@@ -77,8 +77,8 @@ def _first_difference(first: Facts, other: Facts) -> str | None:
 
 
 def facts_of(model: keras.Model, own: Iterable[Any] = (), settings: Mapping[str, Any] | None = None) -> Facts:
-    """What is compared. own: functions and objects of the user's beside the model's layers. settings: configurations,
-    under the names by which the user knows them."""
+    """The facts that are compared. own: functions and objects of the user's beside the model's layers. settings:
+    configurations, under the names by which the user knows them."""
     layers, own = keras_layers.all_layers(model), list(own)
     everywhere = [keras.config.floatx(), keras.config.epsilon(), keras.config.image_data_format()]
     found = [_fact("keras.config", everywhere), _fact("how many layers there are", len(layers))]
@@ -103,7 +103,7 @@ def _facts_of_layer(name: str, layer: keras.Layer) -> Facts:
 
 
 def _by_key(name: str, value: Any) -> Facts:
-    """One fact for each entry of a mapping, else one."""
+    """A fact for each entry of a mapping, or one for anything else."""
     if not isinstance(value, Mapping):
         return [_fact(name, value)]
     return [_fact(f"{name}: {key}", each) for key, each in sorted(value.items(), key=str) if key not in _MAY_DIFFER]
@@ -122,7 +122,7 @@ def _config(layer: keras.Layer) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Without what may differ between workers that compute the same."""
+    """The value without what may differ between workers that compute the same."""
     if isinstance(value, Mapping):
         if value.get("class_name") == "__lambda__":  # its code names the folder that it is in; see _own_code
             return "a lambda"

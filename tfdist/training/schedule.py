@@ -29,7 +29,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def create(cls, config: ScheduleConfig, total_steps: int) -> Schedule:
-        """From the flags; `total_steps`: the run's length, where the decay ends unless --decay_steps says otherwise."""
+        """The schedule of the flags; `total_steps`: the run's length, the decay's end unless --decay_steps is given."""
         return cls(
             config.schedule,
             config.learning_rate,

@@ -1,4 +1,4 @@
-"""What an objective returns."""
+"""The results of an objective."""
 
 from __future__ import annotations
 

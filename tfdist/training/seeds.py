@@ -46,7 +46,7 @@ def with_generator(model: keras.Model, own_objective: bool = False) -> keras.Mod
 
 
 def draw_from(generator: keras.random.SeedGenerator | None) -> None:
-    """In this thread, which may be a replica's, what is drawn without a generator is drawn from this one, if any."""
+    """Makes this thread, maybe a replica's, draw from this generator (if any) what is drawn without one."""
     if generator is not None:
         use_generator(generator)
 
@@ -69,7 +69,7 @@ def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
                 )
             )
 
-    # Of several replicas here, which are traced in turns, TensorFlow's strategies give each other keys.
+    # TensorFlow's strategies give each of several replicas here, which are traced in turns, other keys.
     alone = runtime.local_replicas == 1 and runtime.replicas > 1
     keys = tensorflow_random.keys_moved(runtime.replica_id()) if alone else contextlib.nullcontext()
     with asked_before_draws(ask), keys:
@@ -93,7 +93,7 @@ def updating() -> Iterator[None]:
 
 
 def states_beside() -> list[keras.Variable]:
-    """Of generators that are no model's: that of Keras, if it has been made."""
+    """The states of generators that belong to no model: that of Keras, if it has been made."""
     generator = global_seed_generator()
     return [] if generator is None else [generator.state]
 

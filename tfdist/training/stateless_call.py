@@ -16,7 +16,7 @@ from tfdist.compat import keras_layers
 
 
 class Arguments(NamedTuple):
-    """In the place of x: all that a model is called with, but `training`. Of tensors."""
+    """All arguments of a model's call but `training`, in place of x. All are tensors."""
 
     args: tuple
     kwargs: dict[str, Any]

@@ -98,7 +98,7 @@ class TrainStep:
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
-        """What must be saved beside model and optimizer."""
+        """Variables that must be saved beside model and optimizer."""
         return {"step": self.counter, **self.loss_scale.variables, **self.update.variables}
 
     def __call__(self, iterators: Sequence, n: int, requests: Requests = NOTHING) -> StepOutput:
@@ -133,7 +133,7 @@ class TrainStep:
     # -- inside the tf.function ------------------------------------------------------------------------------------
 
     def _steps(self, iterators: list, n: tf.Tensor, signals: tf.Tensor) -> Results:
-        """n steps."""
+        """Makes n steps."""
 
         def one(i: tf.Tensor, totals: Totals) -> Totals:
             return totals.plus(self._one_step(iterators, signals, last=tf.equal(i, n - 1)))
@@ -173,7 +173,7 @@ class TrainStep:
     # Accumulate
 
     def _accumulate(self, iterators: list, step: tf.Tensor, scale: tf.Tensor, begun: tf.Tensor) -> Any:
-        """Per replica: what is `Accumulated` over the micro-batches."""
+        """For each replica what is `Accumulated` over the micro-batches."""
         if self.replica.pipeline:
             return self._differentiate(iterators, begun, self.replica.of_pipeline, (step, scale))
 
@@ -190,12 +190,12 @@ class TrainStep:
         return self._repeat(1, count, add, accumulated) if count > 1 else accumulated
 
     def _differentiate(self, iterators: list, after: tf.Tensor, compute: Callable, arguments: tuple) -> Any:
-        """On each replica `compute` of the arguments and the next micro-batch; a pipeline: of all those of a step."""
+        """Runs `compute` on each replica with the next micro-batch; for a pipeline, with all those of a step."""
         batches = self._on_devices(self._next_batches(iterators, after))
         return self.runtime.run(compute, (*arguments, *batches))
 
     def _next_batches(self, iterators: list, after: tf.Tensor) -> list[list]:
-        """Of each micro-batch that is differentiated at once, a batch for each local replica."""
+        """For each micro-batch that is differentiated at once, a batch for each local replica."""
         with tf.control_dependencies([after]):
             return [
                 [iterator.get_next() for iterator in iterators]
@@ -203,7 +203,7 @@ class TrainStep:
             ]
 
     def _on_devices(self, batches: list[list]) -> list:
-        """The same as per-replica values."""
+        """The batches as per-replica values, on the devices."""
         batches = [self.runtime.per_replica(batch) for batch in batches]
         if not self._copies:
             return batches
@@ -281,7 +281,7 @@ class TrainStep:
     # What comes out
 
     def _totals(self, reduced: Reduced, norm: tf.Tensor, compute_s: tf.Tensor, finite: tf.Tensor) -> Totals:
-        """Of one step."""
+        """What one step adds to the call's totals."""
         sums = shown_sums(self.layout, reduced.sums)
         overflow = tf.logical_not(finite)
         if self._may_skip:

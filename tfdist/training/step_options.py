@@ -12,7 +12,7 @@ from tfdist.training.update import Update
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What the step needs of the configuration."""
+    """The options of the configuration that the step needs."""
 
     plan: BatchPlan
     seed: int
@@ -29,7 +29,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Which parts of a step are not as on one device. By default every replica holds all of the model."""
+    """The parts of a step that are not as on one device. By default every replica holds all of the model."""
 
     update: Update | None = None  # what becomes of gradients; None: data parallelism
     # Makes the gradients of all micro-batches of a step at once (parallel/pipeline_stages.py); None: one by one.

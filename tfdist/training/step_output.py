@@ -1,4 +1,4 @@
-"""What a call of the step gives back, and the vectors as which it travels, in which every number has a name."""
+"""The output of a call of the step, and the vectors as which it travels, in which every number has a name."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Layout:
         return np.array([own.get(name, 0.0) for name in self.signals.names], np.float32)
 
     def output(self, step: int, vector: np.ndarray, call: Call, news: tuple[str, ...] = ()) -> StepOutput:
-        """Of the `vector` of a call."""
+        """The output that a call's `vector` describes."""
         found = self.vector.read(vector)
         shown = {name: found[name] for name in self._shown}
         means = means_of(shown, found["weight"])

@@ -50,7 +50,7 @@ def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list
 
 
 def check_on_servers(model: keras.Model, counter: tf.Variable) -> None:
-    """The same for what a worker of parameter servers computes before it updates anything; `counter`: of updates.
+    """Checks what a worker of parameter servers sets in a step, before it updates anything; `counter`: of updates.
     Raises ConfigError."""
     if names := lost(kinds_here(), [counter, *variables_of_metrics(metrics_held(model))]):
         raise ConfigError(
@@ -65,7 +65,7 @@ def kinds_here() -> set[str]:
 
 
 def lost(kinds: set[str], known: Iterable[Any]) -> list[str]:
-    """What the function that is traced sets, so far, beside the variables `known`: variables and tables, in words."""
+    """The variables and tables, in words, that the traced function sets so far beside the variables `known`."""
     written = tensorflow_graphs.written_from_outside(tf.compat.v1.get_default_graph())
     names = [f"the variable {name!r}" for name in names_of(unknown_of(written, known))]
     if any(kind.startswith("LookupTable") and tensorflow_graphs.sets_state(kind) for kind in kinds):
@@ -74,30 +74,30 @@ def lost(kinds: set[str], known: Iterable[Any]) -> list[str]:
 
 
 def unknown_of(handles: Iterable[tf.Tensor], known: Iterable[Any]) -> list[tf.Tensor]:
-    """Those that are of none of the variables `known`."""
+    """The handles that belong to none of the variables `known`."""
     of_known = {id(handle) for variable in known for handle in _handles(variable)}
     return [handle for handle in handles if id(handle) not in of_known]
 
 
 def names_of(handles: Iterable[tf.Tensor]) -> list[str]:
-    """Of those that are of variables of the run."""
+    """The names of those handles that are of variables of the run."""
     shown = [found[1] for found in map(_VARIABLE.search, map(str, handles)) if found]
     return [name for name in shown if not last_part(name).startswith(_OF_THE_PROCESS)]
 
 
 def last_part(name: str) -> str:
-    """Of a variable's name: it begins with the scopes in which it was made, which may be a layer's."""
+    """The last part of a variable's name, which begins with the scopes in which it was made, such as a layer's."""
     return name.rpartition("/")[2]
 
 
 def drawn(kinds: set[str]) -> str:
-    """How the function that is traced draws numbers whose place in their row nothing saves, as a part of a sentence; ""
-    if it does not."""
+    """A part of a sentence about how the traced function draws numbers whose place in their row nothing saves; "" if it
+    does not."""
     drawing = sorted(kind for kind in kinds if tensorflow_graphs.draws_anew(kind) and not _OF_A_GENERATOR.match(kind))
     return f"draws by tf.random ({', '.join(drawing)}), whose numbers no snapshot holds" if drawing else ""
 
 
 def _handles(variable: Any) -> list[tf.Tensor]:
-    """Of one of TensorFlow's or Keras', those of all its copies here; none of one that lies in shards."""
+    """The handles of a TensorFlow or Keras variable, of all its copies here; none of one that lies in shards."""
     value = stored_value(variable) if isinstance(variable, keras.Variable) else variable
     return [] if value is None else [each.handle for each in getattr(value, "values", [value])]

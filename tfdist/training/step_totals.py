@@ -1,4 +1,4 @@
-"""What is added up over the steps of a call, inside its tf.function."""
+"""Totals over the steps of a call, added up inside its tf.function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist.training.step_output import Layout
 
 
 class Totals(NamedTuple):
-    """Of steps."""
+    """Totals over the steps of one call."""
 
     sums: tf.Tensor  # float64: `Layout.sums` of the steps that took place, then `Layout.signals`
     gradient_norm: tf.Tensor  # float32: of the last step
@@ -53,7 +53,7 @@ def shown_sums(layout: Layout, sums: tf.Tensor) -> tf.Tensor:
 
 
 class Reduced(NamedTuple):
-    """Sums over replicas."""
+    """The sums of a step over all replicas."""
 
     per_replica: Any  # (pieces of the gradients, sums and signals), for `Runtime.run`
     gradients: list[Gradient]  # the pieces of the first local replica
@@ -62,7 +62,7 @@ class Reduced(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the tf.function returns."""
+    """The results of the tf.function that makes steps."""
 
     step: tf.Tensor  # the counter
     vector: tf.Tensor  # float64: `Layout.vector`

@@ -19,7 +19,7 @@ from tfdist.runtime.host import on_host
 
 
 def rows_once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with no row twice, added up in one order."""
+    """Adds up repeated rows of a gradient in one order, so that it has no row twice."""
     with tf.name_scope("rows_once"), on_host():
         rows, place = tf.unique(slices.indices)
         return tf.IndexedSlices(
@@ -35,8 +35,8 @@ def takes_repeated_rows(table: keras.Variable | tf.Variable) -> bool:
 
 
 def subtracting_rows(optimizer: keras.Optimizer) -> Callable:
-    """What shall stand for `optimizer.assign_sub`, of which slices are subtracted by XLA. On a GPU XLA, too, adds up in
-    any order."""
+    """A replacement of `optimizer.assign_sub`, of which slices are subtracted by XLA. On a GPU XLA, too, adds up in any
+    order."""
     whole = optimizer.assign_sub
 
     # The product with the learning rate was before: XLA may not make one operation of it and the subtraction, which

@@ -1,4 +1,4 @@
-"""What of a micro-batch is differentiated: the weighted losses of its samples, and what layers add."""
+"""The part of a micro-batch that is differentiated: the weighted losses of its samples, and what layers add."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdist.training.step_output import FIRST_SUMS
 
 
 class Summed(NamedTuple):
-    """Of a micro-batch."""
+    """Sums over the samples of a micro-batch."""
 
     loss: tf.Tensor  # sum_i w_i * loss_i
     weight: tf.Tensor  # sum_i w_i
@@ -25,12 +25,12 @@ class Summed(NamedTuple):
     sums: tf.Tensor  # step_output.FIRST_SUMS and those of the metrics
 
     def weighted_mean(self, expected: float) -> tf.Tensor:
-        """Where `added` is the same on all replicas: their sum is E / W times the mean loss and what is added."""
+        """A replica's part where `added` is the same on all: the sum of all is E / W times (mean loss + added)."""
         return (self.loss + self.weight * self.added) / expected
 
 
 class Total(NamedTuple):
-    """Of a micro-batch."""
+    """What is differentiated of a micro-batch, and its sums."""
 
     differentiated: tf.Tensor
     # What layers add, where it must be differentiated by itself: weights of samples do not count for it.
@@ -39,7 +39,7 @@ class Total(NamedTuple):
 
 
 def expected_weight(plan: BatchPlan, scores: Scores) -> float:
-    """E: the sum of weights of a global batch in which every weight is 1. `scores`: specs."""
+    """The sum of weights of a global batch in which every weight is 1: E. `scores`: specs."""
     of_a_sample = scores.weights.shape[1:].num_elements()
     if of_a_sample is None:
         raise ConfigError(
@@ -50,7 +50,7 @@ def expected_weight(plan: BatchPlan, scores: Scores) -> float:
 
 
 def rows_of(w: tf.Tensor) -> tf.Tensor | float:
-    """How many rows a micro-batch with these weights has."""
+    """The number of rows of a micro-batch with these weights."""
     rows = w.shape.as_list()[0]
     return tf.cast(tf.shape(w)[0], tf.float32) if rows is None else float(rows)
 
@@ -103,13 +103,13 @@ class TotalLoss:
         return Total(found.loss / self.expected * scale, found.share * found.added * scale, found.sums)
 
     def of_added(self, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor]) -> Total:
-        """The same of a part of the model that adds `losses`, and of which no outputs are known."""
+        """The total of a part of the model that adds `losses` and whose outputs are not known."""
         added = rows_of(w) / self.summed.global_batch * _sum(losses)
         sums = tf.stack([0.0, 0.0, added, *[0.0] * len(self.summed.metric_names)])
         return Total(added * scale, added * scale if self.weighted else None, sums)
 
 
 def _sum(losses: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Of a loss of several values, such as one for each row, their sum, as in keras.Model.compute_loss."""
+    """The sum of all losses; one of several values, such as one a row, is summed as in keras.Model.compute_loss."""
     terms = [tf.cast(term, tf.float32) for term in losses]
     return tf.add_n([tf.reduce_sum(term) if term.shape.rank else term for term in terms]) if terms else tf.constant(0.0)

@@ -13,7 +13,7 @@ _NOISE = 100_003  # numbers drawn at most for a weight, then again from the firs
 
 
 def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
-    """Other weights: an initial 0 can hide what a loss depends on. The same if `by` is 0."""
+    """The weights, disturbed: an initial 0 can hide what a loss depends on. The same if `by` is 0."""
     if not by:
         return weights
     random = np.random.default_rng(0)
@@ -26,12 +26,12 @@ def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
 
 
 def _some_of(weight: np.ndarray) -> np.ndarray:
-    """Enough of its numbers to know their spread."""
+    """A sample of a weight's numbers, enough to know their spread."""
     return weight.reshape(-1)[:: weight.size // _NOISE | 1]  # odd, so as not to stay in one column
 
 
 def with_rows_apart(weight: np.ndarray, size: float) -> np.ndarray:
-    """So many times a weight; a table with rows of different sizes, which batches of whole numbers have by it alone."""
+    """The weight times `size`; a table's rows differ in size, as those of whole-number inputs can only by it."""
     if weight.ndim < 2:
         return np.asarray(size * weight, weight.dtype)
     rows = np.random.default_rng(4).permutation(np.geomspace(*APART, len(weight)))

@@ -25,27 +25,26 @@ from tfdist.training.table_rows import rows_once, subtracting_rows, takes_repeat
 
 
 class Update(Protocol):
-    """From gradients to new weights; one object for a whole run."""
+    """Turns gradients into new weights; one object for a whole run."""
 
     connected: Connected  # which of `sources` have a gradient at all
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
-        """State of its own that must be saved."""
+        """The state of its own that must be saved."""
         ...
 
     def sources(self) -> list[tf.Variable]:
-        """What the step differentiates with respect to."""
+        """The variables with respect to which the step differentiates."""
         ...
 
     def pieces_of_weights(self) -> list[keras.Variable]:
-        """What it sets in the place of whole weights; their values are saved as those of the weights."""
+        """Variables that it sets in place of whole weights; their values are saved as those of the weights."""
         ...
 
     def keep(self, gradients: list[Gradient]) -> list[Gradient]:
-        """On one replica: of the gradients of a micro-batch, what is added up over micro-batches: tensors, if there are
-        several.
-        """
+        """The form of a micro-batch's gradients that is added up over micro-batches: tensors, if there are several.
+        Called on one replica."""
         ...
 
     def travels_as_rows(self, gradient: Gradient) -> bool:
@@ -53,9 +52,8 @@ class Update(Protocol):
         ...
 
     def reduce(self, kept: list, sums: tf.Tensor, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
-        """On one replica: (pieces of the gradients' sum over replicas, [*sums over replicas, *signals over all
-        workers]).
-        """
+        """Returns (pieces of the gradients' sum over replicas, [*sums over replicas, *signals over all workers]).
+        Called on one replica."""
         ...
 
     def norm(self, pieces: Sequence) -> tf.Tensor:
@@ -63,7 +61,7 @@ class Update(Protocol):
         ...
 
     def apply(self, pieces: list) -> None:
-        """On one replica: updates the weights."""
+        """Updates the weights. Called on one replica."""
         ...
 
     def weight_norm(self) -> tf.Tensor:
@@ -71,11 +69,11 @@ class Update(Protocol):
         ...
 
     def figures(self) -> dict[str, float]:
-        """Between steps: what it has to tell at a log line."""
+        """Values for a log line. Called between steps."""
         ...
 
     def averaged(self) -> AbstractContextManager:
-        """Within it, the weights are their moving averages, if there are any. Every worker must enter it."""
+        """A context in which the weights are their moving averages, if there are any. Every worker must enter it."""
         ...
 
 
@@ -145,7 +143,7 @@ class DataParallel:
         ], reduced[-1]
 
     def _summed(self, slices: tf.IndexedSlices, table: tf.Variable) -> Gradient:
-        """As the optimizer takes it."""
+        """The sum of slices in the form that the optimizer takes."""
         if not updates_rows(self.optimizer):
             return tf.convert_to_tensor(slices)
         return slices if takes_repeated_rows(table) else rows_once(slices)
@@ -209,7 +207,7 @@ def compiled(differentiate: Callable, update: Update) -> Callable:
 
 
 def in_xla(function: Callable) -> Callable:
-    """The same, as one operation that XLA compiles. For GPUs, which wait for each of hundreds of small kernels:
+    """Makes the function one operation that XLA compiles. For GPUs, which wait for each of hundreds of small kernels:
     ResNet-50 trains 12 % faster on an H200. A CPU is 4 to 8 % slower with it."""
     return tf.function(function, autograph=False, jit_compile=True)
 
@@ -227,7 +225,7 @@ class _SlicesShape(NamedTuple):
 
 
 def scaled(piece: Gradient, factor: tf.Tensor) -> Gradient:
-    """piece * factor"""
+    """A piece times a factor, in the piece's dtype."""
     factor = tf.cast(factor, piece.dtype)
     if isinstance(piece, tf.IndexedSlices):
         return tf.IndexedSlices(piece.values * factor, piece.indices, piece.dense_shape)

@@ -48,7 +48,7 @@ def fill(text: str, values: Mapping[str, object]) -> str:
 
 
 def bash_word(text: str) -> str:
-    """One word for bash, on one line: a line break in it must not meet the indent of `fill`."""
+    """Quotes a text as one word for bash, on one line: a line break in it must not meet the indent of `fill`."""
     if text.isprintable():
         return shlex.quote(text)
     special = {"\\": "\\\\", "'": "\\'"}
@@ -63,5 +63,5 @@ def bash_word(text: str) -> str:
 
 
 def quoted_list(items: Sequence[str]) -> str:
-    """As a YAML block list; JSON's strings are YAML's."""
+    """The texts as a YAML block list; JSON's strings are YAML's."""
     return "\n".join(f"- {json.dumps(item)}" for item in items)

@@ -25,7 +25,7 @@ _FORMS = {
 
 
 class _Parser(CommandParser):
-    """Of the command, and of each kind of file."""
+    """The parser of the command, and of each kind of file."""
 
     def __init__(self, **options: Any):
         hint = (

@@ -19,9 +19,8 @@ _USER = "tfdist.data.sources.user:load"
 
 
 def data_here(config: Config) -> DataConfig:
-    """What sources are given: where --data_dir is in an object store, the folder of its copies on this machine, of
-    which storage/data_cache.py brings what a source asks for. Raises ConfigError, StartupError.
-    """
+    """The configuration for sources: where --data_dir is in an object store, the folder of its copies on this machine,
+    of which storage/data_cache.py brings what a source asks for. Raises ConfigError, StartupError."""
     data = config.data
     if not is_url(data.data_dir):
         return data

@@ -23,7 +23,7 @@ _ORDER = "biufcSUO"  # of kinds of types: bool, whole numbers, floats, complex n
 
 
 def object_split(name: str, data: Any) -> Split:
-    """Random access through data[i], in Python. Raises DataError for items that do not fit each other."""
+    """Makes a split with random access through data[i]. Raises DataError for items that do not fit each other."""
     try:
         size = len(data)
     except Exception as error:  # whatever the user's code raises, or Python says of what it returns
@@ -61,7 +61,7 @@ class _Items:
         self.spec = tf.nest.pack_sequence_as(self.structure, specs)
 
     def rows(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """One column for each part: [n, *shape]."""
+        """The samples at these indices, one column for each part: [n, *shape]."""
         columns = [
             np.empty([len(indices), *shape], dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
@@ -96,7 +96,7 @@ class _Items:
         return item
 
     def _parts(self, index: int) -> list[np.ndarray]:
-        """The tensors of an item, flat."""
+        """The tensors of an item as a flat list. Raises DataError for another structure than that of item 0."""
         item = self._item(index)
         try:
             tf.nest.assert_same_structure(self.structure, item)

@@ -66,7 +66,7 @@ def read_in_graph(read: Callable[[Rows], list[bytes]], indices: tf.Tensor) -> tf
 
 
 def as_objects(records: list[bytes]) -> np.ndarray:
-    """What a function that TensorFlow calls must give for them to arrive as they are."""
+    """The records as an array of objects, which arrive as they are when a function that TensorFlow calls returns it."""
     found = np.empty(len(records), object)  # an array of type bytes would drop zero bytes at the end
     found[:] = records
     return found
@@ -114,7 +114,7 @@ def offsets_of(path: str, size: int, read: Callable[[int, int], bytes]) -> np.nd
 
 
 def data_bytes(path: str, size: int, offset: int, header: bytes) -> int:
-    """How many there are in the record at an offset of a file of so many bytes. Raises DataError."""
+    """The number of data bytes in the record at an offset of a file of so many bytes. Raises DataError."""
     if offset + FRAME_BYTES <= size:
         length, checksum = _HEADER.unpack(header)
         if _masked_crc(header[:8]) != checksum:
@@ -152,7 +152,7 @@ def _masked_crc(data: bytes) -> int:
 
 
 def _cache_path(paths: list[str]) -> str:
-    """Where the index of these files is kept: the name changes when a file does."""
+    """The path of the index of these files: the name changes when a file does."""
     stats = [(path, stat.st_size, stat.st_mtime_ns) for path in paths for stat in [os.stat(path)]]
     digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
     return os.path.join(os.path.dirname(paths[0]), f".tfdist-index-{digest}.npz")

@@ -25,7 +25,7 @@ SPLITS = ("train", "eval")
 
 
 def missing(*_: Any) -> Any:
-    """What a split has in place of a way of reading that it lacks."""
+    """Stands in a split for a way of reading that it lacks. Raises NotImplementedError."""
     raise NotImplementedError("A split is read by its `fetch` if it has a size, else by its `stream`.")
 
 
@@ -174,14 +174,12 @@ def scaled(x: tf.Tensor) -> tf.Tensor:
 
 
 def scaled_spec(spec: tf.TensorSpec) -> tf.TensorSpec:
-    """What `scaled` makes of one sample's spec."""
+    """The spec of one sample after `scaled`."""
     return tf.TensorSpec(spec.shape, tf.float32) if spec.dtype == tf.uint8 and spec.shape.rank == 3 else spec
 
 
 def places(nest: Any, names: Sequence[str] = "xyw") -> list[str]:
-    """What the parts of a sample are called, in the order of tf.nest: x, y, w, or x['image'] where there are
-    several.
-    """
+    """The names of the parts of a sample, in the order of tf.nest: x, y, w, or x['image'] where there are several."""
     if isinstance(nest, dict):
         parts = [(nest[key], f"{names}[{key!r}]") for key in sorted(nest)]
     elif isinstance(nest, tuple | list):

@@ -20,9 +20,8 @@ _RANGE_BYTES = 1 << 25  # but no more than this at once, if it is more than one 
 
 
 class StoredRecords:
-    """As records.RecordFiles, but no file is there. Raises what DataCache.piece raises, and DataError for what is no
-    TFRecord file, or damaged.
-    """
+    """Reads records as records.RecordFiles does, without files here. Raises what DataCache.piece raises, and DataError
+    for what is no TFRecord file, or damaged."""
 
     def __init__(self, cache: DataCache, paths: Sequence[str]):
         self._cache, self._paths = cache, list(paths)
@@ -79,7 +78,7 @@ class StoredRecords:
 
 
 def _offsets(cache: DataCache, path: str) -> np.ndarray:
-    """Of the records of a file, which is read once, or, where records are large, their headers alone."""
+    """The offsets of the records of a file, which is read once, or, where records are large, their headers alone."""
     size, start, piece = cache.size(path), 0, b""
 
     def header(offset: int, before: int) -> bytes:

@@ -130,7 +130,7 @@ def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) 
 
 
 def _around(paths: list[str], at: int, opened: int) -> tuple[list[str], list[str]]:
-    """What is read after a file, and what is not read any more when that is begun, as the last of `opened` files."""
+    """The files to read after a file, and those not read any more once it is begun, as the last of `opened` files."""
     count = len(paths)
     ahead = [paths[(at + 1 + each) % count] for each in range(min(_AHEAD, count - 1))]
     over = paths[(at - opened) % count]

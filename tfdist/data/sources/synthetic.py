@@ -34,7 +34,7 @@ NOISE_OFFSETS = 65_536  # different stretches of one noise array
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """See above. Raises ConfigError for an option that is not valid."""
+    """Loads a split as described above. Raises ConfigError for an option that is not valid."""
     options = read_options(config, DEFAULTS)
     task, shape, length = options["task"], options["shape"], config.sequence_length
     if task not in ("image", "text"):

@@ -71,7 +71,7 @@ SEPARATOR = b"\0"
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """See above. info: files, bytes, digest of this split; unigram entropies of both, in nats a byte; skipped files.
+    """Loads a split. info: files, bytes, digest of this split; unigram entropies of both (nats a byte); skipped files.
 
     Raises DataError if there is no such folder, or too little text for one window in a split.
     """

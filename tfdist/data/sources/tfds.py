@@ -54,7 +54,7 @@ DEFAULTS = {
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """See above. Raises UnsupportedError without the package, DataError if the data set is missing or does not fit."""
+    """Loads a split. Raises UnsupportedError without the package, DataError if the data set is missing or unfit."""
     options = read_options(config, DEFAULTS)
     try:
         import tensorflow_datasets as tfds
@@ -108,7 +108,7 @@ def load(config: DataConfig, split: str) -> Split:
 
 
 class _Decoder:
-    """From a record to (x, y). image_size 0: samples of one size."""
+    """Decodes a record into (x, y). image_size 0: samples of one size."""
 
     def __init__(self, tfds: Any, info: Any, options: dict[str, Any]):
         self.features, self.image_size = info.features, options["image_size"]

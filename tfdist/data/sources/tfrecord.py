@@ -14,7 +14,7 @@ Options:
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*
-  stream      True: read the files from front to back instead (see input_pipeline.py for what is lost); a replica
+  stream      True: read the files from front to back instead (see streams.py for what is lost); a replica
               reads only its own files if there are at least as many files as replicas
   compression GZIP or ZLIB; only with stream=True
 """
@@ -49,9 +49,8 @@ _RAW = ("uint8", "int8", "uint16", "int16", "float16", "float64", "raw_float32",
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """See above. Raises ConfigError for a wrong option, DataError if files are missing, damaged, or do not fit x and
-    y.
-    """
+    """Loads a split as described above. Raises ConfigError for a wrong option, DataError if files are missing, damaged,
+    or do not fit x and y."""
     options = read_options(config, DEFAULTS)
     x, y = (_Field.parse(name, options[name]) for name in ("x", "y"))
     _check(options, y)
@@ -173,7 +172,7 @@ class _Folder:
         self._data_dir, self._cache = data_dir, cache_of(data_dir)
 
     def paths(self, options: dict, split: str) -> list[str]:
-        """Of the split's files, sorted. Raises DataError if there are none, or if one belongs to both splits."""
+        """The split's files, sorted. Raises DataError if there are none, or if one belongs to both splits."""
         found = self._matching(options, split)
         shared = set(found) & set(self._matching(options, "eval" if split == "train" else "train", required=False))
         if shared:
@@ -203,7 +202,7 @@ class _Folder:
         return self._cache.size(path) if self._cache else tf.io.gfile.stat(path).length
 
     def checksums(self, paths: list[str]) -> list[int]:
-        """Of the files' names and sizes."""
+        """A checksum of the files' names and sizes."""
         return [checksum_of(f"{os.path.basename(path)} {self.size(path)}".encode() for path in paths)]
 
     def at_random(self, paths: list[str]) -> RecordFiles | StoredRecords:

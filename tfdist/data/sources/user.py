@@ -10,7 +10,7 @@ everything). It returns the data of one split:
                            `num_classes` is read from it if it has one
   tf.data.Dataset          of single samples, not of batches, the same at every pass: it must not be shuffled, repeated
                            or sharded, that is done here, and is refused if its first samples are others at a second
-                           look. It is read as a stream (see pipeline.py for what is lost)
+                           look. It is read as a stream (see streams.py for what is lost)
   Split                    anything else (tfdist/data/sources/split.py)
 
 or of both: {"train": ..., "eval": ...}, or a pair of pairs, as keras.datasets.*.load_data() returns them. A function
@@ -48,9 +48,8 @@ _MOST_CLASSES = 10**8  # a model has an output for each
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """See above. Raises ConfigError for a function that is missing or options it does not take, DataError for its
-    data.
-    """
+    """Loads a split by the user's function. Raises ConfigError for a function that is missing or options it does not
+    take, DataError for its data."""
     function = resolve("source", config.source, {})
     arguments, takes_split = _arguments(function, config, split)
     result = _called.pop(config, None) if split == "eval" else None
@@ -109,7 +108,7 @@ def _arguments(function: Callable, config: DataConfig, split: str) -> tuple[dict
 
 
 def _split(name: str, data: Any) -> Split:
-    """One split from whatever the function returned for it."""
+    """Makes one split from whatever the function returned for it."""
     if isinstance(data, Split):
         return data
     if isinstance(data, tf.data.Dataset):

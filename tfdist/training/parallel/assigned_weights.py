@@ -29,9 +29,8 @@ _SETTERS = ("assign", "assign_add", "assign_sub")
 def refuse_assigned(
     model: keras.Model, variables: Iterable[keras.Variable | tf.Variable], flag: str, why_and_fix: str = WHOLE
 ) -> None:
-    """From now on a layer of `model` that sets one of these `variables` while it is called is a ConfigError, which
-    names `flag`. Trainable ones, or state, which may be TensorFlow's variables that a layer keeps by itself.
-    """
+    """Makes it a ConfigError, which names `flag`, if a layer of `model` sets one of these `variables` while it is
+    called. Trainable ones, or state, which may be TensorFlow's variables that a layer keeps by itself."""
     for variable in variables:
         name, like = _owner(model, variable), _like(variable)
         sentence = (
@@ -45,7 +44,7 @@ def refuse_assigned(
 
 
 def refuse_rules_with_state(model: keras.Model, flag: str, why_and_fix: str) -> None:
-    """That a regularizer or constraint, which are called beside the layers, keeps a variable is a ConfigError."""
+    """Raises ConfigError if a regularizer or constraint, which is called beside the layers, keeps a variable."""
     if found := variables_of_rules(model):
         raise ConfigError(
             f"{flag}, but a regularizer or constraint of the model keeps a variable of its own ({found[0].name}),"
@@ -58,7 +57,7 @@ def _like(variable: keras.Variable | tf.Variable) -> str:
 
 
 def _owner(model: keras.Model, variable: keras.Variable | tf.Variable) -> str:
-    """The name of the layer that keeps it."""
+    """The name of the layer that keeps the variable."""
     layers = keras_layers.all_layers(model, include_self=False)
     if isinstance(variable, tf.Variable):  # known to the layers around it, too, which come first
         return next(layer.name for layer in [*reversed(layers), model] if _holds(layer, variable))

@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some of a list of variables. The methods take and fill lists in the order of all variables."""
+    """A part of a list of variables. The methods take and fill lists in the order of all variables."""
 
     places: tuple[int, ...]  # in that list, from the last
     shapes: tuple[tuple[int, ...], ...]
     group: Group
 
     def take(self, values: Sequence[T]) -> list[T]:
-        """Those of the bucket."""
+        """The values of this bucket's places."""
         return [values[place] for place in self.places]
 
     def put(self, values: Sequence[T], into: dict[int, T]) -> None:
-        """Each of the bucket's `values` to its place."""
+        """Puts each of the bucket's `values` at its place."""
         into.update(zip(self.places, values, strict=True))
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], over: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:

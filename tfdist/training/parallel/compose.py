@@ -34,7 +34,7 @@ from tfdist.training.parallel.zero import sharded_update
 
 
 class MeshModel(NamedTuple):
-    """What comes out."""
+    """The result of composing a model on a mesh."""
 
     update: MeshUpdate
     objective: Objective
@@ -43,7 +43,7 @@ class MeshModel(NamedTuple):
 
 
 class _Layers(NamedTuple):
-    """What becomes of layers and outputs along `model` and `expert`."""
+    """The layers and outputs after they were cut along `model` and `expert`."""
 
     objective: Objective
     width: int  # of the outputs' last dim on this rank; 0: not known, of a model that is no graph of layers
@@ -244,7 +244,7 @@ def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
 
 
 def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRuntime) -> None:
-    """State that is of no variable's shape (Adafactor's sums over rows) would be of another size on each stage."""
+    """Refuses state of no variable's shape (Adafactor's sums over rows): it would be of another size on each stage."""
     if any(len(variable.shape) and id(variable) not in update.owners for variable in optimizer.variables):
         raise ConfigError(
             f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name}"

@@ -75,7 +75,7 @@ class Compression:
         }[kind]
 
     def bytes(self) -> int:
-        """What one worker sends of one step's gradients, before the collective's own overhead."""
+        """The bytes that one worker sends of one step's gradients, before the collective's own overhead."""
         total = 0
         for shape in self.shapes:
             n = math.prod(shape)
@@ -94,9 +94,8 @@ class Compression:
         return total
 
     def figures(self) -> dict[str, float]:
-        """For the log: bytes that a worker sends in a step, of how many, and the norm of what this one still
-        carries.
-        """
+        """Values for the log: the bytes that a worker sends in a step, the bytes without compression, and the norm of
+        the error that it carries."""
         found = {
             "compression/sent_bytes": float(self.bytes()),
             "compression/whole_bytes": 4.0 * sum(map(math.prod, self.shapes)),
@@ -111,11 +110,11 @@ class Compression:
         return [self._one(index, tensor, ends) for index, tensor in enumerate(tensors)], ends
 
     def unchanged(self) -> dict[str, tf.Tensor]:
-        """What `variables` hold."""
+        """The present values of `variables`."""
         return {name: tf.identity(variable) for name, variable in self.variables.items()}
 
     def keep(self, ends: Mapping[str, tf.Tensor]) -> None:
-        """Sets `variables`."""
+        """Sets `variables` to these values."""
         for name, end in ends.items():
             self.variables[name].assign(end)
 
@@ -187,17 +186,17 @@ def _kept(n: int) -> int:
 
 
 def _words(n: int) -> int:
-    """32-bit words of a mask of n bits."""
+    """The number of 32-bit words for a mask of n bits."""
     return -(-n // 32)
 
 
 def _as_bits(mask: tf.Tensor) -> tf.Tensor:
-    """bool [32 w] -> int32 [w]"""
+    """Packs a mask into words: bool [32 w] -> int32 [w]."""
     return tf.reduce_sum(tf.bitwise.left_shift(tf.cast(tf.reshape(mask, [-1, 32]), tf.int32), tf.range(32)), 1)
 
 
 def _from_bits(words: tf.Tensor) -> tf.Tensor:
-    """int32 [m, w] -> bool [m, 32 w]"""
+    """Unpacks words into masks: int32 [m, w] -> bool [m, 32 w]."""
     bits = tf.bitwise.bitwise_and(tf.bitwise.right_shift(tf.expand_dims(words, -1), tf.range(32)), 1)
     return tf.reshape(bits > 0, [words.shape[0], -1])
 

@@ -32,7 +32,7 @@ _NOISE, _NOISE_HALF = 1e-5, 1e-2  # of the largest number of all gradients: one 
 
 
 class Computed(NamedTuple):
-    """By a model, on a few rows."""
+    """The results of a model for a few rows."""
 
     outputs: Sequence[np.ndarray]
     added: np.ndarray  # the sum of the losses that layers add, []
@@ -139,14 +139,14 @@ class CutTrial:
     # -- comparing -------------------------------------------------------------------------------------------------
 
     def _own(self, whole: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """What is here, of this shape, of something whose last dim may be cut over `model`."""
+        """The part of `whole` that is here, of this shape; its last dim may be cut over `model`."""
         if list(whole.shape) == list(shape):
             return whole
         first, last = share(whole.shape[-1], self._runtime.group("model"))
         return whole[..., first:last]
 
     def _difference(self, whole: Computed, own: Computed, parts: Mapping[int, Part]) -> str:
-        """What is not the same; "" if all is. No collective."""
+        """What differs between the whole and the cut model, as a phrase; "" if nothing does. No collective."""
         cut = [a.shape != b.shape for a, b in zip(whole.outputs, own.outputs, strict=True)]
         if any(cut) and len(cut) > 1:
             return "one of its several outputs comes in parts"

@@ -77,14 +77,14 @@ def _gather_when_called(
 
 
 class _Turn:
-    """Whose turn it was before: a gather may start when the layer before has its input (or upstream gradient)."""
+    """The order of gathers: one may start when the layer before has its input (or upstream gradient)."""
 
     def __init__(self) -> None:
         self._before: tf.Tensor | None = None
         self._sent: list[tf.Tensor] = []  # of the last two layers
 
     def take(self, mine: tf.Tensor) -> list[tf.Tensor]:
-        """What the gather of the layer that starts with `mine` waits for."""
+        """The tensors that the gather of the layer that starts with `mine` waits for."""
         earlier = [
             tensor for tensor in (self._before, *self._sent[:-1]) if tensor is not None and tensor.graph is mine.graph
         ]

@@ -30,14 +30,14 @@ from tfdist.training.update import DataParallel
 
 
 class AllReduce(Protocol):
-    """What sums tensors over a group: the group itself, or runtime/hierarchical.py."""
+    """Sums tensors over a group: the group itself, or runtime/hierarchical.py."""
 
     def all_reduce(self, x: tf.Tensor) -> tf.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How the trainable variables of a model lie on the mesh; by default each worker has all of each.
+    """The place of the trainable variables of a model on the mesh; by default each worker has all of each.
 
     parts: id of a variable -> the axis along which this worker has a part of it, `model` or `expert`; the others are
     the same on all ranks of these axes.
@@ -58,7 +58,7 @@ class Placement:
 
 
 class MeshUpdate(DataParallel):
-    """See training/update.py. Builds the optimizer, which must not be built yet.
+    """The update on a mesh without --zero, see training/update.py. Builds the optimizer, which must not be built yet.
 
     Args:
       bucket_bytes: gradients travel in buckets of about this size. 0: each on its own.
@@ -112,9 +112,8 @@ class MeshUpdate(DataParallel):
         self.build()
 
     def _count_copies(self, variable: keras.Variable, part: str | None, summed: Sequence[str]) -> int:
-        """How many workers of a group along `sharded_axes` hold the same piece: a part along one axis, a shard along
-        those of its sum.
-        """
+        """The number of workers of a group along `sharded_axes` that hold the same piece: a part along one axis, a
+        shard along those of its sum."""
         different = {"pipe", part, *(summed if self.sharded_axes == AXES else ())}
         copies = self.runtime.mesh.degree(*(axis for axis in self.sharded_axes if axis not in different))
         return copies * len(self.stages[id(variable)])

@@ -19,7 +19,7 @@ SCHEDULES = ("gpipe", "1f1b")
 
 
 class Action(NamedTuple):
-    """One micro-batch through one part."""
+    """One micro-batch that goes forward or backward through one part."""
 
     forward: bool
     micro: int
@@ -61,7 +61,7 @@ def _nth(k: int, stages: int, chunks: int) -> tuple[int, int]:
 
 
 def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[list[tuple[int, Action]]]:
-    """When each action starts, if a forward pass through a part takes `forward` and a backward pass `backward` units.
+    """The start of each action, if a forward pass through a part takes `forward` and a backward pass `backward` units.
 
     Raises ValueError if stages wait for each other for ever.
     """
@@ -97,7 +97,7 @@ def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[li
 
 
 class Receipt(NamedTuple):
-    """What is received before an action: the output (forward) or gradient of part `part` for one micro-batch."""
+    """A tensor received before an action: the output (forward) or gradient of part `part` for one micro-batch."""
 
     forward: bool
     micro: int
@@ -105,7 +105,7 @@ class Receipt(NamedTuple):
 
 
 def receipts(schedule: Schedule) -> list[list[list[Receipt]]]:
-    """For each stage and each of its actions: what it receives before the action. What it makes it sends after it.
+    """The tensors that each stage receives before each of its actions. It sends the action's result after it.
 
     So that one order of all transfers exists, which NCCL needs: that in which they are made if all are as quick as in
     `timeline`. Before a stage sends, it has received all that was made before, even if it is to be used later.
@@ -139,7 +139,7 @@ def _made(start: int, action: Action, stage: int, stages: int) -> tuple[int, Rec
 
 
 def _end(start: int, action: Action) -> int:
-    """With the durations that `timeline` has if none are given."""
+    """The end of an action that begins at `start`, with the default durations of `timeline`."""
     return start + (1 if action.forward else 2)
 
 

@@ -43,7 +43,7 @@ def divide(model: Cut, parts: int, cut: str = "") -> list[list[Segment]]:
 
 
 def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
-    """What a stage sends is what its last segment gives first."""
+    """Raises ConfigError unless each part gives one tensor, the first output of its last segment."""
     if len(model.inputs) != 1 or len(model.outputs) != 1:
         raise ConfigError(
             f"--mesh has pipe=, whose stages take one tensor and give one, but the model has {len(model.inputs)} inputs"
@@ -63,7 +63,8 @@ def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
 
 
 def _balanced(sizes: list[int], parts: int) -> list[int]:
-    """Where parts 1, 2, ... begin. Dynamic programming over (first segments, parts): the smallest largest sum."""
+    """Segments at which parts 1, 2, ... begin. Dynamic programming over (first segments, parts): the smallest largest
+    sum."""
     best: dict[tuple[int, int], tuple[int, list[int]]] = {
         (stop, 1): (sum(sizes[:stop]), []) for stop in range(1, len(sizes) + 1)
     }
@@ -90,9 +91,8 @@ def stages_of(model: keras.Model, parts: Sequence[Sequence[Segment]], stages: in
 
 
 def first_users(parts: Sequence[Sequence[Segment]], variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
-    """Of each part, the regularized ones of `variables` that no part before it uses; the last has also those that none
-    uses.
-    """
+    """For each part, the regularized ones of `variables` that no earlier part uses; the last part also has those that
+    no part uses."""
     left = {id(variable): variable for variable in variables if variable.regularizer is not None}
     found = [
         [

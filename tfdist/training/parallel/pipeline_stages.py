@@ -175,7 +175,7 @@ class Pipeline:
         return number % self.group.size == self.group.index
 
     def _send(self, number: int, kind: str, x: tf.Tensor) -> tf.Tensor:
-        """To the part behind this one, or, backward, before it. The result is for control dependencies."""
+        """Sends x to the next part, or, backward, to the part before. The result is for control dependencies."""
         own, other = (
             self.group.ranks[part % self.group.size]
             for part in (number, number - 1 if kind == "backward" else number + 1)
@@ -183,7 +183,7 @@ class Pipeline:
         return self.group.pair(own, other, f"{kind} {number}").put_or_take(x, own, static_dims(x), x.dtype)
 
     def _receive(self, number: int, kind: str, like: tf.Tensor) -> tf.Tensor:
-        """From the part before this one (`like` has the batch size), or, backward, behind it (`like` has the shape)."""
+        """Receives from the part before (`like` has the batch size), or, backward, the next (`like` has the shape)."""
         before = number + 1 if kind == "backward" else number - 1
         own, other = (self.group.ranks[part % self.group.size] for part in (number, before))
         spec = self.parts[number][0].part.input

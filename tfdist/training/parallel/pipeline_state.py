@@ -1,4 +1,4 @@
-"""What a stage of a pipeline carries from action to action."""
+"""The state that a stage of a pipeline carries from action to action."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdist.training.parallel.pipe_schedule import Receipt
 
 
 class ForwardPass(NamedTuple):
-    """Of a micro-batch through a part."""
+    """The forward pass of a micro-batch through a part."""
 
     tape: tf.GradientTape
     input: tf.Tensor
@@ -19,7 +19,7 @@ class ForwardPass(NamedTuple):
 
 
 class StageState:
-    """Of one step."""
+    """The tensors that a stage holds during one step."""
 
     def __init__(self, gradients: list[tf.Tensor], sums: tf.Tensor):
         self.gradients, self.sums = gradients, sums

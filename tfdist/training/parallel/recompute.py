@@ -61,7 +61,7 @@ def recomputed(
 
 
 def _refuse_what_comes_out_otherwise(kinds: set[str], owner: keras.Layer) -> None:
-    """Of types of operations: what would be another one in the second pass, whose gradient would be of that."""
+    """Raises ConfigError for operations that give other results in the second pass, which the gradient would be of."""
     if any(map(draws_anew, kinds)):
         what = "draws by tf.random or a tf.random.Generator, which would give other numbers then: draw by keras.random"
     elif any(map(sets_state, kinds)):
@@ -80,9 +80,8 @@ def _refuse_what_comes_out_otherwise(kinds: set[str], owner: keras.Layer) -> Non
 
 
 class _Recomputed:
-    """One call. Its tensors are those of the inputs, then the parameters; its results outputs, losses, changed
-    states.
-    """
+    """One recomputed call. Its tensors are the inputs, then the parameters; its results are outputs, losses and changed
+    states."""
 
     def __init__(
         self,

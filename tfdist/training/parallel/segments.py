@@ -66,9 +66,8 @@ def cut_into_blocks(model: keras.Model, flag: str) -> Cut:
 
 
 def cut_out_attention(model: keras.Model, flag: str) -> Cut:
-    """Each block in three: up to queries, keys and values; attention itself, whose activations grow with T^2; the
-    rest.
-    """
+    """Cuts each block into three: up to queries, keys and values; attention itself, whose activations grow with T^2;
+    the rest."""
     names = blocks(model, flag)
     ends = {"start": model.get_layer(f"{names[0]}_norm_1").input}
     for name in names:
@@ -80,7 +79,7 @@ def cut_out_attention(model: keras.Model, flag: str) -> Cut:
 
 
 def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variable]) -> None:
-    """--recompute=`kind`, block or attention, on a functional model, in place: its call goes from segment to segment.
+    """Applies --recompute=`kind`, block or attention, to a functional model, in place: it is called segment by segment.
 
     storage: id of a trainable variable -> the variable that the model computes with, if that is another one (a shard).
     Raises ConfigError if the model has no blocks.
@@ -107,7 +106,7 @@ def outputs_as_given(functional: Any, tensors: Sequence[tf.Tensor]) -> Any:
 
 
 def with_recompute(model: keras.Model, segments: Sequence[Segment], names: Sequence[str], flag: str) -> list[Segment]:
-    """Those called `names` are computed again in the backward pass.
+    """Marks the segments `names` to be computed again in the backward pass.
 
     Weights that layers set in these are a ConfigError.
     """

@@ -70,7 +70,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def parallelize_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Part], frozenset[int]]:
-    """As tensor.parallelize_layers, with positions shared out in between. Returns (parts, ids of `PARTIAL`).
+    """Cuts layers as tensor.parallelize_layers, and positions in between. Returns (parts, ids of `PARTIAL`).
 
     Raises: ConfigError if the model is not the transformer, has experts, or m does not divide its positions.
     """

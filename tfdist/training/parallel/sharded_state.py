@@ -116,7 +116,7 @@ class ShardedState:
         return self.runtime.mesh.rank({"pipe": self._stages.index})
 
     def _which(self, piece: Piece) -> int:
-        """Which piece of the whole it is; several workers may hold the same."""
+        """The number of the piece of the whole; several workers may hold the same."""
         return (piece.part.index if piece.part else 0) * self.runtime.size + (
             piece.group.index if piece.is_shard else 0
         )
@@ -131,7 +131,7 @@ class ShardedState:
         state.check(self.table() | rows, stored)
 
     def fitted(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Stored arrays with as many rows as there are replicas now."""
+        """The stored arrays, with as many rows as there are replicas now."""
         return {
             key: shared_out(array, self.pieces[key].group.size) if self.pieces[key].is_row else array
             for key, array in arrays.items()
@@ -157,7 +157,7 @@ class ShardedState:
     # -- in parts --------------------------------------------------------------------------------------------------
 
     def to_shards(self) -> list[Shard]:
-        """What this worker writes: every element of the state is written by exactly one."""
+        """The boxes that this worker writes: every element of the state is written by exactly one."""
         shards = []
         for key, piece in self.pieces.items():
             if self._is_here(piece) and self._writes(piece):
@@ -165,7 +165,7 @@ class ShardedState:
         return shards
 
     def wanted(self, stored: Mapping[str, Sequence]) -> list[Shard]:
-        """What `read` reads. stored: a snapshot's table, key -> (name, shape, dtype)."""
+        """The boxes that `read` reads. stored: a snapshot's table, key -> (name, shape, dtype)."""
         return [
             shard
             for key, piece in self.pieces.items()
@@ -183,7 +183,7 @@ class ShardedState:
         self.update.collect()
 
     def _writes(self, piece: Piece) -> bool:
-        """Of all workers that hold the same, the first writes it."""
+        """Whether this worker writes the piece: the first of all that hold the same does."""
         members = [
             self.runtime.mesh.coordinates(rank)
             for rank in (piece.group.ranks if piece.is_shard or piece.is_row else ())

@@ -26,7 +26,7 @@ from tfdist.training.dtypes import of_each_dtype
 
 
 class Layout:
-    """How tensors of these shapes lie in the matrix of a group, and how they travel."""
+    """The layout of tensors of these shapes in the matrix of a group, and how they travel."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], group: Group):
         self.group, self.shapes = group, [tuple(shape) for shape in shapes]
@@ -34,7 +34,7 @@ class Layout:
         self.lengths = [-(-size // group.size) for size in self.sizes]
 
     def scatter_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """This member's shards [length] of the sums of whole tensors over members."""
+        """Sums whole tensors over members; returns this member's shards [length] of the sums."""
         return of_each_dtype(self._scatter_sum, tensors)
 
     def _scatter_sum(self, tensors: Sequence[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
@@ -62,7 +62,7 @@ class Layout:
         ]
 
     def cut(self, array: np.ndarray, which: int) -> np.ndarray:
-        """This member's shard of a whole array, which is tensor number `which`."""
+        """Cuts this member's shard out of a whole array, which is tensor number `which`."""
         length = self.lengths[which]
         flat = np.pad(array.reshape(-1), (0, length * self.group.size - self.sizes[which]))
         return flat[self.group.index * length : (self.group.index + 1) * length]
@@ -73,7 +73,7 @@ def _padded(vector: tf.Tensor, end: int) -> tf.Tensor:
 
 
 def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]) -> list[keras.Variable]:
-    """One variable [length] for each, with this member's part of its value, shared out over its group.
+    """Makes one variable [length] for each, with this member's part of its value in its group.
 
     It keeps the names.
     """

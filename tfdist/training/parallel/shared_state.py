@@ -45,9 +45,8 @@ def refuse_shared(
 
 
 def refuse_hidden(model: keras.Model, flag: str) -> None:
-    """What a layer keeps without Keras' knowing, and changes, is a ConfigError: snapshots take it from the first
-    stage, where it may stand still.
-    """
+    """Raises ConfigError for state that a layer keeps without Keras' knowing, and changes: snapshots take it from the
+    first stage, where it may stand still."""
     if hidden_generators(model):
         raise ConfigError(
             f"{flag}, but a layer draws from a tf.random.Generator, which goes on on its own stage only: draw by"

@@ -22,7 +22,7 @@ from tfdist.training.parallel.tensor import Part
 
 
 class _Region(NamedTuple):
-    """A box of this worker's part."""
+    """The place of this worker's part in the whole array: a shape, and the boxes that make it up."""
 
     lengths: tuple[int, ...]
     boxes: list[Box]  # of the whole, which make it up along `dim`
@@ -31,7 +31,7 @@ class _Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What this worker holds of one variable."""
+    """The part of one variable of the state that this worker holds."""
 
     variable: keras.Variable | tf.Variable  # in which it is
     shape: tuple[int, ...]  # of the whole
@@ -72,7 +72,7 @@ class Piece:
         return Layout([own.shape], self.group).cut(own, 0)
 
     def to_shards(self, key: str) -> list[Shard]:
-        """What it holds, as boxes of the array called `key`."""
+        """The piece as boxes of the array called `key`."""
         array = np.asarray(self.value.numpy())  # a copy, which later steps do not change
         array = array[np.newaxis] if self.is_row else array
         shards, offset = [], 0
@@ -86,7 +86,7 @@ class Piece:
         return shards
 
     def wanted(self, key: str, rows: int) -> list[Shard]:
-        """What `read` reads. rows: of the stored array, if every replica has its own."""
+        """The boxes that `read` reads. rows: of the stored array, if every replica has its own."""
         if not self.is_row:
             return [Shard(key, self.shape, box) for region in self._regions() for box in region.boxes]
         which = [self.group.index] if rows == self.group.size else range(rows)
@@ -94,7 +94,7 @@ class Piece:
         return [Shard(key, whole, ((row, 1), *((0, length) for length in whole[1:]))) for row in which]
 
     def read(self, prefix: str, key: str) -> np.ndarray:
-        """Its content in TensorFlow's checkpoint `prefix`, of which no more is read."""
+        """The piece's content from TensorFlow's checkpoint `prefix`, of which no more is read."""
         if self.is_row:
             return self._read_row(prefix, key)
         regions = self._regions()

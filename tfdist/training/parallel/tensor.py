@@ -34,7 +34,7 @@ from tfdist.training.objectives import Objective, Scores, weights_like
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a variable a rank holds: of dim `dim`, the places `places[index]`."""
+    """The part of a variable that a rank holds: of dim `dim`, the places `places[index]`."""
 
     shape: tuple[int, ...]  # of the whole
     dim: int
@@ -47,7 +47,7 @@ class Part:
         return (*self.shape[: self.dim], len(self.places[self.index]), *self.shape[self.dim + 1 :])
 
     def cut(self, whole: np.ndarray) -> np.ndarray:
-        """This member's part of the whole."""
+        """Cuts this member's part out of the whole."""
         return np.take(whole, self.places[self.index], self.dim)
 
     def padded(self, part: np.ndarray) -> np.ndarray:

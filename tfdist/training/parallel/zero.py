@@ -44,8 +44,8 @@ _ON_THE_WAY = 2
 
 
 class ShardedUpdate(MeshUpdate):
-    """What all stages share: an optimizer over shards. `on_host`: these, and the update, are in host memory and on the
-    CPU.
+    """The common part of all stages: an optimizer over shards. `on_host`: these, and the update, are in host memory and
+    on the CPU.
 
     Raises: ConfigError if the optimizer is not element-wise, or a variable has a constraint.
     """
@@ -98,7 +98,7 @@ class ShardedUpdate(MeshUpdate):
 
 
 class ZeroUpdate(ShardedUpdate):
-    """Stages 1 and 2."""
+    """The update of ZeRO's stages 1 and 2."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -144,9 +144,8 @@ class ZeroUpdate(ShardedUpdate):
 
 
 class Zero3Update(ShardedUpdate):
-    """Stage 3: gradients come out of the backward pass as shards (gathered.py), and no weights are gathered after the
-    update.
-    """
+    """The update of stage 3: gradients come out of the backward pass as shards (gathered.py), and no weights are
+    gathered after the update."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)

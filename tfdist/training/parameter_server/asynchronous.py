@@ -12,7 +12,7 @@ _AHEAD = 2  # calls per worker under way at a time, so that none waits for the c
 
 
 class Asynchronous(ServerSteps):
-    """Up to `_AHEAD` batches a worker are under way, across calls of the loop."""
+    """Asynchronous steps: up to `_AHEAD` batches a worker are under way, across calls of the loop."""
 
     def __init__(self, remote: RemoteStep, workers: Workers, done: int):
         super().__init__(remote, workers, done, _AHEAD * workers.count)

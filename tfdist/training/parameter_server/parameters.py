@@ -38,7 +38,7 @@ class Piece:
 
 
 def place(shapes: Sequence[tuple[int, ...]], servers: int, piece_bytes: float) -> list[Piece]:
-    """Which server holds which rows of float32 weights: large weights in equal pieces, the rest where there is least.
+    """Divides the rows of float32 weights over servers: large weights in equal pieces, the rest where there is least.
 
     piece_bytes: the least size of a piece; 0: nothing is cut. Ordered by weight, then by row.
     """
@@ -72,7 +72,7 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class Parameters:
-    """See above.
+    """The weights, statistics and optimizer state on parameter servers, as described above.
 
     Args:
       model, optimizer: the chief's own, built.
@@ -162,9 +162,8 @@ class Parameters:
         ]
 
     def update(self, gradients: Sequence[tf.Tensor | None], factor: tf.Tensor | None = None) -> None:
-        """One update with whole gradients, None of a weight that stays as it is; `factor` multiplies the learning
-        rate.
-        """
+        """Updates the weights by whole gradients, None for a weight that stays as it is; `factor` multiplies the
+        learning rate."""
         self.schedule.factor = factor
         for server, optimizer in self._optimizers.items():
             with tf.device(self.devices[server]):
@@ -182,7 +181,7 @@ class Parameters:
         self.schedule.factor = None
 
     def set_states(self, values: Mapping[int, tf.Tensor]) -> None:
-        """New statistics (of BatchNormalization, for example), by their places."""
+        """Sets new statistics (of BatchNormalization, for example), by their places."""
         for place, value in values.items():
             self._states[place].assign(tf.cast(value, self._states[place].dtype))
 
@@ -214,7 +213,7 @@ class Parameters:
         self.set_step(step)
 
     def push(self, step: int) -> None:
-        """The inverse of `pull`."""
+        """Writes the chief's values to the servers: the inverse of `pull`."""
         self.skipped = step - int(self._iterations.numpy())
         for piece, value in zip(self.pieces, self._values, strict=True):
             value.assign(_rows(self.weights[piece.weight].numpy(), piece))
@@ -274,7 +273,7 @@ class Parameters:
         return list(zip(local, remote, strict=True))
 
     def describe(self) -> str:
-        """How the weights lie on the servers, in one line."""
+        """One line about where the weights lie."""
         load = [0] * len(self.devices)
         for piece, value in zip(self.pieces, self._values, strict=True):
             load[piece.server] += 4 * math.prod(value.shape)

@@ -15,7 +15,7 @@ Call = Callable[[Any, Sequence], Callable[[], tuple | None]]
 
 
 class RemoteCalls:
-    """At most `most` calls at a time. `read`: what a worker returned -> its result."""
+    """Calls of workers, at most `most` at a time. `read`: what a worker returned -> its result."""
 
     def __init__(self, call: Call, read: Callable[[tuple], Result], most: int):
         self._call, self._read, self.most = call, read, most
@@ -23,7 +23,7 @@ class RemoteCalls:
         self._tags: dict[Future, Any] = {}
 
     def free(self) -> int:
-        """How many more may begin."""
+        """The number of calls that may begin now."""
         return self.most - len(self._tags)
 
     def begin(self, tag: Any, function: Any, *numbers: int) -> None:
@@ -32,7 +32,7 @@ class RemoteCalls:
         self._tags[self._pool.submit(self._make, function, arguments)] = tag
 
     def collect(self, seconds: float) -> list[tuple[Any, Result | None]]:
-        """What has come back, after `seconds` at most; None: it was done, but its worker died before it could tell."""
+        """What came back within `seconds`, as (tag, result); None: done, but the worker died before it could tell."""
         done, _ = wait(self._tags, seconds, FIRST_COMPLETED)
         return [(self._tags.pop(future), future.result()) for future in done]
 

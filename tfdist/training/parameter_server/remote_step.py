@@ -41,7 +41,7 @@ from tfdist.training.update import scaled
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """What a worker needs to know of the configuration."""
+    """The options of the configuration that a worker needs."""
 
     plan: BatchPlan
     seed: int
@@ -52,7 +52,7 @@ class RemoteOptions:
 
 
 class Result(NamedTuple):
-    """What came of a batch, or of one slice of it."""
+    """The result of a batch, or of one slice of it."""
 
     version: int  # of the weights: updates before they were read
     staleness: int  # asynchronous: updates between reading and updating
@@ -132,7 +132,7 @@ class RemoteStep:
     # -- on a worker -----------------------------------------------------------------------------------------------
 
     def _update(self, step: tf.Tensor, position: tf.Tensor) -> tuple[tf.Tensor]:
-        """Asynchronous: batch number `step`, which begins at `position`, as an update of its own."""
+        """Makes an update of batch number `step`, which begins at `position`; asynchronous."""
         parameters, options = self.parameters, self.options
         version, gradients, states, sums = self._gradients(step, position, tf.constant(0, tf.int64))
         gradients, norm, finite = self._finish(gradients, self.sums.of(sums, "loss"), self.sums.of(sums, "weight"))
@@ -152,7 +152,7 @@ class RemoteStep:
         return (_numbers(version, staleness, applied, finite, norm, sums),)
 
     def _differentiate(self, step: tf.Tensor, position: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Synchronous: gradients and states of slice `replica` of batch number `step`."""
+        """The gradients and states of slice `replica` of batch number `step`; synchronous."""
         version, gradients, states, sums = self._gradients(step, position, replica)
         return _numbers(version, 0, False, True, 0.0, sums), *self._values.packed(gradients, states)
 
@@ -234,7 +234,7 @@ class RemoteStep:
     # -- on the chief ----------------------------------------------------------------------------------------------
 
     def _apply(self, flat: tuple[tf.Tensor, ...], weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Synchronous: one update with the sum of all slices.
+        """Makes one update with the sum of all slices; synchronous.
 
         `weight`: the sum of the samples' weights. Returns (norm, finite).
         """
@@ -250,12 +250,12 @@ class RemoteStep:
         return norm, finite
 
     def combine(self, results: list[Result]) -> tuple[tf.Tensor, ...]:
-        """Of all slices, in order: see SliceValues.combined."""
+        """Combines the results of all slices, in order: see SliceValues.combined."""
         step = results[0].version + 1
         return tuple(map(tf.constant, self._values.combined([result.values for result in results], step)))
 
 
 def _numbers(version, staleness, applied, finite, norm, sums: tf.Tensor) -> tf.Tensor:
-    """One float64 vector, so that one message brings it."""
+    """The numbers of a result as one float64 vector, so that one message brings it."""
     head = [tf.cast(number, tf.float64) for number in (version, staleness, applied, finite, norm)]
     return tf.concat([tf.stack(head), tf.cast(sums, tf.float64)], 0)

@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.2  # between looks at who is lost
 
 @dataclass(frozen=True)
 class Workers:
-    """Who makes the steps, and what they need to know of the run."""
+    """The workers that make the steps, and what they need to know of the run."""
 
     call: Call
     news: Callable[[], list[str]]  # sentences about workers that left or came back; raises PeerLostError
@@ -42,7 +42,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of one step."""
+    """The result of one step."""
 
     sums: np.ndarray  # float64, see RemoteStep.sums
     norm: float  # of the gradient, before clipping
@@ -73,7 +73,7 @@ class ServerSteps(ABC):
         """
 
     def __call__(self, iterators: Sequence, n: int, requests: Requests) -> StepOutput:
-        """See training/loop.py. There are no iterators: workers find their samples by number."""
+        """Makes n steps, see training/loop.py. `iterators` is not used: workers find their samples by number."""
         before = self.requested
         self.requested = Requests(before.save or requests.save, before.stop or requests.stop)
         totals: dict[str, float] = dict.fromkeys(self.remote.sums.names, 0.0)
@@ -105,7 +105,7 @@ class ServerSteps(ABC):
         )
 
     def _sums(self, result: StepResult) -> dict[str, float]:
-        """Over the samples of a step, all zero if it was skipped. Raises DivergedError."""
+        """The sums over the samples of a step, all zero if it was skipped. Raises DivergedError."""
         sums = self.remote.sums.read(result.sums)
         if result.finite:
             return sums | {"regularization": sums["regularization"] * sums["weight"]}
@@ -118,7 +118,7 @@ class ServerSteps(ABC):
         )
 
     def _look(self, seconds: float = LOOK_SECONDS) -> list[tuple[Any, Result | None]]:
-        """What has come back within `seconds`. Also tells who left."""
+        """The results that came back within `seconds`. Also reports workers that left."""
         for sentence in self.workers.news():
             self.workers.warn(self.done, sentence)
         return self.calls.collect(seconds)
@@ -130,9 +130,8 @@ class ServerSteps(ABC):
             self._settled = step
 
     def extra_values(self) -> dict[str, float]:
-        """What the train event has of this kind of run; also brings the chief's own step and learning rate up to
-        date.
-        """
+        """Values for the train event that only this kind of run has; also brings the chief's own step and learning rate
+        up to date."""
         self.remote.parameters.set_local_step(self.done)
         recent, self.recent = self.recent, Staleness()
         self.staleness.merge(recent)

@@ -24,7 +24,7 @@ class SliceValues:
         self.set_places: set[int] = set()
 
     def note(self, given: Sequence[tf.Tensor], found: Sequence[tf.Tensor]) -> None:
-        """While a step is traced: the states before and after a forward pass."""
+        """Notes which states a forward pass sets, by the states before and after it, while a step is traced."""
         self.set_places |= {place for place, (old, new) in enumerate(zip(given, found, strict=True)) if new is not old}
 
     def of_states(self, states: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
@@ -32,7 +32,7 @@ class SliceValues:
         return {place: states[place] for place in sorted(self.set_places)}
 
     def packed(self, gradients: Sequence[tf.Tensor], states: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-        """One flat tensor for each dtype."""
+        """The tensors that travel, as one flat tensor for each dtype."""
         tensors = [*gradients, *self.of_states(states).values()]
         return tuple(
             tf.concat([tf.reshape(tf.cast(tensors[place], dtype), [-1]) for place in places], 0)
@@ -40,7 +40,7 @@ class SliceValues:
         )
 
     def specs(self) -> tuple[tf.TensorSpec, ...]:
-        """Of what `packed` returns."""
+        """The specs of the tensors that `packed` returns."""
         variables = self._variables()
         return tuple(
             tf.TensorSpec([sum(_size(variables[place]) for place in places)], dtype)
@@ -96,7 +96,7 @@ class SliceValues:
         return arrays[0]
 
     def _variables(self) -> list[keras.Variable]:
-        """Those that travel: weights, whose gradients do, then states."""
+        """The variables whose values travel: weights (as gradients), then states."""
         return [*self._weights, *(self._states[place] for place in sorted(self.set_places))]
 
     def _places(self) -> dict[tf.DType, list[int]]:
