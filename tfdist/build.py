@@ -152,7 +152,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         options = _step_options(config, runtime, plan, train_split)
         parameters = model.count_params()
         composition_checks.check_added(runtime, model, options.weighted, spec[0])
-        warnings = compatibility.check(config.model, model, train_split, eval_split, plan.global_batch, spec)
+        warnings = compatibility.check(config.model, model, train_split, eval_split, plan, spec)
         if limits:
             composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
 from tfdist.data.checksums import SAMPLED, checksum, checksum_of, sampled_rows
-from tfdist.data.sources.split import Split
+from tfdist.data.sources.split import Split, missing
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import host_view
 
@@ -35,7 +35,15 @@ def checksums(split: Split) -> list[int]:
 
 def identity(split: Split) -> dict[str, Any]:
     """The values that `changed` compares, for JSON."""
-    return {"size": split.size, "checksums": checksums(split)}
+    return {"size": split.size, "stream_size": _stream_size(split), "checksums": checksums(split)}
+
+
+def _stream_size(split: Split) -> int | None:
+    """The number of samples of a stream, where TensorFlow knows it without reading; None: not known, or no stream."""
+    if split.size is not None or split.stream is missing:
+        return None
+    known = int(split.stream(0, 1).cardinality())
+    return known if known >= 0 else None
 
 
 def changed(split: Split, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -43,8 +51,9 @@ def changed(split: Split, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
     Nothing is said of what differs from one reading to the next.
     """
-    if before.get("size", now["size"]) != now["size"]:
-        return f"{split.name} had {_counted(before['size'])}, and has {_counted(now['size'])}"
+    for kind in ("size", "stream_size"):
+        if before.get(kind, now[kind]) != now[kind]:
+            return f"{split.name} had {_counted(before[kind])}, and has {_counted(now[kind])}"
     old, new = before.get("checksums"), now["checksums"]
     if old is None or old == new:
         return ""
@@ -55,7 +64,7 @@ def changed(split: Split, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def _counted(size: Any) -> str:
-    return f"{size:,} samples" if isinstance(size, int) else "no known number of samples"
+    return "no known number of samples" if size is None or size < 0 else f"{size:,} samples"
 
 
 def must_be_the_same(runtime: Runtime, split: Split) -> None:
@@ -66,10 +75,11 @@ def must_be_the_same(runtime: Runtime, split: Split) -> None:
     """
     if runtime.size == 1:
         return
-    sizes = runtime.all_gather(np.array([-1 if split.size is None else split.size], np.int64))[:, 0]
+    known = _stream_size(split) if split.size is None else split.size
+    sizes = runtime.all_gather(np.array([-1 if known is None else known], np.int64))[:, 0]
     if ranks := _others(sizes):
         raise DataError(
-            f"Rank {ranks[0]} has {sizes[ranks[0]]:,} samples in {split.name}, rank 0 has {sizes[0]:,}: {_FIX}."
+            f"Rank {ranks[0]} has {_counted(sizes[ranks[0]])} in {split.name}, rank 0 has {_counted(sizes[0])}: {_FIX}."
         )
     own = checksums(split)
     if not _others(_gathered(runtime, split, own)):

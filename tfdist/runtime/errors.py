@@ -61,9 +61,9 @@ class BadLabel:
     @property
     def sentence(self) -> str:
         return (
-            f"A label is {self.value}, but the model has outputs for the classes 0 to {self.classes - 1}: mend it,"
-            " raise num_outputs in --model_args, or leave the sample or token out by a weight of 0 (and any valid"
-            " label)."
+            f"A label is {self.value}, but the model has outputs for the classes 0 to {self.classes - 1}: mend it, give"
+            " the model more outputs (tfdist's own: num_outputs in --model_args), or leave the sample or token out by a"
+            " weight of 0 (and any valid label)."
         )
 
 

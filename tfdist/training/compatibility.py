@@ -21,6 +21,7 @@ from tfdist.compat import keras_layers
 from tfdist.compat.keras_tensors import as_called, call_again, functional_of, node_of
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources.split import Split
 
 _LOOKED_AT = 32  # samples
@@ -32,7 +33,7 @@ def check(
     model: keras.Model,
     train: Split,
     held_out: Split | None,
-    global_batch: int,
+    plan: BatchPlan,
     batch_spec: tuple | None = None,
 ) -> list[str]:
     """Returns warnings. Raises ConfigError or DataError for what cannot go well; nothing is said of a user's own
@@ -51,10 +52,16 @@ def check(
     for split in filter(None, (train, held_out)):
         check_inputs(flag, model, split.element_spec[0], split.name, batch)
     warnings = []
-    if train.size is not None and global_batch > train.size:
+    if plan.accumulation > 1 and any(map(_takes_moments, keras_layers.all_layers(model))):
         warnings.append(
-            f"--global_batch={global_batch} is more than the {train.size:,} samples of {train.name}: each batch holds"
-            f" samples several times; lower it to at most {train.size}."
+            f"BatchNormalization takes its moments over the {plan.micro_batch * plan.replicas} rows of a micro-batch,"
+            f" not over all {plan.global_batch}, so that --accumulation={plan.accumulation} trains another function"
+            " than --accumulation=1 does."
+        )
+    if train.size is not None and plan.global_batch > train.size:
+        warnings.append(
+            f"--global_batch={plan.global_batch} is more than the {train.size:,} samples of {train.name}: each batch"
+            f" holds samples several times; lower it to at most {train.size}."
         )
     if ":" in config.objective:
         return warnings
@@ -72,6 +79,11 @@ def check(
             " training would be slow and the loss wrong; drop the activation of the last layer."
         )
     return warnings
+
+
+def _takes_moments(layer: keras.Layer) -> bool:
+    """Whether a layer normalises by the moments of a batch, in training."""
+    return isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
 
 
 def check_inputs(flag: str, model: keras.Model, x_spec: Any, of: str, batch: int | None = None) -> None:

@@ -150,6 +150,11 @@ def check_decays(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]
         decays["--ema"] = optimizer.ema_momentum, "its moving average", "a smaller --ema"
     for variable in variables:
         dtype = tf.as_dtype(variable.dtype)
+        if isinstance(optimizer, keras.optimizers.Muon) and dtype == tf.float64 and len(variable.shape) == 2:
+            raise ConfigError(
+                f"--optimizer=muon cannot update {variable.path}, which is float64: Keras computes its update in"
+                " float32. Give its layer dtype='float32', or choose another --optimizer."
+            )
         for name, (decay, what, instead) in decays.items():
             if decay is not None and decay < 1 and dtype.as_numpy_dtype(decay) == 1:
                 raise ConfigError(

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import DataError
-from tfdist.data import checksums
+from tfdist.data import checksums, contents
 from tfdist.data.contents import must_be_the_same
 from tfdist.data.sources.objects import object_split
 from tfdist.data.sources.split import Split, array_split
@@ -117,6 +117,22 @@ def test_sizes_and_types():
     )
     assert "hold different samples" in compared(make(X, Y), make(X, Y.astype(np.float32)))
     assert "hold different samples" in compared(make(X, Y), array_split("mine:data/train", (X, Y, np.ones(300))))
+
+
+def test_streams_whose_sizes_are_known():
+    """Their first samples are the same."""
+    assert compared(stream(X, Y), stream(X[:299], Y[:299])).startswith(
+        "Rank 1 has 299 samples in mine:data/train, rank 0 has 300"
+    )
+    before = contents.identity(stream(X, Y))
+    shorter = stream(X[:299], Y[:299])
+    now = contents.identity(shorter)
+    assert contents.changed(shorter, before, now) == "mine:data/train had 300 samples, and has 299 samples"
+    assert contents.changed(shorter, {**before, "stream_size": None}, now) == (
+        "mine:data/train had no known number of samples, and has 299 samples"
+    )
+    before.pop("stream_size")  # of a snapshot of an earlier version
+    assert contents.changed(shorter, before, now) == ""
 
 
 def test_one_element_of_an_array_is_enough():

@@ -17,6 +17,7 @@ from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, DivergedError
 from tfdist.control.faults import Faults
+from tfdist.data.sources.split import missing
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.recovery import Recovery
 from tfdist.run.stored_run import StoredRun
@@ -81,7 +82,7 @@ def recovery_of(folder, memory=None, runtime=None, samples=(7, 8), size=80, stor
         runtime=runtime or OneDevice(),
         state=state,
         plan=SimpleNamespace(global_batch=config.batch.global_batch),
-        train_split=SimpleNamespace(size=size, stream_shards=1, name="fake", contents=contents),
+        train_split=SimpleNamespace(size=size, stream=missing, stream_shards=1, name="fake", contents=contents),
         step=SimpleNamespace(
             counter=SimpleNamespace(numpy=lambda: state.arrays["train/step"]), update=update, variables={}
         ),

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources.split import Split, array_split
 from tfdist.training import compatibility
 
@@ -25,9 +26,13 @@ def split(y, name="mine:data/train", x=X, classes=None):
     return array_split(name, (x, np.asarray(y)), num_classes=classes)
 
 
-def checked(made, train, held_out=None, objective="auto", global_batch=10):
+def checked(made, train, held_out=None, objective="auto", global_batch=10, accumulation=1):
     return compatibility.check(
-        ModelConfig(model="mine:model", objective=objective), made, train, held_out, global_batch
+        ModelConfig(model="mine:model", objective=objective),
+        made,
+        train,
+        held_out,
+        BatchPlan(global_batch, accumulation, 1),
     )
 
 
@@ -233,7 +238,12 @@ def test_samples_of_the_evaluation_of_another_shape():
 def test_batches_that_an_augmentation_has_changed():
     def after(x, y):
         return compatibility.check(
-            ModelConfig(model="mine:model"), made, split(CLASSES), None, 10, (x, y, tf.TensorSpec([10]))
+            ModelConfig(model="mine:model"),
+            made,
+            split(CLASSES),
+            None,
+            BatchPlan(10, 1, 1),
+            (x, y, tf.TensorSpec([10])),
         )
 
     made, y = model(4), tf.TensorSpec([10], tf.int32)
@@ -252,3 +262,12 @@ def test_classes_are_whole_numbers():
         ConfigError, match="--objective=classification takes whole numbers of classes, but y of .* is float64"
     ):
         checked(model(4), split(CLASSES / 4), objective="classification")
+
+
+def test_batch_normalization_in_micro_batches():
+    made = keras.Sequential([keras.Input([8]), keras.layers.BatchNormalization(), keras.layers.Dense(4)])
+    assert checked(made, split(CLASSES)) == checked(model(4), split(CLASSES), accumulation=5) == []
+    [warning] = checked(made, split(CLASSES), accumulation=5)
+    assert "moments over the 2 rows of a micro-batch, not over all 10, so that --accumulation=5 trains" in warning
+    made.layers[0].trainable = False
+    assert checked(made, split(CLASSES), accumulation=5) == []

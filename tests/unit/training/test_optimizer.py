@@ -164,3 +164,11 @@ def test_a_decay_that_is_one_in_the_type_of_a_variable_is_refused(optimizer, dty
     optimizer.build([variable])
     optimizer.apply([keras.ops.ones((2,), dtype)], [variable])
     assert (variable.numpy() != [1.0, 2.0]).all() == (not sentence or optimizer.use_ema)
+
+
+def test_muon_is_not_for_float64():
+    """Keras computes its update in float32, and fails when the step is traced."""
+    matrix, vector = keras.Variable(np.eye(2), dtype="float64"), keras.Variable(np.ones(2), dtype="float64")
+    with pytest.raises(ConfigError, match="--optimizer=muon cannot update .* which is float64"):
+        check_decays(keras.optimizers.Muon(), [matrix])
+    check_decays(keras.optimizers.Muon(), [vector, keras.Variable(np.eye(2), dtype="float32")])
