@@ -20,7 +20,7 @@ from tfdist.__main__ import COMMANDS, MODULES
 from tfdist.comm import CommOptions
 from tfdist.completion import parsers_before_dashes
 from tfdist.config import Config, check_option, iter_options
-from tfdist.config.strategies import strategy_named
+from tfdist.config.strategies import check_strategy
 from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.exit_codes import TfdistError
 from tfdist.data.sources.source_names import SOURCES
@@ -196,11 +196,15 @@ def _check(config: Config) -> None:
     values = config.flat()
     for _, field in iter_options():
         check_option(field, values[field.name])
-    if config.strategy.strategy != "auto":
-        strategy_named(config.strategy.strategy)
+    if not _is_readers_own(config.strategy.strategy):
+        check_strategy(config.strategy.strategy)
     for name, value, known in (("source", config.data.source, SOURCES), ("model", config.model.model, MODELS)):
-        if value.partition(":")[0].partition(".")[0] not in READERS_OWN and not value.startswith("./mine.py"):
+        if not _is_readers_own(value):
             check_name(name, value, known)
+
+
+def _is_readers_own(value: str) -> bool:
+    return value.partition(":")[0].partition(".")[0] in READERS_OWN or value.startswith("./mine.py")
 
 
 def is_flag(word: str) -> bool:
