@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tfdist.control.exit_codes import ConfigError
+from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.plugins import check_takes, own_code, resolve
 
 
@@ -132,3 +133,14 @@ class Unspeakable(Exception):
 def test_what_ends_the_own_code(error, words):
     with pytest.raises(ConfigError, match=words), own_code("model", "mine:model"):
         raise error
+
+
+def test_a_file_that_a_source_lacks_is_missing_data():
+    """By its exit code a supervisor knows that the configuration is right."""
+    with (
+        pytest.raises(DataError, match=r"--source=mine:data failed at .*FileNotFoundError"),
+        own_code("source", "mine:data"),
+    ):
+        Path("/nowhere/at_all.npz").read_bytes()
+    with pytest.raises(ConfigError), own_code("model", "mine:model"):
+        Path("/nowhere/at_all.npz").read_bytes()

@@ -59,11 +59,12 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> 
     others = [callback for callback in callbacks if callback not in found]
     folder = found[0].backup_dir
     if runtime.rank == 0:
-        by_batches = [callback.save_freq for callback in found if callback.save_freq != "epoch"]
-        not_so = f" (save_freq={by_batches[0]} does not count: what is killed goes on from the last epoch)"
+        often, not_so = found[0].save_freq, ""
+        if often != "epoch":
+            not_so = f" (save_freq={often} does not count: what is killed goes on from the last epoch)"
         print(
-            f"tfdist: BackupAndRestore is replaced by that of tfdist.fit: one file in {folder} after each epoch, written"
-            f" by the chief{not_so if by_batches else ''}.",
+            f"tfdist: BackupAndRestore is replaced by that of tfdist.fit: one file in {folder} after each epoch,"
+            f" written by the chief{not_so}.",
             file=sys.stderr,
             flush=True,
         )

@@ -34,7 +34,7 @@ class Runtime(Protocol):
     local_replicas: int  # of this worker
     first_replica: int  # global index of this worker's first replica
     # False where another worker, with another part of the same replica, reads the same samples and counts them
-    leads: bool
+    counts_samples: bool
 
     # What it can do. What must be known before TensorFlow is imported is in config/strategies.py.
 

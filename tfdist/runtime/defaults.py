@@ -22,7 +22,7 @@ class RuntimeDefaults:
     rank: int
     all_gather: Callable[[np.ndarray], np.ndarray]
     broadcast: Callable[[list[np.ndarray]], list[np.ndarray]]
-    leads = True
+    counts_samples = True
     mesh: Mesh | None = None
     holds_whole_model = True
     compiles_updates = True

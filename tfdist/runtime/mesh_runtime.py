@@ -42,7 +42,7 @@ class MeshRuntime(SingleReplica):
         self.rank, self.size = world.rank, world.size
         self.coordinates = mesh.coordinates(self.rank)
         self.replicas, self.first_replica = mesh.replicas, mesh.index(self.rank, *REPLICA_AXES)
-        self.leads = not any(self.coordinates[axis] for axis in AXES if axis not in REPLICA_AXES)
+        self.counts_samples = not any(self.coordinates[axis] for axis in AXES if axis not in REPLICA_AXES)
         self._groups: dict[tuple[int, ...], Group] = {}
 
     @classmethod

@@ -74,7 +74,8 @@ class Evaluator:
             self._cuts = real.shape[0] is not None and spec.losses.shape[0] != real.shape[0]
         with self.averaged():
             return (
-                self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy() * self.runtime.leads
+                self._function([iter(dataset) for dataset in datasets], tf.constant(steps)).numpy()
+                * self.runtime.counts_samples
             )
 
     def _agreed(self, work: Callable[[], np.ndarray]) -> np.ndarray:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.eager import context
 
+import tfdist
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.data_position import _are_independent
 from tfdist.keras_fit import epoch_backup
@@ -282,3 +283,14 @@ def test_what_is_known_of_datasets():
         (source().map(lambda x, y: (tf.numpy_function(lambda value: value, [x], tf.float32), y)), False),
     ):
         assert _are_independent(TFDatasetAdapter(dataset)) == known, dataset
+
+
+@pytest.mark.parametrize("kind", [keras.callbacks.BackupAndRestore, BackupAndRestore])
+def test_a_backup_every_few_batches_is_told_to_be_one_of_epochs(tmp_path, capsys, kind):
+    for often, said in ((5, "(save_freq=5 does not count: what is killed goes on from the last epoch)"), ("epoch", "")):
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        tfdist.fit(model, np.ones([8, 4]), np.ones([8, 1]), verbose=0, callbacks=[kind(str(tmp_path), often)])
+        told = capsys.readouterr().err
+        assert "BackupAndRestore is replaced by that of tfdist.fit" in told and ("save_freq" in told) == bool(said)
+        assert said in told

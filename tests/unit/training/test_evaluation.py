@@ -58,7 +58,7 @@ def evaluate(objective, arrays, workers, batch=4, filled=True):
             array_split("rows", arrays), batch=batch, replica=replica, replicas=workers, filled=filled
         )
         runtime = SimpleNamespace(
-            leads=1,
+            counts_samples=1,
             size=1,
             per_replica=lambda batches: batches[0],
             run=lambda function, batch: function(*batch),
@@ -97,7 +97,7 @@ def test_negative_weights_of_an_objective_are_seen():
 class Worker:
     """One of two, of which the second one's flag is `second`; its gathers are written down. lost: there is no other."""
 
-    leads, rank = 1, 0
+    counts_samples, rank = 1, 0
 
     def __init__(self, second=0, holds_whole_model=True, size=2, lost=False):
         self.size, self.holds_whole_model, self.second, self.lost = size, holds_whole_model, second, lost
