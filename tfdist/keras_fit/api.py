@@ -20,8 +20,7 @@ from tfdist.control.user_errors import failure
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit import lost_state, silent_lookups
 from tfdist.keras_fit.arrays import shuffle_alike
-from tfdist.keras_fit.callbacks import arrange, backup_held
-from tfdist.keras_fit.epoch_backup import EpochBackup
+from tfdist.keras_fit.callbacks import arrange, backup_held, backup_of
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
 from tfdist.keras_fit.model import DistributedModel, build_optimizer, every_row_checked, rows_in_one_order
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
@@ -127,7 +126,7 @@ def fit(
         refuse_lists("fit", x=x, y=y, sample_weight=sample_weight, validation_data=validation_data)
         with backup_held(callbacks, runtime):
             arranged = arrange(callbacks, runtime, model)
-            backup = next((callback for callback in arranged if isinstance(callback, EpochBackup)), None)
+            backup = backup_of(arranged, {"x": x, "y": y, **arguments})
             if has_peers(runtime) or backup is not None:
                 x, y = shuffle_alike(runtime, x, y, arguments, backup)
             kept = contextlib.nullcontext() if backup is None else lost_state.refused(model, runtime.rank == 0)

@@ -5,6 +5,7 @@ chief.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -45,6 +46,19 @@ def arrange(callbacks: Any, runtime: Runtime, model: keras.Model) -> list[keras.
         kind(runtime, DistributedModel.of(model, runtime)),
         *last,
     ]
+
+
+def backup_of(
+    arranged: Sequence[keras.callbacks.Callback], given: Mapping[str, Any]
+) -> epoch_backup.EpochBackup | None:
+    """The backup among callbacks that `arrange` has returned. A collective, if there is one.
+
+    given: the arguments of `fit`. Raises CheckpointError, on all workers, if the backup is of a fit to other data.
+    """
+    backup = next((callback for callback in arranged if isinstance(callback, epoch_backup.EpochBackup)), None)
+    if backup is not None:
+        backup.must_have_its_data(given)
+    return backup
 
 
 def backup_held(callbacks: Any, runtime: Runtime) -> contextlib.AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tfdist.control import backup_count
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
-from tfdist.keras_fit import backup_file, callback_state
+from tfdist.keras_fit import backup_file, callback_state, data_identity
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.variables import of_model
@@ -113,6 +113,7 @@ class EpochBackup(FitCallback):
         super().__init__()
         self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
         self._state = self._read()
+        self._data: data_identity.Identity = {}  # on the chief
         self._told: list[str] = []  # attributes of theirs that are not held
         self._at_first: list[callback_state.Facts] = []  # of each other callback what it began with
         self.epoch: int = self._state["epoch"] if self._state else 0
@@ -134,6 +135,23 @@ class EpochBackup(FitCallback):
         if state is not None:
             fit_of_program.refuse_backup_of_later(self._place.name, state.get("fit", 1), not self._delete)
         return state
+
+    def must_have_its_data(self, given: Mapping[str, Any]) -> None:
+        """Raises CheckpointError, on all workers, if the backup was written by a fit to other data. A collective.
+
+        given: the arguments of `fit`.
+        """
+        before = self._state.get("data", {}) if self._state else {}
+
+        def compare() -> None:
+            self._data = data_identity.identity_of(given)
+            if changed := data_identity.what_changed(before, self._data):
+                raise CheckpointError(
+                    f"The data have changed since {self._place.name} was written ({changed}): give the fit its data"
+                    " again (seed what draws, shuffles or splits them), or remove the backup to begin anew."
+                )
+
+        of_the_chief(self._runtime, compare)
 
     def _variables(self) -> list:
         return [*of_model(self.fitted), *self.fitted.optimizer.variables]
@@ -225,6 +243,7 @@ class EpochBackup(FitCallback):
                 "variables": [host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
                 "drawn_without_one": None if without_one is None else np.asarray(without_one.state.value),
                 "epoch": epoch + 1,
+                "data": self._data,
                 "fit": fit_of_program.number(self._place.name),
                 "stopped": bool(self.fitted.stop_training),
                 "history": {**history.history, **values},

@@ -14,6 +14,7 @@ from tensorflow.python.eager import context
 import tfdist
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.data_position import _are_independent
+from tfdist.control.exit_codes import CheckpointError
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.runtime.one_device import OneDevice
@@ -294,3 +295,54 @@ def test_a_backup_every_few_batches_is_told_to_be_one_of_epochs(tmp_path, capsys
         told = capsys.readouterr().err
         assert "BackupAndRestore is replaced by that of tfdist.fit" in told and ("save_freq" in told) == bool(said)
         assert said in told
+
+
+def with_validation(seed):
+    """A split into training and validation rows, as a script that has no seed makes it anew at each start."""
+    order = np.random.default_rng(seed).permutation(ROWS)
+    x = rows()[order]
+    return {"x": x[:8], "y": x[:8], "validation_data": (x[8:], x[8:])}
+
+
+DATA = {
+    "split": (with_validation(1), with_validation(2), "x, y, validation_data"),
+    "shape": ({"x": rows(), "y": rows()}, {"x": rows()[:9], "y": rows()[:9]}, "x, y"),
+    "type": ({"x": rows(), "y": rows()}, {"x": rows(), "y": rows().astype("float64")}, "y"),
+    "weights": (
+        {"x": rows(), "y": rows(), "sample_weight": np.ones(ROWS)},
+        {"x": rows(), "y": rows(), "sample_weight": np.arange(ROWS)},
+        "sample_weight",
+    ),
+    "length": (
+        {"x": tf.data.Dataset.from_tensor_slices((rows(), rows())).batch(3)},
+        {"x": tf.data.Dataset.from_tensor_slices((rows(), rows())).batch(4)},
+        "x",
+    ),
+    "of a dictionary": (
+        {"x": {"a": rows()}, "y": tf.constant(rows())},
+        {"x": {"a": rows() + 1}, "y": tf.constant(rows())},
+        "x",
+    ),
+    "the same": (with_validation(1), with_validation(1), ""),
+    "not looked at": ({"x": Pages()}, {"x": Pages(5)}, ""),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_fit_that_resumes_with_other_data_is_refused(tmp_path, name):
+    before, now, changed = DATA[name]
+
+    def fit(given, *callbacks):
+        keras.utils.set_random_seed(3)
+        inputs = {"a": keras.Input([1])} if isinstance(given["x"], dict) else keras.Input([1])
+        model = keras.Model(inputs, keras.layers.Dense(1)(*keras.tree.flatten(inputs)))
+        model.compile("sgd", "mse")
+        backup = keras.callbacks.BackupAndRestore(str(tmp_path))
+        return tfdist.fit(model, **given, epochs=EPOCHS, verbose=0, callbacks=[*callbacks, backup])
+
+    with pytest.raises(Killed):
+        fit(before, KilledAfter(2))
+    if changed:
+        with pytest.raises(CheckpointError, match=rf"The data have changed since .* was written \({changed}\): give"):
+            fit(now)
+    assert len(fit(before if changed else now).history["loss"]) == EPOCHS

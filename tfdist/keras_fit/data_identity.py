@@ -1,0 +1,42 @@
+"""What a fit is trained on, in a few numbers: a fit that resumes with other data takes some samples twice and others
+never, as where a script splits them at random without a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.checksums import checksum
+
+Identity = dict[str, list]  # name of an argument -> [shape, dtype, checksum] of each array in it, or [length]
+
+_DATA = ("x", "y", "sample_weight", "validation_data")
+
+
+def identity_of(given: Mapping[str, Any]) -> Identity:
+    """The identity of arrays, and of datasets whose length TensorFlow knows; of other data nothing is told.
+
+    given: the arguments of `fit`, of which some hold data: arrays, nested as you like, or a dataset.
+    """
+    data = {name: given[name] for name in _DATA if given.get(name) is not None}
+    return {name: [_of(leaf) for leaf in keras.tree.flatten(value)] for name, value in data.items()}
+
+
+def what_changed(before: Identity, now: Identity) -> str:
+    """The names of the arguments that hold other data than before, "" if none does."""
+    return ", ".join(name for name in now if name in before and before[name] != now[name])
+
+
+def _of(leaf: Any) -> list:
+    if isinstance(leaf, tf.data.Dataset):
+        length = int(leaf.cardinality())
+        return [length] if length >= 0 else []
+    if isinstance(leaf, (np.ndarray, tf.Tensor)):
+        array = np.asarray(leaf)
+        return [list(array.shape), array.dtype.name, checksum(array)]
+    return []
