@@ -34,8 +34,6 @@ class Recipe:
 
 
 KERAS = Recipe(copy=4.0)
-# 16-bit weights and gradients, float32 master weights and Adam: 16 bytes a parameter
-ZERO_PAPER = Recipe(parameter=2, gradient=2, slot=4, master=4)
 
 
 @dataclass(frozen=True)

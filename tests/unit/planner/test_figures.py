@@ -17,11 +17,13 @@ from tfdist.planner.communication import (
     tree_all_reduce,
 )
 from tfdist.planner.hardware import load_hardware
-from tfdist.planner.memory import ZERO_PAPER, Recipe, shard_states
+from tfdist.planner.memory import Recipe, shard_states
 from tfdist.planner.reliability import daly_interval, reliability, young_interval
 from tfdist.planner.time import bubble_fraction, days
 
 GB = 1e9
+# 16-bit weights and gradients, float32 master weights and Adam: 16 bytes a parameter
+ZERO_PAPER = Recipe(parameter=2, gradient=2, slot=4, master=4)
 
 
 def test_seven_billion_parameters():

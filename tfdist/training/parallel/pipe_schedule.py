@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from tfdist.control.exit_codes import ConfigError
 
-SCHEDULES = ("gpipe", "1f1b")
-
 
 class Action(NamedTuple):
     """One micro-batch through one part."""
