@@ -32,13 +32,11 @@ _OF_KERAS = (keras.losses.Loss, keras.regularizers.Regularizer, keras.constraint
 _NO_OBJECTS = (type, ModuleType, keras.layers.Layer, keras.Variable, tf.Variable)  # told by themselves, or nothing
 
 
-def own_value(value: Any, depth: int = 0) -> Any:
+def own_value(value: Any) -> Any:
     """The same for what computes the same, made of numbers, strings, arrays, lists and mappings: {attribute: what it
     holds} of an object.
-
-    depth: how many objects hold it, of which one may be itself.
     """
-    return _function(value, depth) if isinstance(value, _FUNCTIONS) else _attributes(_attributes_of(value), depth)
+    return _function(value, 0) if isinstance(value, _FUNCTIONS) else _attributes(_attributes_of(value), 0)
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:

@@ -58,8 +58,8 @@ def _nth(k: int, stages: int, chunks: int) -> tuple[int, int]:
     return k // (stages * chunks) * stages + k % stages, k // stages % chunks
 
 
-def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[list[tuple[int, Action]]]:
-    """When each action starts, if a forward pass through a part takes `forward` and a backward pass `backward` units.
+def timeline(schedule: Schedule) -> list[list[tuple[int, Action]]]:
+    """When each action starts, if a forward pass through a part takes one unit, and a backward pass two.
 
     Raises ValueError if stages wait for each other for ever.
     """
@@ -83,9 +83,7 @@ def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[li
                 if not all(need in ended for need in needs):
                     break
                 start = max([free[stage], *(ended[need] for need in needs)])
-                free[stage] = ended[action.forward, action.micro, part] = start + (
-                    forward if action.forward else backward
-                )
+                free[stage] = ended[action.forward, action.micro, part] = start + (1 if action.forward else 2)
                 result[stage].append((start, action))
                 position[stage] += 1
                 moved = True
