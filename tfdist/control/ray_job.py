@@ -70,8 +70,8 @@ class RayJob(Job[ActorWorker]):
         places: Sequence,
         log_dir: Path,
         *,
-        cpus: int = 1,
-        timeout: float = 300.0,
+        cpus: int,
+        timeout: float,
         **options: Any,
     ):
         super().__init__(len(places), log_dir, JobOptions(**options))

@@ -235,7 +235,7 @@ def _working_bytes(part: Part, layout: Layout) -> float:
     return _WORKING_TENSORS * part.largest * layout.micro_batch / layout.model
 
 
-def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int = 0) -> Held:
+def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int) -> Held:
     """The activations of a stage.
 
     Stage k of a pipeline of p holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With

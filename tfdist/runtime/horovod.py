@@ -37,7 +37,7 @@ class Horovod(RuntimeDefaults):
     name = "horovod"
     local_replicas = 1
 
-    def __init__(self, hvd: ModuleType, group_bytes: int = 1 << 26, compress: bool = False):
+    def __init__(self, hvd: ModuleType, group_bytes: int, compress: bool):
         self._hvd = hvd
         self._group_bytes, self._compress = group_bytes, compress
         self.rank = self.first_replica = hvd.rank()

@@ -47,7 +47,7 @@ class Finding:
     def subject(self) -> tuple[str, int]:
         return self.kind, self.rank
 
-    def sentence(self, since: int | None = None) -> str:
+    def sentence(self, since: int | None) -> str:
         """The verdict with its figure, since when, and what to do."""
         percent = f"{100 * self.share:.0f} % of the time"
         when = f", since step {since}" if since is not None else ""

@@ -21,7 +21,7 @@ class Action(NamedTuple):
 
     forward: bool
     micro: int
-    chunk: int = 0
+    chunk: int
 
 
 Schedule = list[list[Action]]  # for each stage, in order
