@@ -21,6 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.code_origin import package_of
+
 LIBRARIES = ("keras", "tensorflow", "tfdist", "builtins", "numpy")
 _DEEPEST = 4
 _LATEST = 1e9  # larger ones are points in time
@@ -104,7 +106,7 @@ def _is_own(value: Any) -> bool:
     times and counts."""
     if isinstance(value, (SimpleNamespace, *_OF_KERAS)):
         return True
-    root = (type(value).__module__ or "").partition(".")[0]
+    root = package_of(type(value).__module__)
     is_of_python = root in sys.stdlib_module_names and root != "__main__"
     return not (is_of_python or isinstance(value, _NO_OBJECTS) or _is_from_libraries(type(value)))
 
@@ -134,7 +136,7 @@ def _function(function: Any, depth: int) -> Any:
 
 
 def _is_from_libraries(definition: FunctionType | type) -> bool:
-    return (definition.__module__ or "").partition(".")[0] in LIBRARIES
+    return package_of(definition.__module__) in LIBRARIES
 
 
 def _code(code: CodeType) -> list[Any]:
