@@ -66,7 +66,7 @@ def ring_pass(n: int, size: float, link: Link) -> float:
 
 def all_to_all(n: int, size: float, link: Link) -> float:
     """Seconds; each member holds S bytes, of which it keeps 1/n."""
-    return (n - 1) * link.alpha + passed_on(n) * size / link.beta
+    return ring_pass(n, size, link)
 
 
 def hierarchical_all_reduce(nodes: int, local: int, size: float, inside: Link, between: Link) -> float:
