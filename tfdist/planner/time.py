@@ -27,11 +27,6 @@ def bubble_fraction(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def days(total: float, per_second_and_device: float, devices: int, availability: float = 1.0) -> float:
-    """Days to train on `total` samples or tokens."""
-    return total / (per_second_and_device * devices * availability) / DAY
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step, and what it is made of."""

@@ -162,23 +162,3 @@ def live(schedule: Schedule) -> list[int]:
             peak = max(peak, held)
         most.append(peak)
     return most
-
-
-def picture(schedule: Schedule) -> str:
-    """The timeline as text, a line per stage: a digit for a micro-batch forward, twice a letter for it backward, a dot
-    for waiting.
-    """
-    lines = timeline(schedule)
-    end = max(_end(start, action) for line in lines for start, action in line)
-    rows = []
-    for stage, line in enumerate(lines):
-        row = ["."] * end
-        for start, action in line:
-            if action.forward:
-                row[start] = chr(ord("0") + action.micro % 10)
-            else:
-                row[start] = row[start + 1] = chr(ord("a") + action.micro % 10)
-        rows.append(f"stage {stage}  {''.join(row)}")
-    return "\n".join(
-        [*rows, f"bubble {bubble(schedule):.1%}, micro-batches held {', '.join(map(str, live(schedule)))}"]
-    )
