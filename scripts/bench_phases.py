@@ -112,7 +112,11 @@ def measure(arguments: argparse.Namespace) -> None:
         iterators, clock = job.iterators(0), Clock()
         clock.start()
         interval = Interval(
-            clock, job.plan.global_batch, lambda step: step, watch=Watch(clock, runtime.rank, runtime.all_gather)
+            clock,
+            job.plan.global_batch,
+            lambda step: step,
+            watch=Watch(clock, runtime.rank, runtime.all_gather),
+            rates=None,
         )
 
         def block(job=job, iterators=iterators, interval=interval) -> tuple[float, float]:

@@ -160,7 +160,7 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
         from tfdist.runtime.errors import explain
     try:
         runtime = build.start_runtime(config, cluster, preflight.began)
-        measure_on(runtime, cluster, config, options, names, sizes, out)
+        measure_on(runtime, config, options, names, sizes, out)
         runtime.barrier()
         runtime.close()
     except (MemoryError, tf.errors.ResourceExhaustedError) as error:
@@ -174,7 +174,6 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
 
 def measure_on(
     runtime: Runtime,
-    cluster: Cluster,
     config: Config,
     options: CommOptions,
     names: list[str],

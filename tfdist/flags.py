@@ -132,7 +132,7 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
     return arguments
 
 
-def write_flagfile(config: Config, path: Path, command: str = "") -> None:
+def write_flagfile(config: Config, path: Path, command: str) -> None:
     """Writes all flags, resolved, as a flag file that reproduces the run. Atomic: a temporary name, flush, rename."""
     lines = [
         (

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     return ExitCode.OK if estimates[0].fits(hardware) else ExitCode.CONFIG
 
 
-def model_shape(config: Config, train: list[str], input_shape: str = "", outputs: int = 0) -> ModelShape:
+def model_shape(config: Config, train: list[str], input_shape: str, outputs: int) -> ModelShape:
     """The model of the flags `train`, by formula if there is one. Raises TfdistError subclasses."""
     sample = shapes.sample_of(config, input_shape, outputs)
     found = formulas.shape_of(config, sample) if sample else None

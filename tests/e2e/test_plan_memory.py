@@ -48,7 +48,7 @@ def test_memory_is_as_predicted(name):
         micro_batch=config.batch.global_batch // (config.batch.accumulation or 1),
         micro_batches=config.batch.accumulation or 1,
     )
-    planned = memory(model_shape(config, arguments), config, layout)
+    planned = memory(model_shape(config, arguments, input_shape="", outputs=0), config, layout)
     output = subprocess.run(
         [sys.executable, "-m", "tests.e2e.memory_worker", *arguments],
         env=ENVIRONMENT,

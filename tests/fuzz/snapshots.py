@@ -32,7 +32,7 @@ def recovery_of(job, place: str) -> Iterator[Any]:
             folder = Path(held.enter_context(copy))
         options = RunConfig(run_dir=place, store_timeout=60.0)
         stored = held.enter_context(stored_run(options, folder, _cluster(job.runtime), job="fuzz"))
-        yield Recovery(job, folder, Clock(), Faults({}, folder / "faults"), stored=stored)
+        yield Recovery(job, folder, Clock(), Faults({}, folder / "faults"), stored=stored, memory=None)
 
 
 def _cluster(runtime) -> Cluster:

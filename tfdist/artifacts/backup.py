@@ -81,11 +81,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     # -- what run/recovery.py and run/snapshot_files.py use ------------------------------------------------------------
 
-    def due(self, before: int, step: int, steps_per_epoch: int) -> bool:
-        """Whether a backup falls in (before, step]; steps are counted over all epochs."""
-        period = self._period or steps_per_epoch
-        return period > 0 and step // period > before // period
-
     def back_up(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
         """Writes arrays, which must not change any more, in the background."""
         if self.writes:

@@ -29,7 +29,7 @@ class DirectFile:
     Attributes: size, in bytes; checksum, CRC-32C. Every method raises OSError.
     """
 
-    def __init__(self, path: str, direct: bool = True):
+    def __init__(self, path: str, direct: bool):
         self.size = self.checksum = 0
         self._descriptor, self._direct = _opened(path, direct)
         try:

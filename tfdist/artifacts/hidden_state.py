@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_trainer, keras_variables
+from tfdist.compat.code_origin import is_of_keras, module_of
 
 _DEPTH = 4  # of lists, dictionaries and objects in each other
 _DEPTH_BESIDE = 8  # the same of what is no layer, which is little
@@ -68,7 +69,7 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
     epoch. hidden: the `hidden_state` of the model."""
     losses = keras.tree.flatten(getattr(model, "loss", None))
     metrics = keras_trainer.given_metrics(model)
-    own = [each for each in metrics if not _is_of_keras(each)]
+    own = [each for each in metrics if not (isinstance(each, keras.metrics.Metric) and is_of_keras(each))]
     functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
     optimizers = keras_trainer.with_inner(getattr(model, "optimizer", None))
     of_optimizers = [value for each in optimizers for value in vars(each).values()]
@@ -103,12 +104,8 @@ def _variables_of(one: Any) -> list[tf.Variable]:
     return [each for each in stored if each is not None]
 
 
-def _is_of_keras(value: Any) -> bool:
-    return isinstance(value, keras.metrics.Metric) and type(value).__module__.startswith("keras.")
-
-
 def _is_wrapper(value: Any) -> bool:
-    return _is_of_keras(value) and isinstance(value, keras.metrics.MeanMetricWrapper)
+    return isinstance(value, keras.metrics.MeanMetricWrapper) and is_of_keras(value)
 
 
 def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable | tf.Variable]:
@@ -168,9 +165,10 @@ def _parts(value: Any) -> Iterable[Any]:
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.MethodType):
         return (value.__self__, value.__func__)
-    module = getattr(value, "__module__", None) or type(value).__module__
     is_not_own = (
-        module.startswith(_NOT_OWN) and not isinstance(value, keras.losses.Loss) and type(value) is not tf.Module
+        module_of(value).startswith(_NOT_OWN)
+        and not isinstance(value, keras.losses.Loss)
+        and type(value) is not tf.Module
     )
     if isinstance(value, type) or is_not_own:
         return ()

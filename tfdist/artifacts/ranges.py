@@ -36,7 +36,7 @@ class RangedSnapshots(SnapshotStore):
     brought: bytes that have come from the store.
     """
 
-    def __init__(self, objects: ObjectStore, folder: Path, shelf: StoredSnapshots | None = None):
+    def __init__(self, objects: ObjectStore, folder: Path, shelf: StoredSnapshots | None):
         super().__init__(str(folder / PARTS))
         self.objects, self._shelf, self.brought = objects, shelf, 0
 

@@ -64,7 +64,7 @@ class StoredParts(SnapshotStore):
         rank: int,
         size: int,
         token: str,
-        allowed: Callable[[], None] = lambda: None,
+        allowed: Callable[[], None],
     ):
         super().__init__(str(folder / PARTS), before_commit)
         self.objects, self.rank, self.size, self.token, self._allowed = objects, rank, size, token, allowed

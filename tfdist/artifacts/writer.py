@@ -30,7 +30,6 @@ class WriterStats:
     failures: int = 0
     bytes: int = 0
     wait_s: float = 0.0  # training stood still because the previous write was not done
-    write_s: float = 0.0  # in the thread
 
 
 class SnapshotWriter:
@@ -118,7 +117,6 @@ class SnapshotWriter:
         self.last_failure = ""
         self.stats.saves += 1
         self.stats.bytes += size
-        self.stats.write_s += time.monotonic() - start
         self._metrics[step] = fields.get("metrics", {})
         self._messages.put(
             (

@@ -50,8 +50,8 @@ class Line:
 
     alpha: float  # seconds
     beta: float  # bytes a second
-    knee: float = math.inf  # bytes
-    beyond: float = 0.0  # seconds a byte, in addition, above the knee
+    knee: float  # bytes
+    beyond: float  # seconds a byte, in addition, above the knee
 
     def seconds(self, size: float) -> float:
         return self.alpha + size / self.beta + max(0.0, size - self.knee) * self.beyond

@@ -190,7 +190,7 @@ def in_the_call_as_it_is() -> Iterator[None]:
         set_global_attribute("current_call_ctx", around)
 
 
-def is_training(given: Any = None) -> bool:
+def is_training(given: Any) -> bool:
     """Whether the call that is under way is one of training. given: its argument `training`, if it has one. Relies on
     the same attribute, which has `training` where somebody has told; without it losses that are added in training are
     judged by what they are in evaluation.

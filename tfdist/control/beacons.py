@@ -60,7 +60,7 @@ class Beacons:
         cluster: Cluster,
         watchdog: Watchdog,
         exchange: Callable[[str], Sequence[str]],
-        waiting_for: Callable[[], int | None] = lambda: None,
+        waiting_for: Callable[[], int | None],
         interval: float = 1.0,
     ):
         self.cluster, self.watchdog, self.waiting_for = cluster, watchdog, waiting_for

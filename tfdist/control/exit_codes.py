@@ -94,10 +94,6 @@ class PeerLostError(TfdistError):
     exit_code = ExitCode.PEER_LOST
 
 
-class HangError(TfdistError):
-    exit_code = ExitCode.HANG
-
-
 class DivergedError(TfdistError):
     exit_code = ExitCode.DIVERGED
 

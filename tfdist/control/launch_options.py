@@ -32,7 +32,7 @@ class LaunchOptions:
     elastic: bool
 
 
-def parse_launch_options(argv: list[str], description: str, epilog: str = "") -> LaunchOptions:
+def parse_launch_options(argv: list[str], description: str, epilog: str) -> LaunchOptions:
     """The flags before `--`. Raises ConfigError; --help prints `description`, the flags and `epilog`, and ends the
     process."""
     options = launch_parser(description, epilog).parse_args(argv)

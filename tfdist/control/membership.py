@@ -167,7 +167,7 @@ class Groups:
             member.send(group=self.generation, workers=workers, rank=rank)
         return formed
 
-    def dismiss(self, only_newcomers: bool = False) -> None:
+    def dismiss(self, only_newcomers: bool) -> None:
         """Tells all who wait that there is nothing to wait for."""
         for worker in self._all:
             if worker.waits and not (only_newcomers and worker.generation):

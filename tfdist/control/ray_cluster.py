@@ -49,15 +49,12 @@ class RayPlacements:
       timeout: seconds to wait for room for the least number.
     """
 
-    def __init__(
-        self, most: int, least: int, cpus: int, gpus: int, timeout: float, say: Callable[[str], None] | None = None
-    ):
+    def __init__(self, most: int, least: int, cpus: int, gpus: int, timeout: float):
         self.most, self.least, self.timeout = most, least or most, timeout
         self.bundle = {"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})}
         self.count = most
         self.places: list = []
         self._groups: list = []  # the least number together, then one for each further worker
-        self._say = say or (lambda text: print(f"tfdist: {text}", file=sys.stderr, flush=True))
         self._asked_at = self._changed_at = 0.0
         self._placed_count = 0
         self._stopped = False
@@ -89,7 +86,7 @@ class RayPlacements:
         ]
         self.count = self._placed_count = len(self.places)
         if self.count < self.most:
-            self._say(f"Ray has room for {self.count} of {self.most} workers: {describe_cluster()}.")
+            _say(f"Ray has room for {self.count} of {self.most} workers: {describe_cluster()}.")
         return self.count
 
     def wanted(self) -> int:
@@ -139,7 +136,7 @@ class RayPlacements:
                 return False
             if now - reported > _REPORT_SECONDS:
                 reported = now
-                self._say(
+                _say(
                     f"waiting for Ray to place {self.least} workers of {_amount(self.bundle)}, {now - start:.0f} s of"
                     f" {timeout:g} s: {describe_cluster()}."
                 )
@@ -154,6 +151,10 @@ class RayPlacements:
             f" --placement_timeout={self.timeout:g} s, since {describe_cluster()}: add nodes, or lower {fewer}{more} or"
             " --cpus_per_worker."
         )
+
+
+def _say(text: str) -> None:
+    print(f"tfdist: {text}", file=sys.stderr, flush=True)
 
 
 def _is_placed(group) -> bool:

@@ -38,8 +38,8 @@ class Outcome(NamedTuple):
 class ActorWorker(Worker):
     """A worker that an actor speaks for."""
 
-    actor: Any = None
-    host: str = ""
+    actor: Any = field(kw_only=True)
+    host: str = field(kw_only=True)
     returncode: int | None = None
     outcome: Outcome | None = None  # from the thread that attends to it
     signals: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # to be passed on
@@ -70,8 +70,8 @@ class RayJob(Job[ActorWorker]):
         places: Sequence,
         log_dir: Path,
         *,
-        cpus: int = 1,
-        timeout: float = 300.0,
+        cpus: int,
+        timeout: float,
         **options: Any,
     ):
         super().__init__(len(places), log_dir, JobOptions(**options))

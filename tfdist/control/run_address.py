@@ -38,14 +38,14 @@ def is_below(place: str, other: str) -> bool:
     return f"{place.rstrip('/')}/".startswith(f"{other.rstrip('/')}/")
 
 
-def working_folder(run_dir: str, cache_dir: str = "") -> Path:
+def working_folder(run_dir: str, cache_dir: str) -> Path:
     """The folder of a run on this machine: `run_dir` itself, or the working copy of a URL."""
     if not is_url(run_dir):
         return Path(run_dir)
     return cache_folder(cache_dir) / "runs" / folder_name(run_dir)
 
 
-def backup_folder(backup_dir: str, cache_dir: str = "") -> str:
+def backup_folder(backup_dir: str, cache_dir: str) -> str:
     """The folder of a backup on this machine: `backup_dir` itself, or what is kept here of a URL."""
     if not is_url(backup_dir):
         return backup_dir
@@ -59,7 +59,7 @@ def folder_name(url: str) -> str:
     return f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:12]}"
 
 
-def cache_folder(cache_dir: str = "") -> Path:
+def cache_folder(cache_dir: str) -> Path:
     """`cache_dir`, or what the XDG Base Directory Specification says."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(cache_dir) if cache_dir else (Path(base) if base else Path.home() / ".cache") / "tfdist"

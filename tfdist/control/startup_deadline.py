@@ -21,7 +21,7 @@ _MARGIN_SECONDS = 0.5  # for those who wait with the same limit themselves, and 
 
 
 @contextlib.contextmanager
-def connecting(cluster: Cluster, timeout: float, began: float | None = None) -> Iterator[None]:
+def connecting(cluster: Cluster, timeout: float, began: float | None) -> Iterator[None]:
     """The body connects all workers. If it has not ended `timeout` seconds after `began` (time.monotonic(); None: now),
     this process ends with exit code STARTUP and a sentence.
 

@@ -153,7 +153,7 @@ class Supervisor:
             time.sleep(0.05)
 
 
-def newest_saved_step(run_dir: Path, backup_folder: str = "") -> int:
+def newest_saved_step(run_dir: Path, backup_folder: str) -> int:
     """The step of the newest folder of a snapshot or backup, -1 if there is none.
 
     Whether it is valid is for the workers to find out.

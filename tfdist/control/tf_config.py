@@ -178,7 +178,7 @@ def worker_environment(
     return result
 
 
-def local_tasks(count: int, servers: int = 0) -> list[Task]:
+def local_tasks(count: int, servers: int) -> list[Task]:
     """The processes of a local job in rank order: all workers, or a chief, workers and `servers` parameter servers."""
     if not servers:
         return [Task("worker", index) for index in range(count)]

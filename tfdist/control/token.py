@@ -108,7 +108,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def with_token(cluster: Cluster, environment: MutableMapping[str, str], file: str = "") -> Cluster:
+def with_token(cluster: Cluster, environment: MutableMapping[str, str], file: str) -> Cluster:
     """The cluster of a process that is about to talk to the others, with the job's token. Raises what `read` raises.
 
     Says, on the chief, if there is none and so whoever reaches the workers' addresses can pose as one of them.

@@ -34,28 +34,28 @@ def stores(config: Config) -> Iterator[Finding]:
         yield data_store(config.data.data_dir)
 
 
-def store(kind: str, url: str, size: int = _BYTES) -> Finding:
-    """Does with one object of `size` bytes what a run does with its own. kind: "run" or "backup"."""
+def store(kind: str, url: str) -> Finding:
+    """Does with one object what a run does with its own. kind: "run" or "backup"."""
     folder, flag = f"doctor-{uuid.uuid4().hex[:8]}", f"--{kind}_dir"
     name = f"{folder}/object"
     try:
         objects = ObjectStore(url, _PATIENCE_SECONDS)
         with tempfile.TemporaryDirectory(prefix="tfdist-doctor-") as inside:
             sent, brought = Path(inside) / "sent", Path(inside) / "brought"
-            sent.write_bytes(os.urandom(size))
+            sent.write_bytes(os.urandom(_BYTES))
             begun = time.monotonic()
             objects.send(sent, name)
             seconds = time.monotonic() - begun
             listed = objects.names(folder)
-            objects.fetch(name, brought, size)
+            objects.fetch(name, brought, _BYTES)
             objects.remove(name)
-            same = listed == {name: size} and sent.read_bytes() == brought.read_bytes()
+            same = listed == {name: _BYTES} and sent.read_bytes() == brought.read_bytes()
     except (StoreError, TfdistError, FileNotFoundError) as error:
         return _unusable(kind, flag, url, error)
     if not same:
         return wrong(f"{kind} store", f"{flag}={url}: other bytes came back than were written.", "use another store.")
-    said = f"{url} takes {size / max(seconds, 1e-9) / 1e6:,.0f} MB/s"
-    if size / max(seconds, 1e-9) < _SLOW:
+    said = f"{url} takes {_BYTES / max(seconds, 1e-9) / 1e6:,.0f} MB/s"
+    if _BYTES / max(seconds, 1e-9) < _SLOW:
         late = f"{said}: snapshots will take long to arrive."
         return warning(f"{kind} store", late, "save less often, or use a nearer store.")
     return fine(f"{kind} store", said)

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from tfdist.compat.code_origin import is_of_keras, package_of
 from tfdist.keras_fit import backup_file, callback_values
 
 Facts = dict[str, tuple[Any, ...]]  # name of an attribute -> what tells whether it is as it was
@@ -35,7 +36,7 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
 
 def not_held(callback: keras.callbacks.Callback, state: dict[str, Any]) -> list[str]:
     """The names of attributes with data that its `state_of` leaves out; a callback of Keras' own has none."""
-    if type(callback).__module__.startswith("keras."):
+    if is_of_keras(callback):
         return []
     return [
         name for name, value in _attributes(callback).items() if name not in state and callback_values.is_data(value)
@@ -49,7 +50,7 @@ def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
     in_classes = {
         name: member
         for kind in reversed(type(callback).__mro__)
-        if not kind.__module__.startswith("keras.")
+        if package_of(kind.__module__) != "keras"
         for name, member in vars(kind).items()
         if isinstance(member, callback_values.OBJECTS) and not name.startswith("__")
     }

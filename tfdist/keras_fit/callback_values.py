@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.code_origin import package_of
 from tfdist.keras_fit import backup_file
 
 _VARIABLES = (keras.Variable, tf.Variable)
@@ -117,5 +118,5 @@ def is_data(value: Any) -> bool:
             return not value or any(map(is_data, value.values() if isinstance(value, dict) else value))
         except RecursionError:  # a list in itself
             return True
-    comes_from = type(value).__module__.partition(".")[0].lstrip("_")
+    comes_from = package_of(type(value).__module__).lstrip("_")
     return isinstance(value, _DATA) or not (isinstance(value, _NO_DATA) or comes_from in _NO_DATA_OF)

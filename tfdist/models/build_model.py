@@ -101,7 +101,7 @@ def _build_ours(config: ModelConfig, builder: Callable, arguments: dict[str, Any
         ) from error
 
 
-def synchronize_batchnorm(model: keras.Model, synchronized: bool = True) -> None:
+def synchronize_batchnorm(model: keras.Model, synchronized: bool) -> None:
     """Makes every BatchNormalization of the model, at any depth, take its statistics over all replicas, or over its
     own.
 

@@ -32,8 +32,8 @@ class Scores:
     """
 
     scale: float
-    is_causal: bool = False
-    mask: tf.Tensor | None = None
+    is_causal: bool
+    mask: tf.Tensor | None
 
     def seen(self, query: tf.Tensor, key: tf.Tensor) -> tf.Tensor | None:
         """Whether each query sees each key, bool, [..., T, S]; None if all do. query [B, T, N, H], key [B, S, N, H]."""

@@ -65,7 +65,7 @@ def ring_pass(n: int, size: float, link: Link) -> float:
 
 def all_to_all(n: int, size: float, link: Link) -> float:
     """The seconds of an all-to-all; each member holds S bytes, of which it keeps 1/n."""
-    return (n - 1) * link.alpha + passed_on(n) * size / link.beta
+    return ring_pass(n, size, link)
 
 
 def hierarchical_all_reduce(nodes: int, local: int, size: float, inside: Link, between: Link) -> float:

@@ -114,7 +114,7 @@ class Convolution:
     kernel: int
     inner: int
     outer: int
-    bias: bool = False
+    bias: bool
     norm: bool = True
     saved: float = 0.0  # tensors of its size that others keep
 

@@ -34,8 +34,6 @@ class Recipe:
 
 
 KERAS = Recipe(copy=4.0)
-# 16-bit weights and gradients, float32 master weights and Adam: 16 bytes a parameter
-ZERO_PAPER = Recipe(parameter=2, gradient=2, slot=4, master=4)
 
 
 @dataclass(frozen=True)
@@ -126,12 +124,10 @@ class Held:
         return sum(self.by_part)
 
 
-def memory(
-    model: ModelShape, config: Config, layout: Layout, reserved: float = 0.0, recipe: Recipe = KERAS, copies: int = 0
-) -> Memory:
+def memory(model: ModelShape, config: Config, layout: Layout, reserved: float = 0.0, copies: int = 0) -> Memory:
     """The fullest device of a layout. `copies`: of what travels, in what carries it."""
     stages = [
-        Stage(index, parts, config, layout, recipe).memory(reserved, copies)
+        Stage(index, parts, config, layout).memory(reserved, copies)
         for index, parts in enumerate(model.stages(layout.pipe))
     ]
     return max(stages, key=lambda stage: stage.peak)
@@ -145,14 +141,13 @@ class Stage:
     parts: Sequence[Part]
     config: Config
     layout: Layout
-    recipe: Recipe
 
     def memory(self, reserved: float, copies: int) -> Memory:
         """All of it. `reserved` bytes are taken by others; `copies` as in `memory`."""
-        layout, recipe, parts = self.layout, self.recipe, self.parts
+        layout, parts = self.layout, self.parts
         states, held = self._states(), saved_bytes(parts, layout, self.index)
         constants = 4.0 * sum(part.repeat * part.constants for part in parts)
-        layer = recipe.parameter * max((layout.elements(part) for part in parts), default=0)
+        layer = KERAS.parameter * max((layout.elements(part) for part in parts), default=0)
         bucket = self._bucket()
         buckets = transport = 0.0
         if layout.replicas > 1:
@@ -162,7 +157,7 @@ class Stage:
         # they are made of or become.
         gathered = (4 + 3 / layout.replicas) * layer if layout.zero >= 3 else 0.0
         # Nothing is updated before all gradients are judged, and what is updated travels afterwards.
-        update = _UPDATE_TENSORS * recipe.slot * self._largest_weight() / (layout.replicas if layout.zero else 1)
+        update = _UPDATE_TENSORS * KERAS.slot * self._largest_weight() / (layout.replicas if layout.zero else 1)
         updating = states.gradients + max(buckets, update)
         # With several micro-batches, sums are kept, to which each layer's gradient is added as soon as it is there.
         accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
@@ -189,7 +184,7 @@ class Stage:
             for part in self.parts
             for weight in part.weights
         )
-        return shard_states(self._elements(), slots, self.recipe, self.layout.zero, self.layout.replicas)
+        return shard_states(self._elements(), slots, KERAS, self.layout.zero, self.layout.replicas)
 
     def _largest_weight(self) -> float:
         """The number of elements of the largest variable."""
@@ -204,7 +199,7 @@ class Stage:
 
     def _bucket(self) -> float:
         """Bytes of gradients that travel together: --pack_mb, or a variable that is larger; at most all."""
-        gradient = self.recipe.gradient
+        gradient = KERAS.gradient
         asked = max(self.config.strategy.pack_mb * 2**20, gradient * self._largest_weight())
         return min(asked, gradient * self._elements())
 
@@ -221,7 +216,7 @@ class Stage:
         left, grown, peak = held.total, 0.0, 0.0
         for part, bytes_held in zip(reversed(self.parts), reversed(held.by_part), strict=True):
             working = held.working if layout.recompute else _working_bytes(part, layout)
-            gradient = self.recipe.gradient * layout.elements(part)
+            gradient = KERAS.gradient * layout.elements(part)
             for first in (True, False):
                 released = 0.0 if first else bytes_held * (part.repeat - 1) / part.repeat
                 grown += gradient * (1 if first else part.repeat - 1)
@@ -240,7 +235,7 @@ def _working_bytes(part: Part, layout: Layout) -> float:
     return _WORKING_TENSORS * part.largest * layout.micro_batch / layout.model
 
 
-def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int = 0) -> Held:
+def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int) -> Held:
     """The activations of a stage.
 
     Stage k of a pipeline of p holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With

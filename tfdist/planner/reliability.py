@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+_COPY_GBS = 10.0  # to host memory; assumed
+
 
 def young_interval(delta: float, mtbf: float) -> float:
     """tau = sqrt(2 delta M) (Young 1974)."""
@@ -51,17 +53,16 @@ def reliability(
     storage_gbs: float,
     *,
     asynchronous: bool,
-    copy_gbs: float = 10.0,
     restart: float = 180.0,
 ) -> Reliability:
     """What to expect of a job on `devices`, each of which fails (with its share of all else) every `mtbf_hours`.
 
-    asynchronous: training waits for the copy to host memory only (at `copy_gbs`, assumed), but saves cannot be closer
+    asynchronous: training waits for the copy to host memory only (at _COPY_GBS), but saves cannot be closer
     than writing takes. restart: seconds to start again (assumed).
     """
     mtbf = mtbf_hours * 3600 / devices
     write = checkpoint / (storage_gbs * 1e9)
-    stall = checkpoint / (copy_gbs * 1e9) if asynchronous else write
+    stall = checkpoint / (_COPY_GBS * 1e9) if asynchronous else write
     interval = max(daly_interval(stall, mtbf), write if asynchronous else 0.0)
     return Reliability(
         mtbf=mtbf,

@@ -126,7 +126,7 @@ def _cut(parts: Sequence[Part], pipe: int, total: float) -> list[list[Part]]:
     return stages
 
 
-def from_json(values: Mapping[str, Any], tokens: int = 1) -> ModelShape:
+def from_json(values: Mapping[str, Any], tokens: int) -> ModelShape:
     """Reads what `python -m tfdist.training.model_cost` printed."""
     parts = tuple(
         Part(

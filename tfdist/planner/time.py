@@ -27,11 +27,6 @@ def bubble_fraction(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def days(total: float, per_second_and_device: float, devices: int, availability: float = 1.0) -> float:
-    """Days to train on `total` samples or tokens."""
-    return total / (per_second_and_device * devices * availability) / DAY
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step, and what it is made of."""
@@ -50,9 +45,7 @@ class StepTime:
         return self.compute + self.bubble + self.tensor + self.exposed + self.update + self.fixed
 
 
-def step_time(
-    model: ModelShape, config: Config, layout: Layout, hardware: Hardware, algorithm: str = "auto"
-) -> StepTime:
+def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardware, algorithm: str) -> StepTime:
     """The step of a layout on a hardware."""
     stages = model.stages(layout.pipe)
     slowest = max(sum(part.repeat * part.flops for part in parts) for parts in stages)
@@ -89,9 +82,7 @@ class GradientTraffic(NamedTuple):
     algorithm: str
 
 
-def gradient_traffic(
-    stages: list[list[Part]], layout: Layout, hardware: Hardware, algorithm: str = "auto"
-) -> GradientTraffic:
+def gradient_traffic(stages: list[list[Part]], layout: Layout, hardware: Hardware, algorithm: str) -> GradientTraffic:
     """The traffic over the data axis, float32."""
     group = Group.of(layout.replicas, layout.pipe * layout.model, hardware)
     size = gradient_bytes(stages, layout)

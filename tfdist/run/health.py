@@ -32,7 +32,7 @@ _VERDICT_SECONDS = 5.0  # how long a worker stays, after an error that all may s
 class HealthMonitor:
     """Watches this worker from its start to its end."""
 
-    def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None = None):
+    def __init__(self, config: Config, cluster: Cluster, requests: SignalRequests | None):
         self.cluster, self.options = cluster, config.cluster
         self.faults = faults.Faults.parse(os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), config.run.folder)
         self.beacons: Beacons | None = None

@@ -33,7 +33,7 @@ class Timed(NamedTuple):
     """The time of steps that were made in one way."""
 
     seconds: float  # of a step, by the chief's clock
-    fused: bool = False  # some BatchNormalization of the model was one operation
+    fused: bool  # some BatchNormalization of the model was one operation
 
 
 def tuned(config: Config, runtime: Runtime, run_dir: Path, limits: MemoryLimits | None = None) -> tuple[Config, str]:

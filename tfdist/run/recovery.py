@@ -56,8 +56,8 @@ class Recovery:
         folder: Path,
         clock: Clock,
         faults: Faults,
-        memory: WorkerMemory | None = None,
-        stored: StoredRun | None = None,
+        memory: WorkerMemory | None,
+        stored: StoredRun | None,
     ):
         checkpoint = job.config.checkpoint
         self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults

@@ -94,7 +94,7 @@ class Session:
     trainer: Trainer
     hooks: SessionHooks
 
-    def __init__(self, start: Start, stored: StoredRun | None = None):
+    def __init__(self, start: Start, stored: StoredRun | None):
         self.start, self.memory, self.config, self.stored = start, start.memory, start.config, stored
         self.folder, self.announcement = run_folder(start.config), Announcement()
         self.clock, self.opened = Clock(), Opened()

@@ -49,9 +49,7 @@ class SnapshotFiles:
     writer: None where another worker writes all. backup: None without --backup_dir.
     """
 
-    def __init__(
-        self, folder: Path, whole_config: Config, faults: Faults, writes: bool, stored: StoredRun | None = None
-    ):
+    def __init__(self, folder: Path, whole_config: Config, faults: Faults, writes: bool, stored: StoredRun | None):
         config = whole_config.checkpoint
         self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
         self._config, self._writes = config, writes  # writes: whether this is the chief

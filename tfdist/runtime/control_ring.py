@@ -57,9 +57,7 @@ class ControlRing:
         with self._lock:
             return self._ring.all_gather(data, name, stamp)
 
-    def gather_batches(
-        self, arrays: Sequence[np.ndarray], stamp: int = 0, same: Sequence[np.ndarray] = ()
-    ) -> list[memoryview]:
+    def gather_batches(self, arrays: Sequence[np.ndarray], stamp: int, same: Sequence[np.ndarray]) -> list[memoryview]:
         """The bytes of all workers' arrays, in rank order. Raises RingError where one has another stamp, or holds other
         numbers in `same`: floating ones may differ by what the order of a sum makes of them (rounding.py).
         """

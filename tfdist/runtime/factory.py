@@ -46,7 +46,7 @@ def resolve_strategy(config: Config, cluster: Cluster, gpus: Callable[[], int] =
     return "mirrored" if config.strategy.virtual_devices > 1 or gpus() > 1 else "one_device"
 
 
-def create_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
+def create_runtime(config: Config, cluster: Cluster, began: float | None) -> Runtime:
     """Builds the runtime that --strategy means, in what is left of --startup_timeout since `began`.
 
     Raises: ConfigError if the name is unknown or does not fit the cluster; StartupError if a peer is lost meanwhile.

@@ -36,7 +36,7 @@ class Horovod(SingleReplica):
 
     name = "horovod"
 
-    def __init__(self, hvd: ModuleType, group_bytes: int = 1 << 26, compress: bool = False):
+    def __init__(self, hvd: ModuleType, group_bytes: int, compress: bool):
         self._hvd = hvd
         self._group_bytes, self._compress = group_bytes, compress
         self.rank = self.first_replica = hvd.rank()

@@ -162,7 +162,7 @@ def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
         yield
 
 
-def _rendezvous_server(port: int, host: str = ""):
+def _rendezvous_server(port: int, host: str):
     """Horovod's server on a port that a launcher may hold for us."""
     import threading
 

@@ -64,7 +64,7 @@ class MeshRuntime(SingleReplica):
             self._groups[ranks].meet(self._timeout)
         return self._groups[ranks]
 
-    def hierarchical(self, group: Group, workers_per_host: int = 0) -> HierarchicalGroup:
+    def hierarchical(self, group: Group, workers_per_host: int) -> HierarchicalGroup:
         """The all-reduce of `group` in two levels. workers_per_host: see the flag. A collective.
 
         Raises: ConfigError if hosts have different numbers of members.

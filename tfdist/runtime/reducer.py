@@ -160,9 +160,9 @@ class _Site:
         number: int,
         shapes: list[tuple],
         bucket_bytes: int,
-        kinds: Sequence[str] = (),
-        rank: int = 0,
-        size: int = 1,
+        kinds: Sequence[str],
+        rank: int,
+        size: int,
     ):
         self.number, self.shapes, self.rank, self.size = number, shapes, rank, size
         kinds = kinds or [_SUM] * len(shapes)

@@ -60,7 +60,7 @@ def copies(folder: Path) -> Iterator[Copy]:
                 yield Copy(record)
 
 
-def make_room(folder: Path, size: int, limit: float, url: str, coming: int = 0) -> None:
+def make_room(folder: Path, size: int, limit: float, url: str, coming: int) -> None:
     """Makes room for a copy of `size` bytes in the objects' folder of `url`: removes the longest unused copies.
 
     limit: bytes that all copies of the cache may take; 0: no limit. What jobs are reading stays, even beyond it.

@@ -40,7 +40,7 @@ class DataCache:
     looked.
     """
 
-    def __init__(self, url: str, cache_dir: str = "", limit: float = 0.0, copies: bool = True):
+    def __init__(self, url: str, cache_dir: str, limit: float = 0.0, copies: bool = True):
         check_address("data_dir", url)
         self.url, self._limit, self.copies = url.rstrip("/"), limit, copies
         root = cache_folder(cache_dir) / "data" / folder_name(url)
@@ -188,7 +188,7 @@ class _Progress:
 
 
 @functools.cache
-def data_cache(url: str, cache_dir: str, limit: float, copies: bool = True) -> DataCache:
+def data_cache(url: str, cache_dir: str, limit: float, copies: bool) -> DataCache:
     """The cache of a URL, one a process: what it holds is looked at once. Raises ConfigError, StartupError."""
     found = DataCache(url, cache_dir, limit, copies)
     _OPEN[str(found.folder)] = found

@@ -26,7 +26,7 @@ def track(run: Run) -> CsvFiles:
 class CsvFiles:
     """Events as rows, each flushed. history: the events before this attempt."""
 
-    def __init__(self, folder: Path, history: Iterable[Event] = ()):
+    def __init__(self, folder: Path, history: Iterable[Event]):
         events = list(history)
         self._tables = {
             kind: _Table(folder / name, [event for event in events if event.kind == kind])

@@ -51,7 +51,7 @@ class Call:
     wall_s: float
     sync_s: float | None  # gradient synchronisation; None: only sampled calls know it
     phases_s: np.ndarray | None  # float64 [IN_CALL]; None: not sampled
-    travel_s: float | None = None  # in which gradients travelled, hidden or not; None: not known
+    travel_s: float | None  # in which gradients travelled, hidden or not; None: not known
 
 
 class PhaseMeter:

@@ -13,7 +13,7 @@ from tfdist.telemetry.jsonl import read_jsonl
 _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#777777"
 
 
-def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None = None) -> str:
+def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None) -> str:
     """Draws loss, accuracy (or perplexity, or gradient norm), throughput and learning rate over steps.
 
     log: a rank-0.jsonl. reference: label -> loss, drawn as dashed lines. Returns "" or why there is no picture.

@@ -20,7 +20,7 @@ _RANK_FILE = re.compile(r"^rank-(\d+)\.jsonl$")
 class RunLog:
     """The content of RUN_DIR/logs and RUN_DIR/flags.txt. `name`: how the run is called beside others."""
 
-    def __init__(self, folder: Path, name: str = ""):
+    def __init__(self, folder: Path, name: str):
         self.folder, self.name = folder, name or folder.resolve().name
         self.records = list(read_jsonl(folder / "logs" / "rank-0.jsonl"))
         self.series = series_of(self.records)  # name -> {step: value}, without what was done again

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tfdist.telemetry.phases import CHECKPOINT, EVALUATION, OTHER, PHASES, SYNC
+from tfdist.telemetry.run_log import span
 
 LEAST, MOST = 0.2, 0.5
 _PATIENCE = 2  # accounts in a row that must agree before a change is told
@@ -47,15 +48,15 @@ class Finding:
     def subject(self) -> tuple[str, int]:
         return self.kind, self.rank
 
-    def sentence(self, since: int | None = None) -> str:
+    def sentence(self, since: int | None) -> str:
         """The verdict with its figure, since when, and what to do."""
         percent = f"{100 * self.share:.0f} % of the time"
         when = f", since step {since}" if since is not None else ""
         about, advice = _ADVICE[self.kind]
         if self.rank >= 0:
             when += (
-                f"; rank {self.rank} takes {_span(self.phase_s)} a step for {_WORDS[self.phase]}, the others"
-                f" {_span(self.others_s)}"
+                f"; rank {self.rank} takes {span(self.phase_s)} a step for {_WORDS[self.phase]}, the others"
+                f" {span(self.others_s)}"
             )
         return about.format(percent=percent, rank=self.rank, beside=self.beside) + when + ". " + advice
 
@@ -196,7 +197,3 @@ class Verdicts:
 
 def _mean(accounts: Sequence[tuple[int, int, np.ndarray]]) -> np.ndarray:
     return np.average([by_rank for _, _, by_rank in accounts], axis=0, weights=[steps for _, steps, _ in accounts])
-
-
-def _span(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

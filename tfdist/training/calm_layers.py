@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfdist.compat import keras_batch_norm, keras_layers
+from tfdist.compat.code_origin import is_of_keras, module_of, package_of
 from tfdist.compat.temporary_attributes import replaced
 
 _INITIALIZER = "_initializer"  # functions of Keras' layers end with this, which are called before the first step
@@ -34,15 +35,11 @@ def _telling(added: Callable[[int, Any], None], number: int) -> Callable:
     return add_loss
 
 
-def is_of_keras(layer: keras.Layer) -> bool:
-    return type(layer).__module__.partition(".")[0] == "keras"
-
-
 def has_own_code(model: keras.Model) -> bool:
     """Whether layers, or what layers are made with, are the user's own."""
     layers = keras_layers.all_layers(model)
     return any(
-        type(layer).__module__.partition(".")[0] not in ("keras", "tfdist") or holds_own_function(layer, _INITIALIZER)
+        package_of(type(layer).__module__) not in ("keras", "tfdist") or holds_own_function(layer, _INITIALIZER)
         for layer in layers
     )
 
@@ -59,9 +56,8 @@ def holds_own_function(layer: keras.Layer, but: str | tuple[str, ...] = _OF_WEIG
 def _is_from_keras(function: Any) -> bool:
     """Whether a function, and of a method also its object, is from Keras or tfdist."""
     bound_to = getattr(function, "__self__", None)
-    module = getattr(function, "__module__", None) or type(function).__module__
-    modules = [module] if bound_to is None else [module, type(bound_to).__module__]
-    return all(each.partition(".")[0] in ("keras", "tfdist") for each in modules)
+    modules = [module_of(function)] if bound_to is None else [module_of(function), type(bound_to).__module__]
+    return all(package_of(each) in ("keras", "tfdist") for each in modules)
 
 
 def _calming(layer: keras.Layer) -> dict[str, Callable]:

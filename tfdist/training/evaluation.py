@@ -41,7 +41,7 @@ class Evaluator:
         model: keras.Model,
         objective: Objective,
         datasets: Callable[[], tuple[Sequence[tf.data.Dataset], int]],
-        averaged: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        averaged: Callable[[], contextlib.AbstractContextManager],
     ):
         self.averaged = averaged
         self.runtime, self.model, self.objective, self.datasets = runtime, model, objective, datasets

@@ -33,8 +33,8 @@ class Interval:
         clock: Clock,
         global_batch: int,
         position: Callable[[int], int],
-        rates: Rates | None = None,
-        watch: Watch | None = None,
+        rates: Rates | None,
+        watch: Watch | None,
     ):
         self.clock, self.global_batch, self.position = clock, global_batch, position
         self.rates, self.watch = rates or Rates(), watch

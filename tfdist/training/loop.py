@@ -40,7 +40,7 @@ class TrainResult:
     step: int
     stopped: bool  # by request, before the target
     evaluation: dict[str, float]  # the last one
-    left: bool = False  # by request, to go on in another group of workers
+    left: bool  # by request, to go on in another group of workers
 
 
 def train(hooks: LoopHooks, step: int) -> TrainResult:

@@ -30,7 +30,7 @@ _SHAPES_ONLY = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike", "Bro
 _SIZES = (2, 4)  # samples in the two traces
 
 
-def trace(model: Any, objective: Any, specs: tuple, batch: int, precision: str) -> dict[str, dict[str, Any]]:
+def trace(model: Any, objective: Any, specs: tuple, batch: int) -> dict[str, dict[str, Any]]:
     """{layer name: {"flops", "saved": {tensor name: bytes}, "output": bytes}} of one forward and backward pass.
 
     model: a Keras model, which may be without memory. specs: (x, y) or (x, y, w) nests of one sample's TensorSpec.
@@ -157,9 +157,9 @@ def forward_flops(model: Any, x_spec: Any, rows: int = 1) -> float:
     return sum(_flops(operation) for operation in traced.graph.get_operations()) / rows
 
 
-def count(model: Any, objective: Any, specs: tuple, precision: str = "float32") -> dict[str, Any]:
+def count(model: Any, objective: Any, specs: tuple) -> dict[str, Any]:
     """Counts weights, FLOPs and saved tensors of a model, as described in the file's first lines."""
-    fewer, more = (trace(model, objective, specs, batch, precision) for batch in _SIZES)
+    fewer, more = (trace(model, objective, specs, batch) for batch in _SIZES)
     step = _SIZES[1] - _SIZES[0]
     weights, constants = defaultdict(list), defaultdict(int)
     for variable in model.variables:

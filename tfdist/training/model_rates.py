@@ -22,7 +22,7 @@ from tfdist.telemetry.rates import Rates, host_memory
 from tfdist.training.model_cost import forward_flops
 
 
-def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Split, rows: int = 1) -> Rates:
+def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Split, rows: int) -> Rates:
     """`rows`: of a forward pass.
 
     Raises ConfigError if --scaling_baseline is neither a number nor the folder of a finished run of one worker."""

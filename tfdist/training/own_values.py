@@ -21,6 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.code_origin import package_of
+
 LIBRARIES = ("keras", "tensorflow", "tfdist", "builtins", "numpy")
 _DEEPEST = 4
 _LATEST = 1e9  # larger ones are points in time
@@ -32,13 +34,11 @@ _OF_KERAS = (keras.losses.Loss, keras.regularizers.Regularizer, keras.constraint
 _NO_OBJECTS = (type, ModuleType, keras.layers.Layer, keras.Variable, tf.Variable)  # told by themselves, or nothing
 
 
-def own_value(value: Any, depth: int = 0) -> Any:
+def own_value(value: Any) -> Any:
     """A value that is equal for objects that compute the same, made of numbers, strings, arrays, lists and mappings:
     {attribute: what it holds} of an object.
-
-    depth: how many objects hold it, of which one may be itself.
     """
-    return _function(value, depth) if isinstance(value, _FUNCTIONS) else _attributes(_attributes_of(value), depth)
+    return _function(value, 0) if isinstance(value, _FUNCTIONS) else _attributes(_attributes_of(value), 0)
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _is_own(value: Any) -> bool:
     times and counts."""
     if isinstance(value, (SimpleNamespace, *_OF_KERAS)):
         return True
-    root = (type(value).__module__ or "").partition(".")[0]
+    root = package_of(type(value).__module__)
     is_of_python = root in sys.stdlib_module_names and root != "__main__"
     return not (is_of_python or isinstance(value, _NO_OBJECTS) or _is_from_libraries(type(value)))
 
@@ -136,7 +136,7 @@ def _function(function: Any, depth: int) -> Any:
 
 
 def _is_from_libraries(definition: FunctionType | type) -> bool:
-    return (definition.__module__ or "").partition(".")[0] in LIBRARIES
+    return package_of(definition.__module__) in LIBRARIES
 
 
 def _code(code: CodeType) -> list[Any]:

@@ -18,12 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
+from tfdist.compat.code_origin import is_of_keras
 from tfdist.compat.tensorflow_random import draws_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.training.added_losses import take_rows
-from tfdist.training.calm_layers import holds_own_function, is_of_keras
+from tfdist.training.calm_layers import holds_own_function
 from tfdist.training.loss_probe import Probe, Take, generators_kept
 from tfdist.training.mixing_trial import ATTEMPTS, Attempt, Trial
 from tfdist.training.row_proof import Proofs

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
+from tfdist.compat.code_origin import package_of
 from tfdist.compat.keras_tensors import mask_of
 from tfdist.compat.tensorflow_graphs import captured_by, function_graph, makers_of_gradients, operation_number
 from tfdist.compat.tensorflow_variables import writes_undone
@@ -149,7 +150,7 @@ def _traced(model: keras.Model, layers: Sequence[keras.Layer], x: Any, rows: int
 
 
 def _has_own_gradients(graph: tf.Graph) -> bool:
-    return any(module.partition(".")[0] not in _WITHOUT_ROWS for module in makers_of_gradients(graph))
+    return any(package_of(module) not in _WITHOUT_ROWS for module in makers_of_gradients(graph))
 
 
 @contextlib.contextmanager

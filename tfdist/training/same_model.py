@@ -22,6 +22,7 @@ import keras
 import numpy as np
 
 from tfdist.compat import keras_layers
+from tfdist.compat.code_origin import package_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
 from tfdist.training.own_values import LIBRARIES, own_value
@@ -148,7 +149,7 @@ def _own_code(objects: Iterable[Any]) -> Iterator[tuple[str, str]]:
         for definition in _definitions(each):
             module = definition.__module__
             key = definition if module == _MAIN else module
-            if key in seen or module is None or module.partition(".")[0] in (*LIBRARIES, "functools"):
+            if key in seen or module is None or package_of(module) in (*LIBRARIES, "functools"):
                 continue
             seen.add(key)
             with contextlib.suppress(OSError, TypeError, KeyError, AttributeError, UnicodeError):  # a notebook's, made

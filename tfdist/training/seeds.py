@@ -36,7 +36,7 @@ def _states(model: keras.Model) -> list[keras.Variable]:
     return [*(variable for variable in model.variables if is_seed_state(variable)), *states_beside()]
 
 
-def with_generator(model: keras.Model, own_objective: bool = False) -> keras.Model:
+def with_generator(model: keras.Model, own_objective: bool) -> keras.Model:
     """The model; that of what layers, or an objective, of the user's own may draw without one is there. Where its
     variables are made.
     """

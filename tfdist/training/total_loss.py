@@ -55,11 +55,6 @@ def rows_of(w: tf.Tensor) -> tf.Tensor | float:
     return tf.cast(tf.shape(w)[0], tf.float32) if rows is None else float(rows)
 
 
-def added_by_rows(model: keras.Model) -> bool:
-    """Whether layers of the model, which has been called, added more than regularizers of weights."""
-    return _are_by_rows(model, model.losses)
-
-
 def _are_by_rows(model: keras.Model, losses: Sequence[tf.Tensor]) -> bool:
     return len(losses) > sum(variable.regularizer is not None for variable in model.trainable_variables)
 

@@ -81,7 +81,7 @@ def test_pages_of_the_cache_are_not_taken(tmp_path):
     except OSError:
         pytest.skip("this file system has only the page cache")
     before = _cached()
-    with DirectFile(str(path)) as file:
+    with DirectFile(str(path), direct=True) as file:
         for _ in range(20):
             file.append(CONTENT)
         file.flush()

@@ -64,7 +64,9 @@ class Workers:
         self.folders = [tmp_path / f"{machines}-{rank}" for rank in range(size)]
         self.objects = [ObjectStore(url, patience=20.0) for _ in range(size)]
         self.parts = [
-            StoredParts(self.objects[rank], self.folders[rank], lambda step: None, rank, size, token)
+            StoredParts(
+                self.objects[rank], self.folders[rank], lambda step: None, rank, size, token, allowed=lambda: None
+            )
             for rank in range(size)
         ]
         whole = SnapshotStore(str(self.folders[0] / SNAPSHOTS))
@@ -94,7 +96,7 @@ class Workers:
         chief = RangedSnapshots(self.objects[0], folder.parent / "chief", self.shelf)
         snapshot, passed_over = chief.newest_valid()
         assert snapshot and not passed_over, passed_over
-        store = RangedSnapshots(self.objects[rank % len(self.objects)], folder)
+        store = RangedSnapshots(self.objects[rank % len(self.objects)], folder, shelf=None)
         mine = ranges.Snapshot(store.path(snapshot.step), snapshot.step, snapshot.manifest)
         wanted = shards(rank, size, arrays(snapshot.step))
         store.bring(mine, wanted)

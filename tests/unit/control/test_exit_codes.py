@@ -115,7 +115,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.startup_deadline import connecting
 exit_codes._SAYING_SECONDS = 0.3
 print("begun", flush=True)
-with connecting(Cluster.of_workers(["127.0.0.1:1", "127.0.0.1:2"], 0), 0.3):
+with connecting(Cluster.of_workers(["127.0.0.1:1", "127.0.0.1:2"], 0), 0.3, None):
     time.sleep(20)
 """
 IS_ASKED_TO_STOP = """

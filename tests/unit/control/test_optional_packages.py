@@ -24,7 +24,10 @@ def test_pictures_without_matplotlib(without_matplotlib, tmp_path):
     assert UnsupportedError.exit_code == ExitCode.UNSUPPORTED
     with pytest.raises(UnsupportedError, match=f"^--plot {SENTENCE}$"):
         plan.main([f"--plot={tmp_path / 'a.png'}", "--", "--flagfile=flags/gpt2_124m.flags"])
-    assert plot.draw_curves(tmp_path / "log", tmp_path / "a.png") == f"no picture: --plot {SENTENCE}, or use --noplot"
+    assert (
+        plot.draw_curves(tmp_path / "log", tmp_path / "a.png", reference=None)
+        == f"no picture: --plot {SENTENCE}, or use --noplot"
+    )
     assert comm.drawn(present.draw_models, tmp_path / "a.png", []) == f"no picture: a picture {SENTENCE}"
     assert not list(tmp_path.iterdir())
 

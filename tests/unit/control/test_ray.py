@@ -87,8 +87,11 @@ def test_without_ray_the_command_to_install_it_is_named(monkeypatch):
 )
 def test_flags_that_do_not_go_together(flags):
     with pytest.raises(ConfigError, match=flags[-1].partition("=")[0]):
-        parse_launch_options(flags, "")
+        parse_launch_options(flags, "", epilog="")
 
 
 def test_on_ray_a_lost_node_is_survived_without_further_flags():
-    assert parse_launch_options(["--on=ray"], "").max_restarts == 3 and parse_launch_options([], "").max_restarts == 0
+    assert (
+        parse_launch_options(["--on=ray"], "", epilog="").max_restarts == 3
+        and parse_launch_options([], "", epilog="").max_restarts == 0
+    )

@@ -69,7 +69,7 @@ def supervise(tmp_path, code, **options):
     made = Supervisor(
         lambda workers: LocalJob([sys.executable, str(script)], workers, tmp_path / "logs", output=io.StringIO()),
         policy(first_wait=0.01, **options),
-        lambda: newest_saved_step(tmp_path),
+        lambda: newest_saved_step(tmp_path, backup_folder=""),
         WorkerCount(1, 1),
     )
     return made, made.run(), len(list(tmp_path.glob("start-*")))
@@ -143,9 +143,9 @@ def test_no_restarts_by_default(tmp_path):
 
 
 def test_newest_snapshot(tmp_path):
-    assert newest_saved_step(tmp_path) == -1
+    assert newest_saved_step(tmp_path, backup_folder="") == -1
     for name in ("step-00000010", "step-00000009", ".writing-step-00000099-x", "checkpoint"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert newest_saved_step(tmp_path) == 10
+    assert newest_saved_step(tmp_path, backup_folder="") == 10
     (tmp_path / "backup" / "step-00000012").mkdir(parents=True)
     assert newest_saved_step(tmp_path, str(tmp_path / "backup")) == 12

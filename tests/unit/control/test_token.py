@@ -108,7 +108,7 @@ def test_a_token_that_can_be_guessed_is_refused():
 )
 def test_one_sentence_warns_of_an_open_job(peers, rank, environment, warned, capsys):
     cluster = Cluster("worker", rank, rank, len(peers), peers, {"worker": list(peers)})
-    assert bool(token.with_token(cluster, dict(environment)).secret) == bool(environment)
+    assert bool(token.with_token(cluster, dict(environment), file="").secret) == bool(environment)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == warned and all("this job has no token" in line for line in lines)
 

@@ -218,7 +218,7 @@ def test_the_words_of_the_first_failure_reach_all():
 
 
 def guarded(beacons):
-    guard = HealthMonitor(Config(), beacons.cluster)
+    guard = HealthMonitor(Config(), beacons.cluster, requests=None)
     guard.watchdog.close()  # or it would end this process, whose start-up never ends, after 20 minutes
     guard.beacons = beacons
     return guard

@@ -53,7 +53,7 @@ def upload(s3, tmp_path, files: list[list[bytes]]) -> _Folder:
 def stored(cache_dir, limit: float = 0.0) -> _Folder:
     """As a new process would have it."""
     data_cache.data_cache.cache_clear()
-    return _Folder(str(data_cache.data_cache(URL, str(cache_dir), limit).folder))
+    return _Folder(str(data_cache.data_cache(URL, str(cache_dir), limit, copies=True).folder))
 
 
 def paths(folder: _Folder) -> list[str]:

@@ -22,7 +22,7 @@ FIXED, RATE, BETA = (
 
 
 def shape(config):
-    return model_shape(config, [])
+    return model_shape(config, [], input_shape="", outputs=0)
 
 
 def make_run(folder, workers, batch, hardware, noise=1.0):
@@ -31,7 +31,7 @@ def make_run(folder, workers, batch, hardware, noise=1.0):
     one, work, traffic = terms(shape(config), workers, batch, hardware)
     seconds = (FIXED * one + work / RATE + traffic / BETA) * noise
     (folder / "logs").mkdir(parents=True)
-    flags.write_flagfile(config, folder / "flags.txt")
+    flags.write_flagfile(config, folder / "flags.txt", command="")
     records = [{"v": 1, "attempt": 0, "kind": "start", "step": 0, "values": {"workers": workers, "replicas": workers}}]
     records += [
         {"v": 1, "attempt": 0, "kind": "train", "step": step, "values": {"perf/steps_per_s": rate}}

@@ -49,7 +49,7 @@ def counted():
         set_policy(config.precision)
         model = build_model(config.model, split.element_spec[0], split.num_classes)
         return shapes.from_json(
-            model_cost.count(model, make_objective(config.model, split.element_spec[1]), split.element_spec)
+            model_cost.count(model, make_objective(config.model, split.element_spec[1]), split.element_spec), tokens=1
         )
 
     yield make
@@ -127,7 +127,7 @@ main(sys.argv[1:])
     output = subprocess.run([sys.executable, str(script), *arguments], env=ENVIRONMENT, capture_output=True, text=True)
     assert output.returncode == 0, output.stderr[-2000:]
     assert (
-        shapes.from_json(json.loads(output.stdout.splitlines()[-1])).parameters
+        shapes.from_json(json.loads(output.stdout.splitlines()[-1]), tokens=1).parameters
         == 4096 * 65536 + 65536 + 65536**2 + 65536 + 65536 * 10 + 10
     )
 

@@ -35,7 +35,9 @@ LARGE = [
 
 def plan(train, devices, hardware="h100", **changes):
     config = flags.parse([*train, "--steps=1000"]).config
-    return Plan(config, model_shape(config, train), load_hardware(hardware), devices, **changes)
+    return Plan(
+        config, model_shape(config, train, input_shape="", outputs=0), load_hardware(hardware), devices, **changes
+    )
 
 
 def test_a_model_of_seven_billion_needs_zero_on_eight_devices():

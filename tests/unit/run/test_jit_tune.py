@@ -21,7 +21,7 @@ def tuned(monkeypatch, tmp_path):
             asked.append(config.model.jit_compile)
             if config.model.jit_compile and isinstance(compiled, Exception):
                 raise compiled
-            return jit_tune.Timed(compiled if config.model.jit_compile else without)
+            return jit_tune.Timed(compiled if config.model.jit_compile else without, fused=False)
 
         monkeypatch.setattr(jit_tune, "_timed", seconds)
         config, message = jit_tune.tuned(Config().replace(jit_tune=True), OneDevice(), tmp_path)

@@ -46,7 +46,7 @@ class World:
 
     def __init__(self, monkeypatch, tmp_path, fails_at="", error=None, size=1, result=None, unwritten=""):
         self.said, self.events, self.fails_at = [], [], fails_at
-        self.error, self.result = error or ConfigError("no"), result or TrainResult(6, False, {"loss": 0.5})
+        self.error, self.result = error or ConfigError("no"), result or TrainResult(6, False, {"loss": 0.5}, left=False)
         self.unwritten, self.config = unwritten, Config().replace(run_dir=str(tmp_path), steps=6)
         self.runtime = SimpleNamespace(
             rank=0, size=size, name="fake", close=self.note("close runtime"), barrier=self.note("barrier")
@@ -256,7 +256,7 @@ def test_an_interrupt_closes_too(monkeypatch, tmp_path):
 
 
 def test_a_run_that_is_stopped_leaves_no_results(monkeypatch, tmp_path):
-    world = World(monkeypatch, tmp_path, result=TrainResult(4, True, {}))
+    world = World(monkeypatch, tmp_path, result=TrainResult(4, True, {}, left=False))
     assert world.run() == ExitCode.PREEMPTED
     assert not {"save", "results", "status finished", "delete backup"} & set(world.said)
     assert world.events[-1].values["stopped"] and "runtime" in world.closed()

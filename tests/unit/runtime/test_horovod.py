@@ -21,13 +21,13 @@ def test_without_horovod_the_script_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod", None)
     monkeypatch.delitem(sys.modules, "horovod.tensorflow", raising=False)
     with pytest.raises(UnsupportedError, match="scripts/install_horovod.sh") as told:
-        create_runtime(Config().replace(strategy="horovod"), Cluster())
+        create_runtime(Config().replace(strategy="horovod"), Cluster(), began=None)
     assert told.value.exit_code == ExitCode.UNSUPPORTED and "\n" not in str(told.value)
 
 
 def test_a_launcher_without_addresses_is_for_horovod_only():
     with pytest.raises(ConfigError, match="--strategy=multi_worker, but mpirun"):
-        create_runtime(Config().replace(strategy="multi_worker"), Cluster(size=2, started_by="mpirun"))
+        create_runtime(Config().replace(strategy="multi_worker"), Cluster(size=2, started_by="mpirun"), began=None)
 
 
 def test_settings():
@@ -57,7 +57,7 @@ def test_who_is_missing_is_named():
     reserved = PortReservation(2)
     cluster = Cluster("worker", 0, 0, 2, tuple(reserved.addresses), {"worker": reserved.addresses})
     port = int(reserved.addresses[0].rpartition(":")[2])
-    server = horovod_start._rendezvous_server(port)  # beside the reservation, as under the launcher
+    server = horovod_start._rendezvous_server(port, host="")  # beside the reservation, as under the launcher
     try:
         with pytest.raises(StartupError, match=r"worker 1 \(rank 1, .*did not appear within 0.3 s"):
             horovod_start.wait_for_all(("127.0.0.1", port), cluster, 0.3)

@@ -357,7 +357,7 @@ def test_a_silent_neighbour_is_named_after_the_timeout():
 @pytest.mark.parametrize("share", [False, True])
 def test_a_buffer_in_use_is_not_given_out_again(share):
     def reduce(ring):
-        reducer, site = RingReducer(ring, 1 << 20), _Site(0, [(5,), (7,)], 1 << 20)
+        reducer, site = RingReducer(ring, 1 << 20), _Site(0, [(5,), (7,)], 1 << 20, kinds=(), rank=0, size=1)
         buffer = reducer._free_buffer(site.lengths[0])
         used = site.own(buffer, 1)  # as TensorFlow holds it
         del buffer

@@ -81,12 +81,12 @@ def gathered(ours, theirs):
     def both(data, name, stamp=0):
         said = []
         other.gather = lambda data, *_: said.append(data) or [data]
-        other.gather_batches([np.arange(3)], same=theirs)  # its first gather
+        other.gather_batches([np.arange(3)], same=theirs, stamp=0)  # its first gather
         met.append(name)
         return [data, said[0] if len(met) == 1 else to_bytes(theirs)]
 
     own.gather = both
-    return [bytes(block) for block in own.gather_batches([np.arange(3)], same=ours)], len(met)
+    return [bytes(block) for block in own.gather_batches([np.arange(3)], same=ours, stamp=0)], len(met)
 
 
 def test_workers_look_closer_only_where_their_checksums_differ():

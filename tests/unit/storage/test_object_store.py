@@ -329,10 +329,10 @@ def test_urls_that_name_no_place_are_refused(url, sentence):
 
 def test_each_url_has_a_working_folder_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    one, other = working_folder("s3://bucket/a/run"), working_folder("s3://bucket/b/run")
+    one, other = working_folder("s3://bucket/a/run", cache_dir=""), working_folder("s3://bucket/b/run", cache_dir="")
     assert one != other and one.parent == other.parent == tmp_path / "tfdist" / "runs"
-    assert working_folder("s3://bucket/a/run/") == one
-    assert working_folder("runs/first", "elsewhere") == working_folder("runs/first")
+    assert working_folder("s3://bucket/a/run/", cache_dir="") == one
+    assert working_folder("runs/first", "elsewhere") == working_folder("runs/first", cache_dir="")
 
 
 # -- a folder's copy ---------------------------------------------------------------------------------------------------

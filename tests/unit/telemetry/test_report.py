@@ -122,7 +122,7 @@ def full_history():
 
 def runs_phases(folder):
     """Of rank 1: means over steps, not over events."""
-    run = RunLog(folder)
+    run = RunLog(folder, name="")
     return run.phases[1] | {"overlap": run.overlaps[1]["gradient_sync"]}
 
 
@@ -247,7 +247,8 @@ def test_curves_hold_the_kept_history_alone(tmp_path):
                 (4, 1, "start", 5, {}),
                 (5, 1, "train", 8, {"train/loss": 3.0}),
             ],
-        )
+        ),
+        name="",
     )
     assert run.series["train/loss"] == {5: 1.0, 8: 3.0}
     assert run.flags == {"source": "text", "sequence_length": "128", "shuffle": "false"}

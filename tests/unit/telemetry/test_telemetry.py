@@ -208,7 +208,7 @@ def test_clock_counts_training_only_and_goes_on_after_a_restart():
 def test_picture_and_summary(tmp_path, capsys):
     log = JsonlObserver(tmp_path / "run" / "logs" / "rank-0.jsonl", run_id="r", attempt=0, rank=0)
     picture = tmp_path / "run" / "curves.png"
-    assert "no steps" in plot.draw_curves(tmp_path / "run" / "logs" / "rank-0.jsonl", picture)
+    assert "no steps" in plot.draw_curves(tmp_path / "run" / "logs" / "rank-0.jsonl", picture, reference=None)
     for step in (10, 20, 10, 20):
         log(train_event(step, loss=1 / step))
     log(Event("eval", 20, {"eval/loss": 0.1, "eval/accuracy": 0.9}))
@@ -234,7 +234,9 @@ def test_the_curve_of_a_dead_attempt_ends_where_the_next_one_went_on(tmp_path):
 def test_no_picture_is_a_sentence_not_a_failure(tmp_path):
     log = JsonlObserver(tmp_path / "rank-0.jsonl", run_id="r", attempt=0, rank=0)
     log(train_event(1))
-    assert plot.draw_curves(tmp_path / "rank-0.jsonl", tmp_path / "absent" / "curves.png").startswith("no picture: ")
+    assert plot.draw_curves(tmp_path / "rank-0.jsonl", tmp_path / "absent" / "curves.png", reference=None).startswith(
+        "no picture: "
+    )
 
 
 def test_summary(tmp_path, capsys, monkeypatch):

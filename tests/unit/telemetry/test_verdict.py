@@ -45,19 +45,21 @@ def ranks(*rows, total=1.0):
 def test_what_holds_a_run_up(kind, rank, phase, by_rank):
     found = judge(by_rank)
     assert (found.kind, found.rank, found.phase) == (kind, rank, phase)
-    assert found.sentence(7).count("since step 7") == 1 and f"{100 * found.share:.0f} % of the time" in found.sentence()
+    assert found.sentence(7).count("since step 7") == 1 and f"{100 * found.share:.0f} % of the time" in found.sentence(
+        since=None
+    )
 
 
 def test_where_nothing_has_most_of_the_time_all_of_it_is_told():
     assert (
-        judge(ranks({"data_wait": 0.17, "forward": 0.1, "backward": 0.26, "other": 0.34})).sentence()
+        judge(ranks({"data_wait": 0.17, "forward": 0.1, "backward": 0.26, "other": 0.34})).sentence(since=None)
         == "nothing in particular holds the run up: 36 % of the time is computing (forward pass, backward pass and"
         " optimizer), 34 % between the steps, 17 % waiting for data, 13 % gradient synchronisation. No single one of"
         " these is worth much; a larger batch makes all but the computing smaller."
     )
     assert (
         judge(ranks({"backward": 0.85, "other": 0.15}))
-        .sentence()
+        .sentence(since=None)
         .startswith(
             "compute-bound: 85 % of the time is computing (forward pass, backward pass and optimizer). So the devices"
             " are the limit; "
@@ -130,8 +132,8 @@ def test_where_only_sampled_calls_know_the_reduction_all_splits_as_they_do():
     clock.start()
     meter = PhaseMeter(clock)
     now[0] += 4.0
-    meter.add(Call(1, 1.0, None, np.array([0.5, 0.0, 0.0, 0.0, 0.5, 0.0])))
-    meter.add(Call(1, 3.0, None, None))
+    meter.add(Call(1, 1.0, None, np.array([0.5, 0.0, 0.0, 0.0, 0.5, 0.0]), travel_s=None))
+    meter.add(Call(1, 3.0, None, None, travel_s=None))
     assert values(meter.seconds(), meter.overlap_s, split=True) == pytest.approx(
         {"phase/data_wait_s": 1.0, "phase/gradient_sync_s": 1.0}
     )

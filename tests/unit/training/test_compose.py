@@ -143,7 +143,7 @@ def test_a_subclassed_model_is_refused_where_it_cannot_be_spread(mesh, words):
     runtime = Alone(Mesh.parse(mesh, 2))
     runtime.group = lambda *axes: SimpleNamespace(size=runtime.mesh.degree(*axes), index=0)
     with pytest.raises(ConfigError, match=words):
-        compose_mesh(config, runtime, rest, keras.optimizers.SGD(), None, build.plan_batch(config.batch, 1))
+        compose_mesh(config, runtime, rest, keras.optimizers.SGD(), None, build.plan_batch(config.batch, 1), rows=None)
 
 
 def test_a_layer_of_another_kind_than_its_name_says_is_refused():
@@ -183,7 +183,7 @@ def test_a_pipeline_hands_on_one_tensor():
         (keras.Model(ids, [x, x]), "1 inputs and 2 outputs"),
     ):
         with pytest.raises(ConfigError, match=words):
-            divide(cut_into_blocks(model, "--mesh"), len(cut_into_blocks(model, "--mesh").segments))
+            divide(cut_into_blocks(model, "--mesh"), len(cut_into_blocks(model, "--mesh").segments), cut="")
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
     lone.group = lambda *axes: pair if axes == ("expert",) else Group((0,), 0, tasks=("a",))
     even = build.build_model(BASE.replace(model_args="layers=1,width=8,heads=2,experts=4").model, spec, 17)
     with pytest.raises(ConfigError, match="expert=2.*lamb.*element"):
-        compose_mesh(BASE, lone, even, keras.optimizers.Lamb(), None, build.plan_batch(BASE.batch, 2))
+        compose_mesh(BASE, lone, even, keras.optimizers.Lamb(), None, build.plan_batch(BASE.batch, 2), rows=None)
 
 
 def test_sequences_that_cannot_be_spread_are_refused():
@@ -308,7 +308,7 @@ def test_stages_are_balanced_or_as_given():
     def names(parts):
         return [[segment.gives[0] for segment in part] for part in parts]
 
-    balanced = names(divide(cut_model, 2))
+    balanced = names(divide(cut_model, 2, cut=""))
     assert sum(balanced, []) == names([cut_model.segments])[0] and {len(part) for part in balanced} == {4}
     assert names(divide(cut_model, 3, "block_00,block_05")) == [
         ["start"],
@@ -319,4 +319,4 @@ def test_stages_are_balanced_or_as_given():
         with pytest.raises(ConfigError, match="--pipe_cut"):
             divide(cut_model, 3, cut)
     with pytest.raises(ConfigError, match="9 parts"):
-        divide(cut_model, 9)
+        divide(cut_model, 9, cut="")

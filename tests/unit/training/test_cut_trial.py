@@ -80,7 +80,7 @@ def test_logits_may_come_in_parts():
     model = _model()
     model.get_layer("up").trainable = False  # whose gradient would be the sum over the workers
     trial, down, group = _trial(model), model.get_layer("down"), RUNTIME.group("model")
-    parts = cut(down, keras_layers.stored_kernel(down), 1, group) | cut(down, down.bias, 0, group)
+    parts = cut(keras_layers.stored_kernel(down), 1, group) | cut(down.bias, 0, group)
     assert trial.check(parts, frozenset()) == 3
 
 

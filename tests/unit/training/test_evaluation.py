@@ -1,5 +1,6 @@
 """What fills the last batches of an evaluation counts for nothing, whatever an objective does with its weights."""
 
+import contextlib
 from types import SimpleNamespace
 
 import keras
@@ -65,7 +66,13 @@ def evaluate(objective, arrays, workers, batch=4, filled=True):
             local=lambda value: [value],
             all_gather=all_gather,
         )
-        found = Evaluator(runtime, model, objective, lambda made=dataset, count=steps: ([made], count))()
+        found = Evaluator(
+            runtime,
+            model,
+            objective,
+            lambda made=dataset, count=steps: ([made], count),
+            averaged=contextlib.nullcontext,
+        )()
     return found
 
 
@@ -125,7 +132,7 @@ def fails():
     ],
 )
 def test_a_failure_is_told_to_the_others_if_they_listen(worker, together, gathered):
-    evaluator = Evaluator(worker, None, None, fails)
+    evaluator = Evaluator(worker, None, None, fails, averaged=contextlib.nullcontext)
     with pytest.raises(DataError, match="a bad record"):
         evaluator()
     assert evaluator.failed_together is together and worker.gathered == gathered
@@ -136,7 +143,9 @@ def test_who_hears_of_a_failure_waits_for_no_sums():
     worker = Worker(second=1)
     worker.per_replica, worker.run, worker.local = lambda each: each[0], lambda call, given: call(*given), lambda v: [v]
     model = keras.Sequential([keras.Input((6,)), keras.layers.Activation("linear")])
-    evaluator = Evaluator(worker, model, own_objective("own_mask", own_mask), lambda: ([dataset], steps))
+    evaluator = Evaluator(
+        worker, model, own_objective("own_mask", own_mask), lambda: ([dataset], steps), averaged=contextlib.nullcontext
+    )
     with pytest.raises(PeerLostError, match="failed on rank 1"):
         evaluator()
     assert evaluator.failed_together and worker.gathered == [[0]]

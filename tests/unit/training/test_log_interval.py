@@ -16,7 +16,7 @@ def test_pauses_are_told_once_and_take_no_time_from_the_speed():
     now = [0.0]
     clock = Clock(lambda: now[0])
     clock.restore({"seconds": 100.0, "pauses": {"saving": 7.0}})  # of earlier attempts
-    interval = Interval(clock, 8, lambda step: 8 * step)
+    interval = Interval(clock, 8, lambda step: 8 * step, rates=None, watch=None)
     clock.start()
 
     def event(step, train, **pauses):
@@ -51,7 +51,7 @@ def output(step, n, skipped, loss=0.5):
 
 
 def test_skipped_steps_are_not_part_of_the_loss_that_is_shown():
-    interval = Interval(Clock(), 8, lambda step: 8 * step)
+    interval = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
     interval.add(output(4, 4, 1), 4)
     (event,) = interval.events(4, {})
     assert event.values["train/loss"] == 0.5 and event.values["train/skipped_steps"] == 1
@@ -61,10 +61,10 @@ def test_skipped_steps_are_not_part_of_the_loss_that_is_shown():
 
 
 def test_a_run_that_only_skips_is_an_error():
-    interval = Interval(Clock(), 8, lambda step: 8 * step)
+    interval = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
     with pytest.raises(DivergedError, match="last 3 steps .* nothing was learned"):
         interval.add(output(3, 3, 3), 3, last=True)
-    interval = Interval(Clock(), 8, lambda step: 8 * step)
+    interval = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
     interval.add(output(1, 1, 0), 1)
     interval.add(output(3, 2, 2), 2, last=True)
     with pytest.raises(DivergedError, match="last 50 steps"):
@@ -72,7 +72,7 @@ def test_a_run_that_only_skips_is_an_error():
 
 
 def test_news_of_a_step_are_a_warning_at_the_next_log_line():
-    interval = Interval(Clock(), 8, lambda step: 8 * step)
+    interval = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
     interval.add(StepOutput(1, {"loss": 1.0}, 8.0, 0.1, sums={"loss": 8.0}, news=("Look.",)), 1)
     events = interval.events(1, {})
     assert [(event.kind, event.values.get("message")) for event in events] == [("warning", "Look."), ("train", None)]
@@ -81,7 +81,7 @@ def test_news_of_a_step_are_a_warning_at_the_next_log_line():
 
 
 def test_the_loss_of_samples_without_weight_is_0_and_of_skipped_steps_nan():
-    interval = Interval(Clock(), 8, lambda step: 8 * step)
+    interval = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
 
     def events(step, weight, **more):
         nothing = StepOutput(step, {"loss": math.nan}, weight, 0.0, sums={"loss": 2.0 * weight}, **more)

@@ -21,7 +21,7 @@ def make(model, **options):
     config = Config().replace(model="transformer", model_args="size=tiny", **options)
     x = tf.TensorSpec([8], tf.int32)
     split = Split("train", 100, (x, x), lambda positions: None, 256)
-    return make_rates(config, OneDevice(), model or build_model(config.model, x, 256), split), x
+    return make_rates(config, OneDevice(), model or build_model(config.model, x, 256), split, rows=1), x
 
 
 def test_formula_and_graph_agree():

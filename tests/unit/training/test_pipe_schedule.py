@@ -12,7 +12,6 @@ from tfdist.training.parallel.pipe_schedule import (
     bubble,
     live,
     make_schedule,
-    picture,
     receipts,
     timeline,
 )
@@ -59,14 +58,6 @@ def test_a_schedule_that_cannot_work_is_noticed():
     schedule[1].reverse()
     with pytest.raises(ValueError, match="wait for each other"):
         timeline(schedule)
-
-
-def test_picture():
-    assert picture(make_schedule("1f1b", 2, 3)).splitlines() == [
-        "stage 0  01..aa2bb.cc",
-        "stage 1  .0aa1bb2cc..",
-        "bubble 25.0%, micro-batches held 2, 1",
-    ]
 
 
 def test_rounds_must_be_whole():

@@ -63,7 +63,7 @@ def make_step(
             keras.layers.Dense(4, dtype="float32"),
         ]
     )
-    model = with_generator(model) if generator else model
+    model = with_generator(model, own_objective=False) if generator else model
     rule = rule or make_optimizer(OptimizerConfig(optimizer=optimizer), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
     rule.build(model.trainable_variables)
     spec = (inputs, tf.TensorSpec(inputs.shape[:1], tf.int32), tf.TensorSpec(inputs.shape[:1]))
@@ -242,7 +242,9 @@ class Noisy(keras.layers.Layer):
 def test_what_is_drawn_without_a_generator_depends_on_the_same():
     """So that workers draw others, and a run that goes on the same. Of Keras' own layers none is made for it."""
     keras.utils.set_random_seed(0)
-    model = with_generator(keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), Noisy()]))
+    model = with_generator(
+        keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), Noisy()]), own_objective=False
+    )
     states = seed_states(model)
     of_a_model = states[:1]
 
@@ -255,7 +257,7 @@ def test_what_is_drawn_without_a_generator_depends_on_the_same():
     reseed(of_a_model, 7, *(tf.constant(number) for number in (1, 1, 1)))
     assert states[0].numpy().tolist() == of_a_model[0].numpy().tolist()
     use_generator(None)
-    assert len(seed_states(with_generator(keras.Sequential(model.layers[:1])))) == 1
+    assert len(seed_states(with_generator(keras.Sequential(model.layers[:1]), own_objective=False))) == 1
 
 
 def test_a_thread_draws_from_the_generator_that_it_is_given():

@@ -25,7 +25,7 @@ def one_step(loss, weight, regularization, signals, **others):
 
 def output(totals, steps, bad=False):
     vector = totals.vector(LAYOUT, tf.constant(8.0), tf.constant(bad)).numpy()
-    return LAYOUT.output(7, vector, Call(steps, 1.0, None, None))
+    return LAYOUT.output(7, vector, Call(steps, 1.0, None, None, travel_s=None))
 
 
 def test_numbers_of_two_steps_find_their_names():

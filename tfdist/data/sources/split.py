@@ -116,10 +116,10 @@ def read_options(config: DataConfig, defaults: Mapping[str, Any]) -> dict[str, A
     return {**defaults, **given}
 
 
-def on_host(array: Any, dtype: tf.DType | None = None) -> tf.Tensor:
+def on_host(array: Any) -> tf.Tensor:
     """A tensor in host memory. A tf.data map captures it: it is not copied into the graph, whatever its size."""
     with tf.device("/cpu:0"):
-        return tf.convert_to_tensor(array, dtype)
+        return tf.convert_to_tensor(array)
 
 
 def array_split(
@@ -127,7 +127,6 @@ def array_split(
     arrays: tuple,
     *,
     num_classes: int | None = None,
-    info: Mapping[str, Any] | None = None,
     scale: bool = False,
 ) -> Split:
     """A split over arrays in memory.
@@ -163,9 +162,7 @@ def array_split(
 
     y = tensors[1]
     labels = (lambda: host_view(y)) if isinstance(y, tf.Tensor) and y.dtype.is_integer else None
-    return Split(
-        name, sizes.pop(), spec, fetch, num_classes, dict(info or {}), cheap=True, labels=labels, contents=contents
-    )
+    return Split(name, sizes.pop(), spec, fetch, num_classes, cheap=True, labels=labels, contents=contents)
 
 
 def scaled(x: tf.Tensor) -> tf.Tensor:

@@ -58,7 +58,7 @@ def compose_mesh(
     optimizer: keras.Optimizer,
     objective: Objective,
     plan: BatchPlan,
-    rows: Callable[[int], Any] | None = None,
+    rows: Callable[[int], Any] | None,
 ) -> MeshModel:
     """Distributes `model` over the mesh, in place, and builds `optimizer` on what is left.
 

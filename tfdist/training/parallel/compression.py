@@ -52,9 +52,7 @@ class Compression:
       feedback: False drops the error instead of carrying it on (for comparison only).
     """
 
-    def __init__(
-        self, kind: str, variables: Sequence[keras.Variable], group: Group, after: int = 0, feedback: bool = True
-    ):
+    def __init__(self, kind: str, variables: Sequence[keras.Variable], group: Group, after: int, feedback: bool = True):
         self.kind, self.group, self.after = kind, group, after if kind in ("topk", "powersgd") else 0
         self.shapes = [tuple(variable.shape) for variable in variables]
         self.carries = feedback and kind in ("int8", "topk", "powersgd")

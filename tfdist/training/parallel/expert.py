@@ -81,5 +81,5 @@ def _own_experts(layer: keras.Layer, group: Group) -> dict[int, Part]:
             f"--mesh has expert={group.size}, which does not divide the {experts} experts of {layer.name}: choose"
             " another number of experts, or another degree."
         )
-    parts = cut(layer, kernel, 0, group) | cut(layer, layer.bias, 0, group)
+    parts = cut(kernel, 0, group) | cut(layer.bias, 0, group)
     return {key: dataclasses.replace(part, axis="expert") for key, part in parts.items()}

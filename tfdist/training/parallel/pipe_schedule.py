@@ -15,15 +15,13 @@ from typing import NamedTuple
 
 from tfdist.control.exit_codes import ConfigError
 
-SCHEDULES = ("gpipe", "1f1b")
-
 
 class Action(NamedTuple):
     """One micro-batch that goes forward or backward through one part."""
 
     forward: bool
     micro: int
-    chunk: int = 0
+    chunk: int
 
 
 Schedule = list[list[Action]]  # for each stage, in order
@@ -60,8 +58,8 @@ def _nth(k: int, stages: int, chunks: int) -> tuple[int, int]:
     return k // (stages * chunks) * stages + k % stages, k // stages % chunks
 
 
-def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[list[tuple[int, Action]]]:
-    """The start of each action, if a forward pass through a part takes `forward` and a backward pass `backward` units.
+def timeline(schedule: Schedule) -> list[list[tuple[int, Action]]]:
+    """When each action starts, if a forward pass through a part takes one unit, and a backward pass two.
 
     Raises ValueError if stages wait for each other for ever.
     """
@@ -85,9 +83,7 @@ def timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> list[li
                 if not all(need in ended for need in needs):
                     break
                 start = max([free[stage], *(ended[need] for need in needs)])
-                free[stage] = ended[action.forward, action.micro, part] = start + (
-                    forward if action.forward else backward
-                )
+                free[stage] = ended[action.forward, action.micro, part] = start + (1 if action.forward else 2)
                 result[stage].append((start, action))
                 position[stage] += 1
                 moved = True
@@ -166,23 +162,3 @@ def live(schedule: Schedule) -> list[int]:
             peak = max(peak, held)
         most.append(peak)
     return most
-
-
-def picture(schedule: Schedule) -> str:
-    """The timeline as text, a line per stage: a digit for a micro-batch forward, twice a letter for it backward, a dot
-    for waiting.
-    """
-    lines = timeline(schedule)
-    end = max(_end(start, action) for line in lines for start, action in line)
-    rows = []
-    for stage, line in enumerate(lines):
-        row = ["."] * end
-        for start, action in line:
-            if action.forward:
-                row[start] = chr(ord("0") + action.micro % 10)
-            else:
-                row[start] = row[start + 1] = chr(ord("a") + action.micro % 10)
-        rows.append(f"stage {stage}  {''.join(row)}")
-    return "\n".join(
-        [*rows, f"bubble {bubble(schedule):.1%}, micro-batches held {', '.join(map(str, live(schedule)))}"]
-    )

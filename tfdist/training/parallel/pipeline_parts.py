@@ -11,7 +11,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.training.parallel.segments import Cut, Segment
 
 
-def divide(model: Cut, parts: int, cut: str = "") -> list[list[Segment]]:
+def divide(model: Cut, parts: int, cut: str) -> list[list[Segment]]:
     """The segments of a model as `parts` parts, the largest of which has as few parameters as possible.
 
     cut: instead, the names of the segments with which parts 1, 2, ... begin, for example "block_02,block_05".

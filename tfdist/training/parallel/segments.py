@@ -27,7 +27,7 @@ class Segment(NamedTuple):
     part: keras.Model
     takes: tuple[str, ...]
     gives: tuple[str, ...]
-    masks: tuple[tuple[int, int], ...] = ()  # (place of a tensor in `takes`, place of its mask)
+    masks: tuple[tuple[int, int], ...]  # (place of a tensor in `takes`, place of its mask)
     recompute: bool = False  # computed a second time in the backward pass, not kept
 
 

@@ -36,7 +36,7 @@ class Piece:
     variable: keras.Variable | tf.Variable  # in which it is
     shape: tuple[int, ...]  # of the whole
     group: Group  # the replicas, or, of experts, those among them that hold the same
-    part: Part | None = None  # along `model` or `expert`
+    part: Part | None  # along `model` or `expert`
     is_shard: bool = False  # over `group`
     stages: tuple[int, ...] | None = None  # of the pipeline that hold it; None: all
     is_row: bool = False  # every replica has its own; the whole has one row for each

@@ -98,9 +98,9 @@ def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
                 " each worker would have a part: give it to a layer behind it, or drop it."
             )
         inner = layer.call
-        parts = cut(layer, keras_layers.stored_kernel(layer), 1, group, blocks)
+        parts = cut(keras_layers.stored_kernel(layer), 1, group, blocks)
         if layer.bias is not None:
-            parts |= cut(layer, layer.bias, 0, group, blocks)
+            parts |= cut(layer.bias, 0, group, blocks)
         layer.call = lambda x, *rest, **options: inner(enter(x, group), *rest, **options)
         return parts
 
@@ -111,7 +111,7 @@ def row(leave: Crossing = summed) -> Rule:
     """A Dense layer [in, out] -> [in / m, out], whose input is a part."""
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
-        parts = cut(layer, keras_layers.stored_kernel(layer), 0, group)
+        parts = cut(keras_layers.stored_kernel(layer), 0, group)
 
         def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
             own: Any = ops.matmul(x, layer.kernel)
@@ -160,9 +160,9 @@ def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
         inner = layer.call
-        parts = cut(layer, keras_layers.stored_embeddings(layer), 0, group)
+        parts = cut(keras_layers.stored_embeddings(layer), 0, group)
         if not layer.tie_weights:
-            parts |= cut(layer, layer.reverse_embeddings, 1, group)
+            parts |= cut(layer.reverse_embeddings, 1, group)
         places = parts[id(keras_layers.stored_embeddings(layer))].places[group.index]
 
         def call(x: tf.Tensor, reverse: bool = False) -> tf.Tensor:
@@ -264,7 +264,7 @@ def share(size: int, group: Group) -> tuple[int, int]:
     return group.index * size // group.size, (group.index + 1) * size // group.size
 
 
-def cut(layer: keras.Layer, variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
+def cut(variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
     """Cuts a variable of the layer along `dim` down to this member's part, in place. Returns its id -> its Part."""
     size = variable.shape[dim]
     other_ways = {"regularizer": "--weight_decay does much the same", "constraint": "or give the workers to data="}

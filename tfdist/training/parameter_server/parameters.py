@@ -92,7 +92,7 @@ class Parameters:
         make_optimizer: Callable[[keras.optimizers.schedules.LearningRateSchedule], keras.Optimizer],
         devices: Sequence[str],
         piece_bytes: float,
-        on_step: Callable[[int], Any] = lambda step: None,
+        on_step: Callable[[int], Any],
     ):
         self.model, self.optimizer, self.devices, self.on_step = model, optimizer, list(devices), on_step
         self.weights = list(model.trainable_variables)

@@ -60,7 +60,7 @@ class Result(NamedTuple):
     finite: bool
     norm: float  # of the gradient, before clipping
     sums: np.ndarray  # float64: see RemoteStep.sums
-    values: tuple[np.ndarray, ...] = ()  # synchronous: gradients and states, see SliceValues
+    values: tuple[np.ndarray, ...]  # synchronous: gradients and states, see SliceValues
 
 
 class RemoteStep:
@@ -74,7 +74,7 @@ class RemoteStep:
         batch: Callable,
         batch_spec: tuple,
         options: RemoteOptions,
-        added: SumsAsMeans | None = None,
+        added: SumsAsMeans | None,
     ):
         spec = scores_spec(model, objective, batch_spec)
         self.parameters, self.model, self.objective, self.batch, self.options = (

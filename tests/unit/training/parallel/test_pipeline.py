@@ -88,7 +88,13 @@ def test_state_that_is_set_in_several_parts_is_refused_on_all_workers(make, bloc
     config = Config().replace(global_batch=8, accumulation=2, mesh="pipe=2", pipe_chunks=chunks, pipe_cut=cut)
     with pytest.raises(ConfigError, match=f"^--mesh=pipe=2, but {words}"):
         compose_mesh(
-            config, runtime, model_of(make(), blocks, count), keras.optimizers.SGD(), None, plan_batch(config.batch, 1)
+            config,
+            runtime,
+            model_of(make(), blocks, count),
+            keras.optimizers.SGD(),
+            None,
+            plan_batch(config.batch, 1),
+            rows=None,
         )
 
 
@@ -115,7 +121,7 @@ def test_what_no_forward_pass_sets_may_be_shared(make, blocks):
 def alone(model):
     """The pipeline of a mesh of one worker."""
     group = SimpleNamespace(index=0, size=1, ranks=(0,), all_reduce=lambda x: x, broadcast=lambda x, rank: x)
-    parts = divide(cut_into_blocks(model, "--mesh"), 1)
+    parts = divide(cut_into_blocks(model, "--mesh"), 1, cut="")
     trainable = model.trainable_variables
     update = SimpleNamespace(
         sources=lambda: [variable.value for variable in trainable],

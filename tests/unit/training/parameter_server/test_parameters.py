@@ -43,6 +43,7 @@ def make_step(job, piece_bytes=400, batch=None, kind=Parameters, **options):
         lambda schedule: make_optimizer(config.optimizer, schedule),
         DEVICES,
         piece_bytes,
+        on_step=lambda step: None,
     )
     parameters.push(0)
     batch = batch or input_pipeline.batch_fetch(
@@ -57,6 +58,7 @@ def make_step(job, piece_bytes=400, batch=None, kind=Parameters, **options):
         batch,
         spec,
         RemoteOptions(plan, config.run.seed, config.optimizer.clip_norm, **options),
+        added=None,
     )
 
 
