@@ -17,13 +17,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_trainer, keras_variables
-from tfdist.compat.code_origin import is_of_keras, module_of
+from tfdist.compat.code_origin import is_of_keras, module_of, package_of
 
 _DEPTH = 4  # of lists, dictionaries and objects in each other
 _DEPTH_BESIDE = 8  # the same of what is no layer, which is little
 _MOST = 10_000  # entries of a list that are looked at: more are data
-# Modules of objects that hold nothing of the user's own.
-_NOT_OWN = ("keras.", "tensorflow.", "tfdist.", "numpy", "builtins", "functools", "inspect", "enum", "_thread")
+# Packages of objects that hold nothing of the user's own.
+_NOT_OWN = ("keras", "tensorflow", "tfdist", "numpy", "builtins", "functools", "inspect", "enum", "_thread")
 _TRACKED = (keras.Layer, keras.random.SeedGenerator)  # by Keras, where a layer holds them
 _PLAIN = {bool, int, float, str, bytes, type(None)}  # types of most attributes: looking at them at once saves time
 
@@ -166,7 +166,7 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, types.MethodType):
         return (value.__self__, value.__func__)
     is_not_own = (
-        module_of(value).startswith(_NOT_OWN)
+        package_of(module_of(value)) in _NOT_OWN
         and not isinstance(value, keras.losses.Loss)
         and type(value) is not tf.Module
     )

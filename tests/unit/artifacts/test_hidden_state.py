@@ -134,3 +134,16 @@ def test_generators_draw_others_on_another_rank_and_go_on_alike():
     np.testing.assert_array_equal(first, plain.normal([8]))
     assert not np.isin(second, first).any() and abs(second.mean()) < 2
     np.testing.assert_array_equal(state_of_first, state_of_second)
+
+
+def test_a_module_of_the_users_whose_name_begins_like_one_of_pythons():
+    class Kept:
+        def __init__(self):
+            self.count = tf.Variable(0.0, trainable=False)
+
+        def __call__(self, x):
+            return x + self.count
+
+    Kept.__module__ = "enums"
+    layer = keras.layers.Activation(kept := Kept())
+    assert [variable is kept.count for variable in hidden_variables(layer)] == [True]

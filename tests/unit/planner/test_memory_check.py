@@ -125,8 +125,8 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
 from tfdist import train
 try:
-    flags = ["--source=text", "--objective=next_token", "--global_batch=1", "--steps=1", "--strategy=nothing"]
-    train.main(["--model=transformer", f"--model_args=size={sys.argv[1]}", *flags])
+    flags = ["--source=text", "--objective=next_token", "--global_batch=1", "--steps=1"]
+    train.main(["--model=transformer", f"--model_args=size={sys.argv[1]}", "--source_args=nothing=1", *flags])
 except ValueError as error:
     print(error.exit_code.value, error, "tensorflow" in sys.modules)
 """
@@ -137,4 +137,4 @@ except ValueError as error:
     assert said["gpt2-medium"].startswith(f"{ExitCode.MEMORY.value} --model=transformer does not fit") and said[
         "gpt2-medium"
     ].endswith("False\n"), said
-    assert "--strategy=nothing is not one of" in said["gpt2"], said  # 2 GB fit, so it goes on
+    assert "--source_args=nothing=1: --source=text has no option 'nothing'" in said["gpt2"], said  # 2 GB fit
