@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tfdist import flags
 from tfdist.communication.measurement import BUS_FACTOR
 from tfdist.config import Config, option
-from tfdist.config.strategies import STRATEGIES, asked_for
+from tfdist.config.strategies import STRATEGIES, strategy_or_undecided
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, UnsupportedError
@@ -147,7 +147,7 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
             "tfdist.comm needs several workers, but this process is alone (TF_CONFIG lists no others): set TF_CONFIG,"
             " or add --workers=2 to start them on this machine."
         )
-    if not asked_for(resolve_strategy(config, cluster)).exchanges:
+    if not strategy_or_undecided(resolve_strategy(config, cluster)).exchanges:
         raise ClusterError(
             "tfdist.comm measures workers that exchange data among each other, but TF_CONFIG lists ps: add"
             f" --strategy={RUNTIMES[0]}, or list no ps."

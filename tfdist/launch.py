@@ -34,7 +34,7 @@ from typing import Any
 
 from tfdist import flags
 from tfdist.config import COMPONENTS, Config
-from tfdist.config.strategies import STRATEGIES, asked_for
+from tfdist.config.strategies import STRATEGIES, strategy_or_undecided
 from tfdist.control import backup_count, exit_codes, lease
 from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.elastic_job import ElasticJob
@@ -149,7 +149,7 @@ def job_options(options: LaunchOptions) -> dict[str, Any]:
 
 def check_elastic(config: Config) -> None:
     """Raises ConfigError if workers of this configuration cannot outlive each other."""
-    if not asked_for(config.strategy.strategy).restarts_in_process:
+    if not strategy_or_undecided(config.strategy.strategy).restarts_in_process:
         able = " or ".join(f"--strategy={name}" for name, each in STRATEGIES.items() if each.restarts_in_process)
         raise ConfigError(
             "--elastic needs workers that can leave one group and join another in the same process, which"

@@ -12,7 +12,7 @@ import sys
 from tfdist import flags
 from tfdist.artifacts.status import is_finished
 from tfdist.config import Config
-from tfdist.config.strategies import asked_for, check_strategy
+from tfdist.config.strategies import check_strategy, strategy_or_undecided
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         from tfdist.run.snapshot_evaluation import follow
 
         return follow(config)
-    strategy = asked_for(resolve_strategy(config, cluster, gpus=lambda: 0))  # they would start TensorFlow
+    strategy = strategy_or_undecided(resolve_strategy(config, cluster, gpus=lambda: 0))  # they would start TensorFlow
     if strategy.parameter_servers:
         if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
             from tfdist.runtime import parameter_server

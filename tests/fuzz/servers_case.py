@@ -69,7 +69,7 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
         section=lambda name: contextlib.nullcontext(),
     )
     train(hooks, 0)
-    step.settle(config.run.steps)
+    step.pull_state(config.run.steps)
     step.close()
     found = {f"loss/{call}": np.array(values["train/loss"]) for call, values in enumerate(told)}
     found |= {

@@ -121,7 +121,7 @@ class RunningFit:
                     validation = validation or _Passes(self._validation(), ends["validation"])
                     validation.iterator.reset()
                     validation.epoch()
-            training.settle()
+            training.read_the_rest()
         return training.reads or (validation is not None and validation.reads)
 
     def _validation(self) -> EpochIterator:
@@ -169,7 +169,7 @@ class _Passes:
             raise StopIteration  # as reading would
         self._unread += self.iterator.steps_per_execution
 
-    def settle(self) -> None:
+    def read_the_rest(self) -> None:
         """Reads what is left to be read of a pass that goes on."""
         present = keras_epochs.present_pass(self.iterator)
         goes_on = self.iterator.steps_per_epoch and present is not None

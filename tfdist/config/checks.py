@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdist.config.options import parse_args, parse_profile_steps
-from tfdist.config.strategies import asked_for
+from tfdist.config.strategies import strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.ranks import parse_ranks
 from tfdist.control.run_address import check_address, is_below, is_url
@@ -118,7 +118,7 @@ def _check_parallel(config: Config) -> None:
 
 def check_compression(config: Config, strategy: str) -> None:
     """Whether gradients can travel as --compression says, on the strategy that --strategy has come to."""
-    kind, can = config.parallel.compression, asked_for(strategy)
+    kind, can = config.parallel.compression, strategy_or_undecided(strategy)
     if kind != "none" and kind not in can.compression:
         raise ConfigError(f"--compression={kind} is not for --strategy={strategy}: {can.compression_fix}.")
 

@@ -13,7 +13,7 @@ from tfdist.config import checks
 from tfdist.config.cluster_options import ClusterConfig, ParallelConfig, ParameterServerConfig, StrategyConfig
 from tfdist.config.options import check_option
 from tfdist.config.run_options import CheckpointConfig, ExportConfig, LoopConfig, RunConfig, TelemetryConfig
-from tfdist.config.strategies import asked_for
+from tfdist.config.strategies import strategy_or_undecided
 from tfdist.config.training_options import (
     BatchConfig,
     DataConfig,
@@ -76,7 +76,7 @@ class Config:
             parallel=ParallelConfig(recompute=self.parallel.recompute),
             batch=BatchConfig(global_batch=batch),
         ).replace(
-            strategy="auto" if asked_for(strategy).several_workers else strategy,
+            strategy="auto" if strategy_or_undecided(strategy).several_workers else strategy,
             eval_batch=self.data.eval_batch or min(batch, 128),
             jit_compile=False,
         )

@@ -83,7 +83,7 @@ def check_strategy(name: str) -> None:
         strategy_named(name)
 
 
-def asked_for(name: str) -> Strategy:
+def strategy_or_undecided(name: str) -> Strategy:
     """The strategy --strategy=NAME if it is certain before the cluster is known; `_UNDECIDED` for auto and unknown
     names."""
     return _own(name) if is_own(name) else STRATEGIES.get(name, _UNDECIDED)

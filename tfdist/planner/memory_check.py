@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.config import Config
-from tfdist.config.strategies import asked_for
+from tfdist.config.strategies import strategy_or_undecided
 from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import MemoryShortError
@@ -77,7 +77,7 @@ def check_by_formula(config: Config, cluster: Cluster) -> None:
     if model is None:
         return
     layout = Layout(data=cluster.size)
-    if asked_for(config.strategy.strategy).mesh:
+    if strategy_or_undecided(config.strategy.strategy).mesh:
         mesh = Mesh.parse(config.parallel.mesh, cluster.size)
         layout = Layout(
             data=mesh.degree("data"),
@@ -143,7 +143,7 @@ def _sentence(
 
 def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], limit: MemoryLimit) -> str:
     """The least change that would make it fit."""
-    mesh = "" if asked_for(config.strategy.strategy).mesh else "--strategy=mesh "
+    mesh = "" if strategy_or_undecided(config.strategy.strategy).mesh else "--strategy=mesh "
     if config.optimizer.optimizer not in ELEMENTWISE_OPTIMIZERS:  # which --zero cannot share out
         return (
             "use an optimizer that --zero can share out (sgd, momentum, adam, adamw, lion) with --strategy=mesh"

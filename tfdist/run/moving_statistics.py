@@ -10,7 +10,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.training.parallel.sharded_state import ShardedState
 
 
-def settle(model: keras.Model, state: WholeState | ShardedState, runtime: Runtime) -> None:
+def sync_moving_statistics(model: keras.Model, state: WholeState | ShardedState, runtime: Runtime) -> None:
     """Sets all workers' moving statistics to those of the first. A collective."""
     variables = [variable.value for variable in model.non_trainable_variables if variable.dtype == "float32"]
     values = _of_the_first([variable.numpy() for variable in variables], state, runtime)

@@ -68,7 +68,7 @@ class ServerTrainer(Trainer):
         )
         kind = Synchronous if config.servers.ps_mode == "sync" else Asynchronous
         self.step = self._steps = kind(self._remote, workers, inputs.first_step)
-        self.settle = self._steps.settle
+        self.pull_state = self._steps.pull_state
         for event in self._announce(job, inputs.first_step):
             inputs.observer(event)
 

@@ -107,7 +107,7 @@ class PartsInStore:
         assert self._gathering
         self._gathering.sender.start()
 
-    def settle(self, seconds: float) -> None:
+    def finish_or_drop(self, seconds: float) -> None:
         """Waits so long for what is being gathered, and then drops it: the run is about to go back."""
         assert self._gathering
         self._gathering.sender.finish_soon(seconds)

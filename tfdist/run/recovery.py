@@ -21,7 +21,7 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import DivergedError
 from tfdist.control.faults import Faults
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
-from tfdist.run.moving_statistics import settle
+from tfdist.run.moving_statistics import sync_moving_statistics
 from tfdist.run.sample_identity import SampleIdentity
 from tfdist.run.snapshot_files import SnapshotFiles
 from tfdist.run.stored_run import StoredRun
@@ -263,7 +263,7 @@ class Recovery:
         """Sets moving statistics to the first worker's before use: those not synchronised drift apart."""
         if self.config.model.sync_batchnorm or not self.is_copied:
             return
-        settle(self.job.model, self.state, self.runtime)
+        sync_moving_statistics(self.job.model, self.state, self.runtime)
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {

@@ -52,7 +52,7 @@ class SessionHooks:
             requests=self._requests,
             section=self.section,
             rollback=self._rollback if config.loop.on_nan == "rollback" else None,
-            settle=trainer.settle,
+            pull_state=trainer.pull_state,
             rates=trainer.rates,
             watch=trainer.watch,
             failed_together=lambda: evaluator is not None and evaluator.failed_together,
@@ -67,8 +67,8 @@ class SessionHooks:
 
     def save(self, step: int) -> None:
         """Writes a snapshot."""
-        if self.trainer.settle:
-            self.trainer.settle(step)
+        if self.trainer.pull_state:
+            self.trainer.pull_state(step)
         self.recovery.save(step)
 
     def tell_of_saves(self, step: int) -> None:

@@ -38,7 +38,7 @@ from tfdist.storage.store_errors import as_sentence
 from tfdist.training.parallel.sharded_state import ShardedState
 
 _LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
-_SETTLE_SECONDS = 60.0  # that a run which goes back waits for the snapshot that is on its way
+_FINISH_SECONDS = 60.0  # that a run which goes back waits for the snapshot that is on its way
 _LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this
 
 
@@ -92,7 +92,7 @@ class SnapshotFiles:
         assert self._sent
         with as_sentence():
             if self._sends:
-                in_store.settle(_SETTLE_SECONDS)
+                in_store.finish_or_drop(_FINISH_SECONDS)
             else:
                 in_store.make_left()
             snapshot, messages = restore.choose(in_store.reads, config, self.stores())

@@ -32,14 +32,14 @@ class TrainerInputs:
 class Trainer:
     """The parts of a run that differ between kinds of runs.
 
-    settle: see LoopHooks; also called before a save. watch: of where the time goes.
+    pull_state: see LoopHooks; also called before a save. watch: of where the time goes.
     """
 
     step: MakeSteps
     schedule: LoopSchedule
     rates: Rates | None = None
     watch: Watch | None = None
-    settle: Callable[[int], None] | None = None
+    pull_state: Callable[[int], None] | None = None
 
     def iterators(self, consumed: int, cut: int | None) -> Sequence:
         """The iterators of the training data, see Job.iterators."""

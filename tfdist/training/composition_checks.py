@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist import plugins
 from tfdist.compat import keras_layers
 from tfdist.config import Config
-from tfdist.config.strategies import asked_for
+from tfdist.config.strategies import strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.nested_functions import refuse_batch_norm
 from tfdist.planner import memory_check
@@ -79,7 +79,7 @@ def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
         return config
     can = (
         bool(tf.config.list_logical_devices("GPU"))
-        and not asked_for(config.strategy.strategy).parameter_servers
+        and not strategy_or_undecided(config.strategy.strategy).parameter_servers
         and not (config.run.deterministic or _is_synchronized(model) and runtime.replicas > 1)
         and not (runtime.mesh and not_compiled_on(runtime.mesh, config))
         and all(getattr(layer, "supports_jit", True) for layer in keras_layers.all_layers(model))

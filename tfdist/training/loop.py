@@ -100,8 +100,8 @@ def _interval(hooks: LoopHooks) -> Interval:
 
 def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: int, due: Save | None) -> dict:
     """due: the snapshot of this step, which comes after: it holds the result. A failure must not cost it."""
-    if hooks.settle:
-        _save(hooks, hooks.settle, step)
+    if hooks.pull_state:
+        _save(hooks, hooks.pull_state, step)
     try:
         with hooks.clock.pause("evaluation"), hooks.section("evaluation"):
             evaluation = evaluate()

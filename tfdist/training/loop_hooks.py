@@ -47,7 +47,7 @@ class LoopHooks:
     # Maps a bad step to (a good one, its iterators); None: stop
     rollback: Callable[[int], tuple[int, Sequence]] | None = None
     # Before an evaluation: brings the state to where that finds it; None: it is there
-    settle: Callable[[int], None] | None = None
+    pull_state: Callable[[int], None] | None = None
     rates: Rates | None = None
     watch: Watch | None = None  # of where the time goes
     # After an evaluation that has failed: whether it has on all workers, or all know of it, so that they can save

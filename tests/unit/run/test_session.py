@@ -327,7 +327,7 @@ def test_what_a_worker_asks_for():
 def test_what_lies_on_servers_is_brought_before_it_is_saved():
     said, hooks = hooks_of()
     hooks.save(3)
-    hooks.trainer.settle = lambda step: said.append(f"settle {step}")
+    hooks.trainer.pull_state = lambda step: said.append(f"settle {step}")
     hooks.save(5)
     assert said == ["save 3", "settle 5", "save 5"]
     assert hooks._extra_values() == {"train/learning_rate": 0.5, "staleness/0": 1}

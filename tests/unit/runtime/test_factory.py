@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.config import Config
-from tfdist.config.strategies import STRATEGIES, Strategy, asked_for, check_strategy, strategy_named
+from tfdist.config.strategies import STRATEGIES, Strategy, check_strategy, strategy_named, strategy_or_undecided
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.factory import create_runtime, resolve_strategy
@@ -51,7 +51,7 @@ def test_every_entry_names_a_class():
 
 
 def test_an_unknown_name_can_do_nothing_and_is_refused():
-    assert not asked_for("nccl").several_workers and not asked_for("auto").compression
+    assert not strategy_or_undecided("nccl").several_workers and not strategy_or_undecided("auto").compression
     with pytest.raises(ConfigError, match="--strategy=nccl is not one of auto, one_device, mirrored, multi_worker"):
         strategy_named("nccl")
 
@@ -101,7 +101,9 @@ def own(tmp_path, monkeypatch):
 
 def test_an_entry_of_ones_own(own):
     found = strategy_named(own("HALF"))
-    assert isinstance(found, Strategy) and found is asked_for(own("HALF")) and found.compression == ("bf16",)
+    assert (
+        isinstance(found, Strategy) and found is strategy_or_undecided(own("HALF")) and found.compression == ("bf16",)
+    )
     for name, words in (
         (own("THREE"), 'is no entry of the registry: write THREE = tfdist.config.strategies.Strategy("module:Class")'),
         (own("FOUR"), "is no entry of the registry"),

@@ -247,7 +247,7 @@ def test_a_failing_evaluation_is_told_of_even_if_the_save_fails():
 
 
 def test_a_state_that_lies_elsewhere_comes_before_it_is_evaluated():
-    run = Run(LoopSchedule(4, 1, 2, 0), settle=lambda step: run.say(f"settle {step}"))
+    run = Run(LoopSchedule(4, 1, 2, 0), pull_state=lambda step: run.say(f"settle {step}"))
     run.train()
     assert [what for what in run.said if "step" not in what] == ["settle 2", "evaluate", "settle 4", "evaluate"]
     assert set(run.clock.pauses) == {"saving", "evaluation"}

@@ -58,7 +58,7 @@ class ServerSteps(ABC):
         self.staleness, self.recent = Staleness(), Staleness()  # of the run; since the last log line
         self.requested = NOTHING  # and not yet answered
         self._norm = 0.0
-        self._settled = done
+        self._pulled = done
 
     @property
     def under_way(self) -> bool:
@@ -123,11 +123,11 @@ class ServerSteps(ABC):
             self.workers.warn(self.done, sentence)
         return self.calls.collect(seconds)
 
-    def settle(self, step: int) -> None:
+    def pull_state(self, step: int) -> None:
         """Brings the servers' values into the chief's model and optimizer, when `step` steps are done and no more."""
-        if step != self._settled:
+        if step != self._pulled:
             self.remote.parameters.pull(step)
-            self._settled = step
+            self._pulled = step
 
     def extra_values(self) -> dict[str, float]:
         """Values for the train event that only this kind of run has; also brings the chief's own step and learning rate

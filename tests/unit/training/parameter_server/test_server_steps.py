@@ -94,7 +94,7 @@ def drive(step, schedule, requests=lambda number: NOTHING, first=0):
     events, used = [], []
 
     def use(what):
-        step.settle(step.done)
+        step.pull_state(step.done)
         used.append((what, step.done, len(step.remote.begun), step.under_way))
         return {"loss": 0.0}
 
@@ -112,7 +112,7 @@ def drive(step, schedule, requests=lambda number: NOTHING, first=0):
         backup=lambda number: None,
         requests=requests,
         section=lambda name: contextlib.nullcontext(),
-        settle=step.settle,
+        pull_state=step.pull_state,
     )
     result = train(hooks, first)
     step.close()
