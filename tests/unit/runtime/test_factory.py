@@ -130,7 +130,7 @@ def test_an_entry_of_ones_own(own):
 )
 def test_a_runtime_of_ones_own_that_is_not_complete(own, name, words):
     with pytest.raises(ConfigError) as raised:
-        create_runtime(Config().replace(strategy=own(name)), Cluster())
+        create_runtime(Config().replace(strategy=own(name)), Cluster(), None)
     assert words in str(raised.value) and own(name) in str(raised.value)
 
 
