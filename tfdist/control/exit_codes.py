@@ -11,8 +11,10 @@ import contextlib
 import enum
 import os
 import re
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -21,6 +23,7 @@ from tfdist.control.terminal import as_line, open_closed_streams, outlive_reader
 from tfdist.control.user_errors import first_line
 
 _SAYING_SECONDS = 5.0
+_HELD_SECONDS = 5.0  # until a process that has done all says what it waits for
 
 
 class ExitCode(enum.IntEnum):
@@ -149,8 +152,31 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
         code = ExitCode.INTERNAL
     decided.append(code)
     if code == ExitCode.OK:
+        _say_who_holds_the_end(code)
         raise SystemExit(0)
     _end(code)
+
+
+def _say_who_holds_the_end(code: int) -> None:
+    """Python waits for threads that are no daemons, such as those that a user's source leaves behind. From now on a
+    signal ends the process, with the code that is decided; and after a while a line says what is waited for.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda *_: _end(code))
+
+    def say() -> None:
+        time.sleep(_HELD_SECONDS)
+        threads = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+        if threads:
+            say_last_words(
+                f"tfdist: all is done, but the process waits for {', '.join(each.name for each in threads)}: end these"
+                " threads where code of your own has started them, or start them with daemon=True."
+            )
+
+    threading.Thread(target=say, name="tfdist-held", daemon=True).start()
 
 
 def error_line(sentence: str, code: ExitCode) -> str:

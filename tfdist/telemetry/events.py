@@ -30,7 +30,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -49,7 +49,9 @@ Observer = Callable[[Event], None]
 
 
 class FanOut:
-    """Passes events on to several observers. One that fails is switched off, loudly: training goes on without it."""
+    """Passes events on to several observers. One that fails, or wants to end the program, is switched off, loudly:
+    training goes on without it. Each has values of its own, which it may change.
+    """
 
     def __init__(self, observers: Iterable[Observer]):
         self.observers = list(observers)
@@ -57,8 +59,8 @@ class FanOut:
     def __call__(self, event: Event) -> None:
         for observer in list(self.observers):
             try:
-                observer(event)
-            except Exception as error:  # noqa: BLE001 - a tracker's failure must not end the training
+                observer(replace(event, values=dict(event.values)))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker's failure must not end the training
                 self._switch_off(observer, error)
 
     @contextlib.contextmanager
@@ -80,12 +82,12 @@ class FanOut:
         for observer in list(self.observers):
             try:
                 getattr(observer, method, lambda *_: None)(*args)
-            except Exception as error:  # noqa: BLE001
+            except (Exception, SystemExit) as error:  # noqa: BLE001
                 self._switch_off(observer, error)
 
-    def _switch_off(self, observer: Observer, error: Exception) -> None:
+    def _switch_off(self, observer: Observer, error: BaseException) -> None:
         self.observers.remove(observer)
-        with contextlib.suppress(Exception):  # it has failed already; this only frees what it holds
+        with contextlib.suppress(Exception, SystemExit):  # it has failed already; this only frees what it holds
             getattr(observer, "close", lambda: None)()
         name = getattr(observer, "__qualname__", type(observer).__name__)
         with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full

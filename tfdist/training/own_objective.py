@@ -12,12 +12,17 @@ import tensorflow as tf
 from tfdist.compat.tensorflow_autograph import translated
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import check_takes, own_code
+from tfdist.training.requests import REQUESTS
 from tfdist.training.scores import Scores
+from tfdist.training.step_output import FIRST_SUMS, HEAD
 
 _WANTED = (
     "a function (outputs, y, w) that returns Scores(losses, weights, metrics): losses of single samples [n] or tokens"
     " [n, T], not reduced (tfdist/training/scores.py)"
 )
+
+# What stands beside metrics in the vectors of a step, and in "train" and "eval" events.
+_TAKEN = {*FIRST_SUMS, *HEAD, *REQUESTS, "step_s", "learning_rate", "skipped_steps", "samples"}
 
 _NUMBERS = "give a float32 tensor with one number for each sample, or token"
 
@@ -40,11 +45,14 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
             scores = converted(outputs, y, w)
         if not isinstance(scores, tuple) or len(scores) != 3 or not isinstance(scores[2], Mapping):
             raise ConfigError(f"--objective={name} returned {type(scores).__name__}: an objective is {_WANTED}.")
-        if wrong := next(
-            (metric for metric in scores[2] if not isinstance(metric, str) or not (metric and metric.isprintable())),
-            None,
-        ):
-            raise ConfigError(f"--objective={name} has a metric called {wrong!r}: give each a name.")
+        for metric in scores[2]:
+            if not isinstance(metric, str) or not (metric and metric.isprintable()):
+                raise ConfigError(f"--objective={name} has a metric called {metric!r}: give each a name.")
+            if metric in _TAKEN:
+                raise ConfigError(
+                    f"--objective={name} has a metric called {metric!r}, under which tfdist tells something of its own:"
+                    " give it another name."
+                )
         scores = Scores(
             _numbers(name, "losses", scores[0], learnable=True),
             _not_negative(_numbers(name, "weights", scores[1])),

@@ -13,7 +13,7 @@ from tfdist.telemetry.phases import Call
 from tfdist.training.requests import REQUESTS, Requests
 
 FIRST_SUMS = ("loss", "weight", "regularization")  # over samples, before those of the metrics
-_HEAD = ("gradient_norm", "loss_scale", "skipped", "bad", "compute_s")
+HEAD = ("gradient_norm", "loss_scale", "skipped", "bad", "compute_s")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Layout:
     def __init__(self, metrics: tuple[str, ...], workers: int):
         self.sums = Fields((*FIRST_SUMS, *metrics))
         self.signals = Fields((*REQUESTS, "step_s", *(f"compute_s of {rank}" for rank in range(workers))))
-        self.head = Fields(_HEAD)
+        self.head = Fields(HEAD)
         self.vector = Fields((*self.head.names, *self.sums.names, *self.signals.names))
         self._shown = ("loss", "regularization", *metrics)
         self._workers = workers

@@ -215,3 +215,24 @@ def test_closed_streams_do_not_end_up_in_a_file(tmp_path, closed):
     assert (tmp_path / "file").read_bytes() == b"a snapshot"
     assert ("a line" in found.stdout) == (">&-" not in closed.replace("2>&-", ""))
     assert ("no files" in found.stderr) == ("2>&-" not in closed)
+
+
+def test_a_thread_that_is_left_behind_is_named_and_holds_no_signal_up():
+    """The code is decided: whoever ends such a process by SIGTERM is told that all is well."""
+    body = (
+        "import threading, time\n"
+        "from tfdist.control import exit_codes\n"
+        "exit_codes._HELD_SECONDS = 0.1\n"
+        "def main(argv):\n"
+        "    threading.Thread(target=time.sleep, args=(600,), name='left-behind').start()\n"
+        "exit_codes.run_command(main, [])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", body], stderr=subprocess.PIPE, text=True)
+    try:
+        said = process.stderr.readline()
+        assert "all is done, but the process waits for left-behind: end these threads" in said
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.stderr.close()

@@ -251,3 +251,27 @@ def test_summary(tmp_path, capsys, monkeypatch):
     summary.print_summary(values)
     table = capsys.readouterr().out
     assert "┌" in table and "steps" in table and "1,000" in table
+
+
+def test_an_observer_that_ends_the_program_is_switched_off(capsys):
+    """Else the run would end as if all were well."""
+    seen = []
+
+    class Leaving:
+        def __call__(self, event):
+            raise SystemExit(0)
+
+        def close(self):
+            raise SystemExit(0)
+
+    observers = FanOut([Leaving(), seen.append])
+    observers(train_event(1))
+    observers.close()
+    assert len(seen) == 1 and "Leaving failed (SystemExit: 0) and is switched off" in capsys.readouterr().err
+
+
+def test_what_an_observer_changes_is_its_own():
+    seen, event = [], train_event(1)
+    before = dict(event.values)
+    FanOut([lambda event: event.values.clear(), seen.append])(event)
+    assert event.values == before and seen[0].values == before

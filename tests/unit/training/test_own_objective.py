@@ -134,3 +134,16 @@ def test_what_it_draws_without_a_generator_is_set_in_each_step(name, sets):
     job = build.compose(config, build.start_runtime(config, Cluster()))
     state = keras_random.global_seed_generator()
     assert any(state is not None and each is state.state.value for each in job.step.replica.seeds) == sets
+
+
+@pytest.mark.parametrize(
+    "name", ["", "loss", "weight", "skipped", "gradient_norm", "regularization", "stop", "samples", "learning_rate"]
+)
+def test_a_metric_has_a_name_of_its_own(name):
+    """Under another's it would stand in its place: in the vectors of a step, and in what is shown."""
+
+    def objective(outputs, y, w):
+        return Scores(outputs[:, 0], w, {name: outputs[:, 0]})
+
+    with pytest.raises(ConfigError, match=f"--objective=mine:objective has a metric called '{name}'"):
+        own_objective("mine:objective", objective)(tf.ones([2, 1]), tf.zeros([2]), tf.ones([2]))
