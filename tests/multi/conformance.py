@@ -244,9 +244,11 @@ if __name__ == "__main__":
     from tfdist.config.strategies import strategy_named
     from tfdist.control.resolvers import resolve_cluster
     from tfdist.flags import parse
+    from tfdist.runtime.factory import resolve_strategy
 
     config = parse(sys.argv[1:]).config
-    made = build.start_runtime(config, resolve_cluster(os.environ))
-    check(made, strategy_named(config.strategy.strategy))
+    cluster = resolve_cluster(os.environ)
+    made = build.start_runtime(config, cluster)
+    check(made, strategy_named(resolve_strategy(config, cluster)))
     print(f"conformance: {made.name} rank {made.rank} of {made.size} is as it must be", flush=True)
     made.close()

@@ -729,11 +729,12 @@ def test_a_dead_parameter_server_stops_the_job(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path):
+def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr("tfdist.control.worker_restarts._WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("tfdist.control.worker_restarts._MOST", 2)
     made, output = job(
         tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(1)\ntime.sleep(60)\n", workers=1, servers=1
     )
-    made._restarts.wait, made._restarts.most = 0.0, 2
     result = run(made)
     assert (
         result.code == 1

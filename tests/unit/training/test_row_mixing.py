@@ -532,7 +532,7 @@ def test_workers_that_try_and_workers_that_do_not_draw_the_same_later():
         keras.utils.set_random_seed(3)
         drawn(seed=1)
         model = model_of(Own(lambda x, training, seeds: x * drawn(seed=1)))
-        worker = SimpleNamespace(rank=rank, size=8, all_gather=np.atleast_2d, broadcast=lambda arrays: arrays)
+        worker = SimpleNamespace(rank=rank, size=8, all_gather=np.atleast_2d, broadcast_object=lambda value: value)
         row_mixing.found_together(worker, model, lambda: X)
         if rank == 0:
             added_losses.found_by_the_chief(worker, model, lambda: X)
