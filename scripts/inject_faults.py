@@ -382,6 +382,20 @@ FAULTS: dict[str, Fault] = {
         "held",
         ("tests/unit/keras_fit/test_backup_file.py",),
     ),
+    "other data": Fault(
+        "a fit resumes with other data than it was killed with",
+        "keras_fit/data_identity.py",
+        "if name in before and before[name] != now[name])",
+        "if name in before and before[name] is None)",
+        ("tests/unit/keras_fit/test_resumed_data.py", "-k", "other_data"),
+    ),
+    "taken name": Fault(
+        "a metric of an objective stands in the place of the step's own sums",
+        "training/own_objective.py",
+        "if metric in _TAKEN:",
+        "if metric in ():",
+        ("tests/unit/training/test_own_objective.py", "-k", "name_of_its_own"),
+    ),
     "state of own rows": Fault(
         "the model sets a variable of a module, of which each worker has another value",
         "keras_fit/lost_state.py",
