@@ -387,14 +387,14 @@ FAULTS: dict[str, Fault] = {
         "keras_fit/data_identity.py",
         "if name in before and before[name] != now[name])",
         "if name in before and before[name] is None)",
-        ("tests/unit/keras_fit/test_resumed_data.py", "-k", "other_data"),
+        ("tests/unit/keras_fit/test_resumed_data.py::test_a_fit_that_resumes_with_other_data_is_refused",),
     ),
     "taken name": Fault(
         "a metric of an objective stands in the place of the step's own sums",
         "training/own_objective.py",
         "if metric in _TAKEN:",
         "if metric in ():",
-        ("tests/unit/training/test_own_objective.py", "-k", "name_of_its_own"),
+        ("tests/unit/training/test_own_objective.py",),
     ),
     "state of own rows": Fault(
         "the model sets a variable of a module, of which each worker has another value",
