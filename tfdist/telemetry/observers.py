@@ -1,4 +1,4 @@
-"""Makes the observers of a worker. A new tracker is a file of its own and a line in trackers.py."""
+"""Makes the observers of a worker. A new tracker is a file of its own and a line in tracker_names.py."""
 
 from __future__ import annotations
 
