@@ -40,9 +40,12 @@ def identity(split: Split) -> dict[str, Any]:
 
 def _stream_size(split: Split) -> int | None:
     """The number of samples of a stream, where TensorFlow knows it without reading; None: not known, or no stream."""
-    if split.size is not None or split.stream is missing:
-        return None
-    known = int(split.stream(0, 1).cardinality())
+    return None if split.size is not None or split.stream is missing else known_length(split.stream(0, 1))
+
+
+def known_length(dataset: tf.data.Dataset) -> int | None:
+    """The number of elements, where TensorFlow knows it without reading and there is an end; else None."""
+    known = int(dataset.cardinality())
     return known if known >= 0 else None
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.checksums import checksum
+from tfdist.data.contents import known_length
 
 Identity = dict[str, list]  # name of an argument -> [shape, dtype, checksum] of each array in it, or [length]
 
@@ -34,8 +35,8 @@ def what_changed(before: Identity, now: Identity) -> str:
 
 def _of(leaf: Any) -> list:
     if isinstance(leaf, tf.data.Dataset):
-        length = int(leaf.cardinality())
-        return [length] if length >= 0 else []
+        length = known_length(leaf)
+        return [] if length is None else [length]
     if isinstance(leaf, (np.ndarray, tf.Tensor)):
         array = np.asarray(leaf)
         return [list(array.shape), array.dtype.name, checksum(array)]
