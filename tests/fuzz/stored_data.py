@@ -47,12 +47,12 @@ def features(case: Mapping[str, Any]) -> list[str]:
     return ["option:data_in_store", *how[case["data_in_store"]]] if "data_in_store" in case else []
 
 
-def flags(case: Mapping[str, Any], runtime: Any, replicas: int) -> dict[str, Any]:
+def flags(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
     """Writes the data, and returns how they are read: with an empty cache. A collective."""
     how, place, cache = case["data_in_store"], "", ""
     if runtime.rank == 0:
         place, cache = stores.new_place(case), tempfile.mkdtemp(prefix="tfdist-fuzz-")
-        _write(case, place, cache, replicas)
+        _write(case, place, cache)
     else:
         stores.reach(case)
     place, cache = (snapshots.shared(runtime, text) for text in (place, cache))
@@ -80,7 +80,7 @@ def _kind(values: np.ndarray) -> str:
     return f"{values.dtype.name}[{shape}]" if shape else values.dtype.name
 
 
-def _write(case: Mapping[str, Any], place: str, folder: str, replicas: int) -> None:
+def _write(case: Mapping[str, Any], place: str, folder: str) -> None:
     import tensorflow as tf
 
     from tfdist.storage.object_store import ObjectStore
@@ -88,7 +88,7 @@ def _write(case: Mapping[str, Any], place: str, folder: str, replicas: int) -> N
     chance, files = random.Random(case["seed"]), []
     for split in ("train", "eval"):
         x, y, *_ = data.arrays(case, split)
-        for number, rows in enumerate(_files(chance, case, len(y), replicas)):
+        for number, rows in enumerate(_files(chance, case, len(y))):
             path = Path(folder) / f"{split}-{number}.tfrecord"
             with tf.io.TFRecordWriter(str(path)) as writer:
                 for row in rows:
@@ -108,14 +108,10 @@ def _feature(values: np.ndarray) -> Any:
     return tf.train.Feature(int64_list=tf.train.Int64List(value=values.ravel()))
 
 
-def _files(chance: random.Random, case: Mapping[str, Any], size: int, replicas: int) -> Iterator[list[int]]:
-    """The samples that each file holds. Of a stream there are fewer files than replicas, if there are several of these:
-    else each would read files of its own, in an order that the oracle does not know.
-    """
-    most, stream = _MOST_FILES, case["data_in_store"] == "stream"
-    if stream and ("moved" in case or replicas > 1):
-        most = 1 if "moved" in case else replicas - 1
-    cuts = sorted(chance.sample(range(1, size), chance.randint(1, most) - 1))
+def _files(chance: random.Random, case: Mapping[str, Any], size: int) -> Iterator[list[int]]:
+    """The samples that each file holds: each file another number of them."""
+    stream = case["data_in_store"] == "stream"
+    cuts = sorted(chance.sample(range(1, size), chance.randint(1, _MOST_FILES) - 1))
     lengths = [stop - start for start, stop in itertools.pairwise([0, *cuts, size])]
     if not stream:
         starts = itertools.accumulate([0, *lengths])

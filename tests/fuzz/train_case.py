@@ -95,9 +95,7 @@ def config_here(case: Mapping[str, Any], runtime: Any):
     """The flags of a case, with its data where they tell tfdist to look for them. A collective."""
     if "data_in_store" not in case:
         return config_of(case)
-    return config_of(case).replace(
-        **stored_data.flags(case, runtime, space.replicas_of(case["runtime"], case["options"]))
-    )
+    return config_of(case).replace(**stored_data.flags(case, runtime))
 
 
 def _splits(config, runtime: Any) -> list:

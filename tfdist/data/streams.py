@@ -1,15 +1,18 @@
 """Streams: what a source can only be read from front to back. They know no order.
 
 The stream is shuffled within windows of STREAM_WINDOW samples (fewer if they are large), repeated, and cut by position,
-so that the global batches are the same at any number of replicas; every replica reads (and decodes) all of it, and
-`consumed` is reached by reading on. If the stream can be cut into enough shards (files), each replica reads and repeats
-its own: less reading, but which samples make a batch then depends on `cut`, the number of shards, and shards of
-different length end their passes at different times. A run keeps its cut: with another number of replicas, each reads
-all the shards and takes its part of the same batches. A cut anew would begin in the middle of other shards: some
-samples would come twice in a pass, others never.
+so that the global batches are the same at any number of replicas; every replica reads all of it, decodes its own rows
+if the source has `records`, and reaches `consumed` by reading on. If the source says that the stream consists of enough
+shards of equal length, each replica reads and repeats its own: less reading, but which samples make a batch then
+depends on `cut`, the number of shards. (Shards of other lengths would end their passes at different times: samples of
+the short ones would come more often.) A run keeps its cut: with another number of replicas, each reads all the shards
+and takes its part of the same batches. A cut anew would begin in the middle of other shards: some samples would come
+twice in a pass, others never.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import tensorflow as tf
 
@@ -41,7 +44,7 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
         raise DataError(
             f"{split.name}: this run has read the stream in {cut} parts, one for each worker that it began with, but"
             f" there are {split.stream_shards} files now and --global_batch={plan.global_batch}: go on with the files,"
-            " and the batch, that it began with."
+            " and the batch, that it began with; with --source=tfrecord, add by_file=True to --source_args."
         )
     if cut == plan.replicas and plan.even:
         numbered = _shard(split, replica, cut, seed, shuffle, consumed // cut)
@@ -57,7 +60,8 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
 
     shaped = shaper(plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
 
-    def finish(numbers: tf.Tensor, sample: Sample) -> Sample:
+    def finish(numbers: tf.Tensor, read: Any) -> Sample:
+        sample = split.decode(read) if split.records else read
         if augment is not None:
             sample = augmentation.apply(augment, sample, order.element_seeds(numbers, seed), split.name)
         return shaped(*weighted(sample, split, numbers))
@@ -71,9 +75,9 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
 
 
 def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: int) -> tf.data.Dataset:
-    """Makes one of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample). No two
-    shards share a number, so that no two samples share an augmentation."""
-    stream = split.stream(shard, cut)
+    """Makes one of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample or record).
+    No two shards share a number, so that no two samples share an augmentation."""
+    stream = (split.records or split.stream)(shard, cut)
     if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
         raise DataError(
             f"{split.name} has no samples for replica {shard} of {cut}: check --source_args and --data_dir."
@@ -83,8 +87,8 @@ def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: in
 
 
 def ordered_stream(split: Split, plan: BatchPlan, seed: int, shuffle: bool, consumed: int, cut: int) -> tf.data.Dataset:
-    """All the shards of a stream as one, (number, sample): global batch after global batch, each with equal parts of
-    all shards, from `consumed` on.
+    """All the shards of a stream as one, (number, sample or record): global batch after global batch, each with equal
+    parts of all shards, from `consumed` on.
     """
     shards = [_shard(split, shard, cut, seed, shuffle, consumed // cut) for shard in range(cut)]
     if cut == 1:
@@ -108,7 +112,7 @@ def _window_shuffled(stream: tf.data.Dataset, sample_bytes: int, seed: int) -> t
     """
     size = max(1, min(STREAM_WINDOW, STREAM_WINDOW_BYTES // max(1, sample_bytes)))
 
-    def shuffled(number: tf.Tensor, window: Sample) -> Sample:
+    def shuffled(number: tf.Tensor, window: Any) -> Any:
         rows = tf.shape(tf.nest.flatten(window)[0], tf.int64)[0]
         keys = order.element_seeds(number * size + tf.range(rows), seed)[:, 0]
         permutation = tf.argsort(keys, stable=True)

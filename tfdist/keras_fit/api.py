@@ -123,7 +123,7 @@ def fit(
     }
     with _mistakes_told(runtime, "fit"):
         agree_on(runtime, "fit", arguments)
-        refuse_lists("fit", x=x, y=y, sample_weight=sample_weight, validation_data=validation_data)
+        refuse_lists("fit", model, x=x, y=y, sample_weight=sample_weight, validation_data=validation_data)
         with backup_held(callbacks, runtime):
             arranged = arrange(callbacks, runtime, model)
             backup = backup_of(arranged, {"x": x, "y": y, **arguments})
@@ -159,7 +159,7 @@ def evaluate(
     with _mistakes_told(runtime, "evaluate"):
         agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
         _check_compiled(model, "evaluate")
-        refuse_lists("evaluate", x=x, y=y, sample_weight=sample_weight)
+        refuse_lists("evaluate", model, x=x, y=y, sample_weight=sample_weight)
         return _over_workers(
             runtime,
             model,
@@ -191,7 +191,7 @@ def predict(
     runtime = _join(model, "predict")
     with _mistakes_told(runtime, "predict"):
         agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
-        refuse_lists("predict", x=x)
+        refuse_lists("predict", model, x=x)
         return _over_workers(
             runtime,
             model,

@@ -24,8 +24,16 @@ def identity_of(given: Mapping[str, Any]) -> Identity:
 
     given: the arguments of `fit`, of which some hold data: arrays, nested as you like, or a dataset.
     """
-    data = {name: given[name] for name in _DATA if given.get(name) is not None}
+    data = {name: _rows_as_arrays(given[name]) for name in _DATA if given.get(name) is not None}
     return {name: [_of(leaf) for leaf in keras.tree.flatten(value)] for name, value in data.items()}
+
+
+def _rows_as_arrays(value: Any) -> Any:
+    """Lists of texts and numbers, which models with a `fit` of their own take, as arrays."""
+    if isinstance(value, tuple):
+        return tuple(_rows_as_arrays(each) for each in value)
+    rows = isinstance(value, list) and all(isinstance(row, (str, bytes, int, float)) for row in value)
+    return np.array(value, object) if rows else value
 
 
 def what_changed(before: Identity, now: Identity) -> str:

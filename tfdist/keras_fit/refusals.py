@@ -40,8 +40,11 @@ def inner_models(model: keras.Model) -> list[keras.Model]:
     return [layer for layer in layers if isinstance(layer, keras.Model) and not keras_layers.has_no_call(layer)]
 
 
-def refuse_lists(purpose: str, **data: Any) -> None:
-    """Raises ConfigError for rows that are Python lists of numbers or texts, which Keras does not take."""
+def refuse_lists(purpose: str, model: keras.Model | None = None, **data: Any) -> None:
+    """Raises ConfigError for rows that are Python lists of numbers or texts, which Keras does not take. A model whose
+    `fit` (`evaluate`, `predict`) is not Keras' own may: those of KerasHub make datasets of lists of texts."""
+    if model is not None and getattr(type(model), purpose) is not getattr(keras.Model, purpose):
+        return
     for name, value in data.items():
         leaf = value
         while isinstance(leaf, (list, tuple)) and leaf:

@@ -166,7 +166,7 @@ class Recovery:
         self.clock.restore(manifest["clock"])
         self.losses = restore.LossContinuity(manifest.get("losses", ()))
         replicas = manifest["replicas"]  # a manifest without a cut is of a version that always cut
-        always = replicas if split.size is None and replicas <= split.stream_shards else 1
+        always = replicas if split.size is None and (split.records or replicas <= split.stream_shards) else 1
         self.stream_cut = manifest.get("stream_cut", always)
         state.restore_generator_states(manifest["generators"])
         # With another global batch (allowed by --allow_config_change) the position stays where it was.

@@ -210,12 +210,12 @@ def test_slow_index_is_kept_beside_the_files_until_they_change(folder, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_stream_takes_every_record_once(folder, replicas):
-    split = load(folder, source_args=SPEC + ",stream=True")
-    assert split.size is None and split.stream_shards == 2  # the empty file does not count
+@pytest.mark.parametrize(("replicas", "by_file"), [(1, False), (2, False), (2, True), (3, False)])
+def test_stream_takes_every_record_once(folder, replicas, by_file):
+    split = load(folder, source_args=f"{SPEC},stream=True,by_file={by_file}")
+    assert split.size is None and split.stream_shards == (2 if by_file else 1)  # the empty file does not count
     plan = BatchPlan(6, 1, replicas)
-    steps = 12 if replicas == 2 else 5  # two files of 12 and 18: two replicas read one each, others read all
+    steps = 12 if by_file else 5  # two files of 12 and 18: two replicas read one each; not by file, all read all
     parts = [
         [
             x
@@ -229,7 +229,7 @@ def test_stream_takes_every_record_once(folder, replicas):
         ]
         for r in range(replicas)
     ]
-    if replicas == 2:
+    if by_file:
         assert unique(parts[0]) == unique([IMAGES[:12] / np.float32(255)]) and unique(parts[1]) == unique(
             [IMAGES[12:] / np.float32(255)]
         )
@@ -260,6 +260,7 @@ def test_compressed_stream(tmp_path):
         ("x=image:image,y=label:int32,classes=2", ConfigError, "an image needs its size"),
         ("x=image:uint8[4,3,1],y=label:int32", ConfigError, "add classes=N"),
         (SPEC + ",compression=GZIP", ConfigError, "together with stream=True"),
+        (SPEC + ",by_file=True", ConfigError, "by_file=True is for files that are read from front to back: add stream"),
         (SPEC + ",files=x", ConfigError, "has no option 'files'"),
         (SPEC + ",train=nothing*", DataError, "has no file nothing*"),
         (SPEC + ",train=t*", DataError, "belongs to both splits"),

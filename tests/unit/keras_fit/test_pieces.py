@@ -16,6 +16,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, DataError
 from tfdist.keras_fit import backup_file, backup_place, epoch_backup, joining, own_rows
 from tfdist.keras_fit.batches import END, Batches, digest
+from tfdist.keras_fit.data_identity import identity_of, what_changed
 from tfdist.keras_fit.model import every_row_checked
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
 from tfdist.keras_fit.rows import Part
@@ -391,6 +392,36 @@ def test_rows_in_python_lists_are_refused_and_lists_of_arrays_are_not():
         with pytest.raises(ConfigError, match=words):
             call()
     refuse_lists("fit", x=[array, array], y=(array,), sample_weight=None, validation_data=(array, array), more=[])
+
+
+def test_a_model_with_a_fit_of_its_own_may_be_given_lists_of_texts():
+    """As those of KerasHub, which make a dataset of them."""
+
+    class OfTexts(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def fit(self, x, y, **arguments):
+            return super().fit(np.array([[float(len(text))] for text in x]), np.array(y), **arguments)
+
+    model = OfTexts()
+    model.compile("sgd", "mse")
+    found = tfdist.fit(model, ["a", "bb", "ccc"], [1.0, 2.0, 3.0], verbose=0)
+    assert np.isfinite(found.history["loss"][0])
+    with pytest.raises(ConfigError, match=r"tfdist.evaluate: x holds its rows in a Python list"):
+        tfdist.evaluate(model, ["a"], np.ones([1]))
+
+
+def test_texts_in_lists_are_known_again():
+    texts = {"x": ["a", "bb"], "y": [1, 2], "validation_data": (["c"], [0.5])}
+    known = identity_of(texts)
+    assert not what_changed(known, identity_of(texts)) and [len(leaves) for leaves in known.values()] == [1, 1, 2]
+    for name, other in (("x", ["ab", "b"]), ("y", [2, 1]), ("validation_data", (["d"], [0.5]))):
+        assert what_changed(known, identity_of(texts | {name: other})) == name
 
 
 def test_what_is_compared_is_spread_over_all_rows_and_inputs():

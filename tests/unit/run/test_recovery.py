@@ -82,7 +82,9 @@ def recovery_of(folder, memory=None, runtime=None, samples=(7, 8), size=80, stor
         runtime=runtime or OneDevice(),
         state=state,
         plan=SimpleNamespace(global_batch=config.batch.global_batch),
-        train_split=SimpleNamespace(size=size, stream=missing, stream_shards=1, name="fake", contents=contents),
+        train_split=SimpleNamespace(
+            size=size, stream=missing, stream_shards=1, records=None, name="fake", contents=contents
+        ),
         step=SimpleNamespace(
             counter=SimpleNamespace(numpy=lambda: state.arrays["train/step"]), update=update, variables={}
         ),

@@ -44,7 +44,10 @@ class Split:
     info: what is worth logging; numbers and strings.
     stream: (shard, shards) -> dataset of single samples, one pass, the same at every call. The shards are disjoint and
         complete. It is asked for (0, 1), or for more shards up to `stream_shards`.
-    stream_shards: into how many shards the stream can be cut without reading all of it, for example its files.
+    stream_shards: into how many shards of equal length the stream can be cut without reading all of it, for example its
+        files. Of shards of other lengths the samples of the short ones would be taken more often: 1 then.
+    records: like stream, but of what `decode` makes samples of: then each replica decodes its own rows only.
+    decode: a batch of `records`, [n], -> (x, y) or (x, y, w) with leading dim n. Must be stateless.
     fetch_cropped: like fetch, with int32 [n, 2] seeds as its second argument: each image is a random resized crop of
         the stored one, taken while decoding. For images that are stored larger than they are used.
     cheap: making a sample costs little more than copying it, for example because it is in memory.
@@ -61,6 +64,8 @@ class Split:
     info: dict[str, Any] = field(default_factory=dict)
     stream: Callable[[int, int], tf.data.Dataset] = missing
     stream_shards: int = 1
+    records: Callable[[int, int], tf.data.Dataset] | None = None
+    decode: Callable[..., Sample] = missing
     fetch_cropped: Callable[[tf.Tensor, tf.Tensor], Sample] | None = None
     cheap: bool = False
     fixed: bool = False
@@ -114,6 +119,15 @@ def read_options(config: DataConfig, defaults: Mapping[str, Any]) -> dict[str, A
         if isinstance(value, int) and kind is int and value < 0:
             raise ConfigError(f"--source_args: {name}={value} must not be negative.")
     return {**defaults, **given}
+
+
+def decoded(records: Callable[[int, int], tf.data.Dataset], decode: Callable[..., Sample]) -> Callable:
+    """What a Split's `stream` is where it has `records` and `decode`."""
+
+    def stream(shard: int, shards: int) -> tf.data.Dataset:
+        return records(shard, shards).batch(64).map(decode, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
+
+    return stream
 
 
 def on_host(array: Any) -> tf.Tensor:

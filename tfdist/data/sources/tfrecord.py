@@ -14,8 +14,10 @@ Options:
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*
-  stream      True: read the files from front to back instead (see streams.py for what is lost); a replica
-              reads only its own files if there are at least as many files as replicas
+  stream      True: read the files from front to back instead (see streams.py for what is lost): every replica reads
+              all of them, and decodes its own rows
+  by_file     True, with stream=True: a replica reads only its own files, if there are at least as many files as
+              replicas. For files that hold equally many records: those of shorter files would come more often
   compression GZIP or ZLIB; only with stream=True
 """
 
@@ -25,6 +27,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -35,13 +38,22 @@ from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.reading import as_is
 from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, read_in_graph
-from tfdist.data.sources.split import Sample, Split, read_options, scaled
+from tfdist.data.sources.split import Sample, Split, decoded, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.data.sources.stored_streams import first_of, stored_records
 from tfdist.runtime.errors import cause
 from tfdist.storage.data_cache import cache_of
 
-DEFAULTS = {"x": "", "y": "", "classes": 0, "train": "", "eval": "", "stream": False, "compression": ""}
+DEFAULTS = {
+    "x": "",
+    "y": "",
+    "classes": 0,
+    "train": "",
+    "eval": "",
+    "stream": False,
+    "by_file": False,
+    "compression": "",
+}
 PATTERNS = {"train": ("*train*",), "eval": ("*eval*", "*val*", "*test*")}
 _CYCLE = 4  # files of a stream that are read at a time, and brought from a store at a time
 _LISTS = {"float32": tf.float32, "int64": tf.int64, "int32": tf.int64}
@@ -76,15 +88,17 @@ def load(config: DataConfig, split: str) -> Split:
         )
     _try(parse, first, name)
     if options["stream"]:
-        stream = _stream(folder, paths, compression, parse)
+        records = partial(folder.every_nth, paths, compression)
         return Split(
             name,
             None,
             spec,
             num_classes=classes,
             info=info,
-            stream=stream,
-            stream_shards=len(paths),
+            stream=decoded(records, parse),
+            stream_shards=len(paths) if options["by_file"] else 1,
+            records=records,
+            decode=parse,
             contents=lambda: folder.checksums(paths),
         )
 
@@ -111,6 +125,8 @@ def _check(options: dict[str, Any], y: _Field) -> None:
     compression = options["compression"]
     if compression not in ("", "GZIP", "ZLIB") or (compression and not options["stream"]):
         raise ConfigError(f"--source_args: compression={compression} must be GZIP or ZLIB, together with stream=True.")
+    if options["by_file"] and not options["stream"]:
+        raise ConfigError("--source_args: by_file=True is for files that are read from front to back: add stream=True.")
 
 
 @dataclass(frozen=True)
@@ -221,6 +237,10 @@ class _Folder:
             return first_of(self._cache, paths)
         return next(iter(self.records(paths, compression, at_a_time=1).take(1)), None)
 
+    def every_nth(self, paths: list[str], compression: str, first: int, n: int) -> tf.data.Dataset:
+        """The records of every nth of some files, from the file number `first` on."""
+        return self.records(paths[first::n], compression)
+
     def records(self, paths: list[str], compression: str, at_a_time: int = _CYCLE) -> tf.data.Dataset:
         """The records of some files, read in turns, each from front to back."""
         if self._cache:
@@ -247,11 +267,3 @@ def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
             has = "no tf.train.Example"
         reason = cause(str(error))
         raise DataError(f"{name}: the first record ({has}) does not fit x and y of --source_args: {reason}") from error
-
-
-def _stream(folder: _Folder, paths: list[str], compression: str, parse: Callable) -> Callable[..., tf.data.Dataset]:
-    def stream(shard: int, shards: int) -> tf.data.Dataset:
-        records = folder.records(paths[shard::shards], compression)
-        return records.batch(64).map(parse, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
-
-    return stream
