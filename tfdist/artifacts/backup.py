@@ -8,8 +8,7 @@ committed by one rename. Under several workers only the chief (`writes=True`) wr
 
 goes on in the middle of an epoch, at the very batch: the first batches of that epoch are taken from the data but not
 trained on again, and the data is taken through the epochs before (data_position.py). It must come in the same order as
-then. For `--backup_dir` run/snapshot_files.py makes one, run/recovery.py gives it the arrays, and run/stored_backup.py
-sends what it has written to an object store.
+then.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ import keras
 import numpy as np
 
 from tfdist.artifacts import fit_of_program, state
+from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers
-from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.store import SnapshotStore
-from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -67,32 +64,19 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         super().__init__(str(backup_dir), frequency, double_checkpoint, delete_checkpoint)
         self._period = save_freq if isinstance(save_freq, int) else 0  # in batches; 0: every epoch
         self.writes = writes
-        self.store = SnapshotStore(str(backup_dir))
-        self.store.required = ("epoch", "batch", "generators")
-        self.store.private = True  # /dev/shm is everybody's
-        self.store.flag = "--backup_dir"
-        self.retention = Retention(2 if double_checkpoint else 1)
-        self.writer = SnapshotWriter(self.store, self.retention)
+        self._backups = BackupFolder(
+            str(backup_dir),
+            two=double_checkpoint,
+            delete_at_end=delete_checkpoint,
+            writes=writes,
+            required=("epoch", "batch", "generators"),
+        )
+        self.store = self._backups.store
         self._step = 0  # batches trained in all
         self._seen = 0  # batches of the present epoch
         self._epoch = 0
         self._since = 0  # batches since the last backup
         self._to_skip = 0
-
-    # -- what run/recovery.py and run/snapshot_files.py use ------------------------------------------------------------
-
-    def back_up(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
-        """Writes arrays, which must not change any more, in the background."""
-        if self.writes:
-            self.writer.save(step, arrays, fields)
-
-    def delete(self) -> None:
-        """Deletes every backup, if that was asked for; training has finished."""
-        self.writer.wait()
-        if self.delete_checkpoint and self.writes:
-            self.store.delete_all()
-
-    # -- the Keras callback ----------------------------------------------------------------------------------------
 
     @property
     def _trained(self) -> Any:
@@ -142,11 +126,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_end(self, logs: Mapping | None = None) -> None:
         fit_of_program.end(self.backup_dir)
-        self.delete()
+        self._backups.delete()
 
     def _save(self, epoch: int, batch: int) -> None:
         self._since = 0
-        self.back_up(
+        self._backups.back_up(
             self._step,
             state.to_host(self._variables()),
             {
@@ -157,7 +141,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "ends": RunningFit.of(self._trained).ends(),
             },
         )
-        self.writer.wait()  # a script that is killed a moment later must find it
+        self._backups.writer.wait()  # a script that is killed a moment later must find it
         if self.writes:
             backup_count.count_one()
 

@@ -28,7 +28,7 @@ import tensorflow as tf
 from tfdist.artifacts import checkpoint_files
 from tfdist.artifacts.checkpoint_arrays import read_boxes
 from tfdist.artifacts.checkpoint_files import SUFFIX, Entry
-from tfdist.artifacts.store import SnapshotStore, measure
+from tfdist.artifacts.store import OF_A_RUN, FolderOptions, SnapshotStore, measure
 from tfdist.compat.checkpoint_index import Box, is_whole
 from tfdist.control.user_errors import first_line
 
@@ -105,9 +105,16 @@ class PartedStore(SnapshotStore):
     """
 
     def __init__(
-        self, directory: str, before_commit: Callable[[int], None], rank: int, size: int, token: str, patience: float
+        self,
+        directory: str,
+        before_commit: Callable[[int], None],
+        rank: int,
+        size: int,
+        token: str,
+        patience: float,
+        options: FolderOptions = OF_A_RUN,
     ):
-        super().__init__(directory, before_commit)
+        super().__init__(directory, before_commit, options)
         self.rank, self.size, self.token, self.patience = rank, size, token, patience
         self.give_up_at = math.inf  # time.monotonic(), after an error elsewhere
 
@@ -167,7 +174,7 @@ class PartedStore(SnapshotStore):
         # The data files have new names and the old content; only the table of contents is new.
         entries = [entry for message in told for entry in message["files"].values()]
         files = {f"state-{step}.data-{number:05d}-of-{len(entries):05d}": entry for number, entry in enumerate(entries)}
-        files[f"state-{step}.index"] = measure(f"{prefix}.index", self.checksum, flush=True)
+        files[f"state-{step}.index"] = measure(f"{prefix}.index", self.options.checksum, flush=True)
         if sorted(os.listdir(folder)) != sorted(files):
             raise OSError(
                 f"{folder} holds {', '.join(sorted(os.listdir(folder)))} instead of {', '.join(sorted(files))}."

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.artifacts.checkpoint_files import SUFFIX
-from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.parts import Shard
-from tfdist.artifacts.store import Snapshot, SnapshotStore, has_content
+from tfdist.artifacts.store import OF_A_RUN, FolderOptions, Snapshot, SnapshotStore, has_content
 from tfdist.artifacts.stored_parts import PARTS, data_file
-from tfdist.artifacts.stored_snapshots import StoredSnapshots, step_folder
+from tfdist.artifacts.stored_snapshots import StoredSnapshots, step_folder, whole_manifest
 from tfdist.compat.checkpoint_index import CheckpointIndex, Stored, overlap
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree, replaced
@@ -36,8 +35,14 @@ class RangedSnapshots(SnapshotStore):
     brought: bytes that have come from the store.
     """
 
-    def __init__(self, objects: ObjectStore, folder: Path, shelf: StoredSnapshots | None):
-        super().__init__(str(folder / PARTS))
+    def __init__(
+        self,
+        objects: ObjectStore,
+        folder: Path,
+        shelf: StoredSnapshots | None,
+        options: FolderOptions = OF_A_RUN,
+    ):
+        super().__init__(str(folder / PARTS), options=options)
         self.objects, self._shelf, self.brought = objects, shelf, 0
 
     def newest_valid(self) -> tuple[Snapshot | None, list[str]]:
@@ -59,18 +64,8 @@ class RangedSnapshots(SnapshotStore):
 
     def _found(self, step: int) -> Snapshot:
         """Raises CheckpointError, StoreError."""
-        name = step_folder(step)
-        text = self.objects.text(f"{name}/{MANIFEST}")
-        if text is None:
-            raise CheckpointError(f"{name}/{MANIFEST} is not there.")
-        manifest, there = parse(text, f"{name}/{MANIFEST}", step, self.required), self.objects.names(name)
-        for file, entry in manifest["files"].items():
-            # A listing may be an old one.
-            if there.get(f"{name}/{file}") != entry["bytes"] and (
-                (size := self.objects.size(f"{name}/{file}")) != entry["bytes"]
-            ):
-                found = "is not there" if size is None else f"has {size} bytes instead of {entry['bytes']}"
-                raise CheckpointError(f"{name}/{file} {found}.")
+        listed = self.objects.names(step_folder(step))
+        _, manifest = whole_manifest(self.objects, step, self.options.required, listed)
         snapshot = Snapshot(self.path(step), step, manifest)
         self._bring_index(snapshot)
         return snapshot

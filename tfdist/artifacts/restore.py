@@ -29,12 +29,12 @@ def choose(
     the user. Raises CheckpointError, and what the stores raise.
     """
     snapshot, messages = store.newest_valid()
-    flag = store.flag
+    flag = store.options.flag
     for each in others:
         newer, more = each.newest_valid()
         messages += more
         if newer and (snapshot is None or newer.step > snapshot.step):
-            snapshot, flag = newer, each.flag
+            snapshot, flag = newer, each.options.flag
     messages = [f"passed over a snapshot: {reason}" for reason in messages]
     resume = config.checkpoint.resume
     if snapshot is None:

@@ -54,19 +54,39 @@ class Snapshot:
         return f"{self.path}/state-{self.step}"
 
 
+@dataclass(frozen=True)
+class FolderOptions:
+    """What differs between folders of snapshots.
+
+    place: as messages name it; "": the folder's path. flag: with which another place is chosen. private: whether the
+    folder, if it is made here, is for this user alone. required: entries of the manifest without which a snapshot is of
+    no use here. checksum: of the files that are written here; SHA where they leave the machine.
+    """
+
+    place: str = ""
+    flag: str = "--run_dir"
+    private: bool = False
+    required: Sequence[str] = ()
+    checksum: str = CRC
+
+
+OF_A_RUN = FolderOptions()
+
+
 class SnapshotStore:
     """The snapshots of one folder.
 
     before_commit: called with the step when all files are written but nothing is committed yet; for faults on purpose.
     """
 
-    def __init__(self, directory: str, before_commit: Callable[[int], None] = lambda step: None):
-        self.directory, self.before_commit = str(directory).rstrip("/"), before_commit
-        self.place = self.directory  # as messages name it
-        self.flag = "--run_dir"  # with which another place is chosen
-        self.private = False  # whether the folder, if it is made here, is for this user alone
-        self.required: Sequence[str] = ()  # entries of the manifest without which a snapshot is of no use here
-        self.checksum = CRC  # of the files that are written here; SHA where they leave the machine
+    def __init__(
+        self,
+        directory: str,
+        before_commit: Callable[[int], None] = lambda step: None,
+        options: FolderOptions = OF_A_RUN,
+    ):
+        self.directory, self.before_commit, self.options = str(directory).rstrip("/"), before_commit, options
+        self.place = options.place or self.directory
         self.not_pointed = ""  # why TensorFlow's file `checkpoint` names an older snapshot than the last one written
         self.damaged: list[int] = []  # steps that `newest_valid` has passed over
 
@@ -101,7 +121,7 @@ class SnapshotStore:
 
         arrays: key -> array. fields: further entries of the manifest, JSON. Raises OSError or tf.errors.OpError.
         """
-        if self.private and not tf.io.gfile.exists(self.directory):
+        if self.options.private and not tf.io.gfile.exists(self.directory):
             os.makedirs(self.directory, 0o700)
         tf.io.gfile.makedirs(self.directory)
         folder = f"{self.directory}/.writing-step-{step:08d}-{uuid.uuid4().hex[:8]}"
@@ -121,14 +141,16 @@ class SnapshotStore:
     @property
     def direct(self) -> bool:
         """Whether data files are written past the page cache: nothing reads them again now, unless to send them."""
-        return self.checksum == CRC
+        return self.options.checksum == CRC
 
     def _measured(
         self, folder: str, written: Mapping[str, dict[str, Any]], names: Iterable[str]
     ) -> dict[str, dict[str, Any]]:
         """The manifest's entries of files, all of which are on the disk then. written: what is known of some."""
         known = written if self.direct else {}
-        return {name: known.get(name) or measure(f"{folder}/{name}", self.checksum, flush=True) for name in names}
+        return {
+            name: known.get(name) or measure(f"{folder}/{name}", self.options.checksum, flush=True) for name in names
+        }
 
     def _seal(self, folder: str, step: int, files: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
         """The commit of what is written in `folder`, whose files are named with their sizes and checksums."""
@@ -183,7 +205,7 @@ class SnapshotStore:
             raise CheckpointError(f"{path}/{MANIFEST} is no file.")  # a pipe would be waited for
         try:
             with tf.io.gfile.GFile(f"{path}/{MANIFEST}") as file:
-                manifest = parse(file.read(), f"{path}/{MANIFEST}", step, self.required)
+                manifest = parse(file.read(), f"{path}/{MANIFEST}", step, self.options.required)
         except tf.errors.NotFoundError:
             raise CheckpointError(f"{path}/{MANIFEST} is missing: the snapshot was never completed.") from None
         except (tf.errors.OpError, UnicodeDecodeError) as error:
@@ -252,6 +274,14 @@ class SnapshotStore:
             for name, shape in reader.get_variable_to_shape_map().items()
             if name.endswith(SUFFIX) and not name.startswith("save_counter")
         }
+
+
+def must_be_of(step: int, steps: Sequence[int], place: str) -> None:
+    """Raises CheckpointError unless there is a snapshot of the step that --at_step asks for."""
+    if step not in steps:
+        raise CheckpointError(
+            f"--at_step={step}: {place} has no snapshot of that step; it has {', '.join(map(str, steps)) or 'none'}."
+        )
 
 
 def checksum_of(entry: Mapping[str, Any]) -> str:

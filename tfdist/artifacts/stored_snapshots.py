@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tfdist.artifacts.checkpoint_files import pointer
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.sender import Sender
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.store import SnapshotStore, must_be_of
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
 from tfdist.control.run_address import SNAPSHOTS
@@ -43,17 +43,36 @@ def bring_for_reading(objects: ObjectStore | None, store: SnapshotStore, step: i
         if step < 0:
             stored.bring_newest()
         elif step not in store.steps():
-            if step not in (there := stored.steps()):
-                raise CheckpointError(
-                    f"--at_step={step}: {objects.url} has no snapshot of that step; it has"
-                    f" {', '.join(map(str, there)) or 'none'}."
-                )
+            must_be_of(step, stored.steps(), objects.url)
             stored.bring(step)
 
 
 def step_folder(step: int) -> str:
     """The folder of a snapshot in the store."""
     return f"{SNAPSHOTS}/step-{step:08d}"
+
+
+def whole_manifest(
+    objects: ObjectStore, step: int, required: Sequence[str], listed: Mapping[str, int] | None = None
+) -> tuple[str, dict[str, Any]]:
+    """The manifest of a snapshot in the store, as text and as entries, if all its files are there in their sizes.
+
+    listed: sizes by name of a listing, which may be an old one: only of other files the store is asked. Raises
+    CheckpointError, StoreError.
+    """
+    name, listed = step_folder(step), listed or {}
+    text = objects.text(f"{name}/{MANIFEST}")
+    if text is None:
+        raise CheckpointError(f"{name}/{MANIFEST} is not there.")
+    manifest = parse(text, f"{name}/{MANIFEST}", step, required)
+    for file, entry in manifest["files"].items():
+        if listed.get(f"{name}/{file}") == entry["bytes"]:
+            continue
+        # What comes with another size later is a broken transfer, and tried again.
+        if (size := objects.size(f"{name}/{file}")) != entry["bytes"]:
+            found = "is not there" if size is None else f"has {size} bytes instead of {entry['bytes']}"
+            raise CheckpointError(f"{name}/{file} {found}.")
+    return text, manifest
 
 
 class StoredSnapshots:
@@ -109,15 +128,7 @@ class StoredSnapshots:
     def bring(self, step: int) -> None:
         """Brings one. Raises CheckpointError if it is damaged, StoreError."""
         name = step_folder(step)
-        text = self._objects.text(f"{name}/{MANIFEST}")
-        if text is None:
-            raise CheckpointError(f"{name}/{MANIFEST} is not there.")
-        manifest = parse(text, f"{name}/{MANIFEST}", step, self._store.required)
-        for file, entry in manifest["files"].items():
-            # Asked of the store: what comes with another size only now is a broken transfer, and tried again.
-            if (size := self._objects.size(f"{name}/{file}")) != entry["bytes"]:
-                found = "is not there" if size is None else f"has {size} bytes instead of {entry['bytes']}"
-                raise CheckpointError(f"{name}/{file} {found}.")
+        text, manifest = whole_manifest(self._objects, step, self._store.options.required)
         folder = Path(self._store.directory) / f".writing-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         final = Path(self._store.path(step))
         folder.mkdir(parents=True)

@@ -20,11 +20,10 @@ from tfdist.artifacts import restore
 from tfdist.artifacts.parts_commit import Gathering
 from tfdist.artifacts.ranges import RangedSnapshots
 from tfdist.artifacts.status import read_status
-from tfdist.artifacts.store import Snapshot
+from tfdist.artifacts.store import FolderOptions, Snapshot
 from tfdist.artifacts.stored_parts import PARTS, StoredParts, left_parts, send_part
 from tfdist.artifacts.stored_snapshots import StoredSnapshots
 from tfdist.control.exit_codes import CheckpointError, StartupError
-from tfdist.control.run_address import SNAPSHOTS
 from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.chief import of_the_chief
@@ -60,8 +59,8 @@ class PartsInStore:
             told["token"],
             stored.follow(told["lease"]),
         )
-        self.reads = RangedSnapshots(stored.objects, stored.folder, shelf)
-        self.reads.place, self.reads.required = f"{stored.objects.url}/{SNAPSHOTS}", restore.REQUIRED
+        options = FolderOptions(place=stored.snapshots, required=restore.REQUIRED)
+        self.reads = RangedSnapshots(stored.objects, stored.folder, shelf, options)
         self._gathering = Gathering(stored.objects, self.writes, shelf) if shelf else None
         self._send_left(told["run_id"])
         stored.sends_parts(self.writes.sender, self._gathering.sender if self._gathering else None)

@@ -182,13 +182,10 @@ def _store(run: ReadRun) -> SnapshotStore:
 
 
 def _choose(store: SnapshotStore, step: int) -> Snapshot:
+    from tfdist.artifacts.store import must_be_of
+
     if step >= 0:
-        steps = store.steps()
-        if step not in steps:
-            raise CheckpointError(
-                f"--at_step={step}: {store.directory} has no snapshot of that step; it has"
-                f" {', '.join(map(str, steps)) or 'none'}."
-            )
+        must_be_of(step, store.steps(), store.directory)
         return store.verify(step)
     snapshot, passed_over = store.newest_valid()
     for reason in passed_over:

@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 
 from tfdist.artifacts import restore
-from tfdist.artifacts.backup import BackupAndRestore
-from tfdist.artifacts.manifest import SHA
+from tfdist.artifacts.backup_folder import BackupFolder
+from tfdist.artifacts.manifest import CRC, SHA
 from tfdist.artifacts.parts import PartedStore
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.status import read_status
-from tfdist.artifacts.store import Snapshot, SnapshotStore
+from tfdist.artifacts.store import FolderOptions, Snapshot, SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
-from tfdist.control.run_address import backup_folder, is_url
+from tfdist.control.run_address import SNAPSHOTS, backup_folder, is_url
 from tfdist.run.parts_in_store import PartsInStore
 from tfdist.run.stored_backup import StoredBackup
 from tfdist.run.stored_run import StoredRun
@@ -51,21 +51,22 @@ class SnapshotFiles:
 
     def __init__(self, folder: Path, whole_config: Config, faults: Faults, writes: bool, stored: StoredRun | None):
         config = whole_config.checkpoint
-        self.store = SnapshotStore(str(folder / "checkpoints"), lambda step: faults.at("save", step))
+        options = FolderOptions(
+            place=stored.snapshots if stored else "", required=restore.REQUIRED, checksum=SHA if stored else CRC
+        )
+        self.store = SnapshotStore(str(folder / SNAPSHOTS), lambda step: faults.at("save", step), options)
         self._config, self._writes = config, writes  # writes: whether this is the chief
         self._parted: PartedStore | None = None
         self._in_store: PartsInStore | None = None
         self._refused: list[str] = []  # why there were no snapshots
         self.writer = self._make_writer(attempts=2) if writes else None
-        self.backup: BackupAndRestore | None = None
+        self.backup: BackupFolder | None = None
         self._stored_backup: StoredBackup | None = None
         if config.backup_dir:
             self.backup = _make_backup(whole_config, writes)
             if writes and is_url(config.backup_dir):
                 self._stored_backup = StoredBackup(whole_config, self.backup, read_status(folder).get("run_id") or "")
         self._stored = stored
-        for store in self.stores():
-            self._prepare(store)
         self._sent = stored.sends(self.store, self._retention()) if stored and writes else None
         self._sends = False  # the thread that sends has begun
 
@@ -171,20 +172,19 @@ class SnapshotFiles:
         if self._writes:
             mark.unlink(missing_ok=True)
         if seen_by_all:
-            before_commit = self.store.before_commit
             self.store = self._parted = PartedStore(
-                self.store.directory, before_commit, runtime.rank, runtime.size, token, patience or math.inf
+                self.store.directory,
+                self.store.before_commit,
+                runtime.rank,
+                runtime.size,
+                token,
+                patience or math.inf,
+                self.store.options,
             )
-            self._prepare(self.store)
             self.writer = self._make_writer(attempts=1)  # whoever tries again alone waits for the others in vain
         elif self._stored:
             in_store = self._in_store = PartsInStore(runtime, self._stored, self.store.before_commit, self._sent)
             self.writer = SnapshotWriter(in_store.writes, None, asynchronous=self._config.async_save, attempts=1)
-
-    def _prepare(self, store: SnapshotStore) -> None:
-        store.required = restore.REQUIRED
-        if self._stored or (self.backup and store is self.backup.store and is_url(self._config.backup_dir)):
-            store.checksum = SHA
 
     def _make_writer(self, attempts: int) -> SnapshotWriter:
         retention = self._retention() if self._writes else None
@@ -240,14 +240,20 @@ class SnapshotFiles:
             self._stored_backup.close()
 
 
-def _make_backup(config: Config, writes: bool) -> BackupAndRestore:
+def _make_backup(config: Config, writes: bool) -> BackupFolder:
     """Raises ConfigError if its folder cannot be used."""
     options = config.checkpoint
     folder = backup_folder(options.backup_dir, config.run.cache_dir)
     if writes:
         _make_backup_folder(folder, options.backup_dir)
-    frequency = options.backup_every or "epoch"
-    return BackupAndRestore(folder, frequency, options.double_backup, options.delete_backup, writes=writes)
+    return BackupFolder(
+        folder,
+        two=options.double_backup,
+        delete_at_end=options.delete_backup,
+        writes=writes,
+        required=restore.REQUIRED,
+        checksum=SHA if is_url(config.run.run_dir) or is_url(options.backup_dir) else CRC,
+    )
 
 
 def _make_backup_folder(name: str, place: str) -> None:

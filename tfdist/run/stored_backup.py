@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.manifest import MANIFEST
 from tfdist.artifacts.sender import sent_within
 from tfdist.artifacts.status import STATUS_FILE
@@ -36,12 +36,12 @@ _GIVE_BACK_SECONDS = 10.0
 
 
 class StoredBackup:
-    """Brings and sends `backup`, which writes to `backup_folder`. run_id: of the run that begins, if it has one.
+    """Brings and sends `backup`. run_id: of the run that begins, if it has one.
 
     Raises TfdistError if there can be no such store.
     """
 
-    def __init__(self, config: Config, backup: BackupAndRestore, run_id: str):
+    def __init__(self, config: Config, backup: BackupFolder, run_id: str):
         self._url, self._timeout = config.checkpoint.backup_dir.rstrip("/"), config.run.store_timeout
         self._store, self._run_id, self._begun = backup.store, run_id, False
         with as_sentence("backup_dir"):

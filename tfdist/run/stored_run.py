@@ -140,13 +140,17 @@ class StoredRun:
     def sends(self, store: SnapshotStore, retention: Retention) -> StoredSnapshots:
         """Makes what brings and sends the chief's snapshots."""
         assert self._lease  # only the chief sends snapshots
-        store.place = f"{self.objects.url}/{SNAPSHOTS}"
         # Whoever goes on from a snapshot finds the logs up to it.
         snapshots = StoredSnapshots(
             self.objects, store, retention, allowed=self._lease.confirm, before=self._mirror.send
         )
         self._senders.append(snapshots.sender)
         return snapshots
+
+    @property
+    def snapshots(self) -> str:
+        """Where the run's snapshots are, for messages."""
+        return f"{self.objects.url}/{SNAPSHOTS}"
 
     @property
     def lease_id(self) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tfdist.artifacts import restore
 from tfdist.artifacts.manifest import MANIFEST, SHA, parse, sealed
 from tfdist.artifacts.status import read_status
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.store import FolderOptions, SnapshotStore
 from tfdist.control.exit_codes import CheckpointError, ClusterError, ConfigError
 from tfdist.control.tf_config import parse_tf_config
 from tfdist.telemetry.jsonl import JsonlObserver, next_attempt, read_jsonl, replay
@@ -225,7 +225,7 @@ def test_a_huge_step_does_not_win_by_its_name(store, name):
 
 
 def test_what_a_run_needs_is_asked_for(store):
-    store.required = restore.REQUIRED
+    store = SnapshotStore(store.directory, options=FolderOptions(required=restore.REQUIRED))
     snapshot, passed_over = store.newest_valid()
     assert snapshot is None and 'lacks "consumed"' in passed_over[0]
 

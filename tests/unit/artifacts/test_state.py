@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.artifacts import restore, state
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.store import FolderOptions, SnapshotStore
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError
 
@@ -134,7 +134,7 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(tmp_path):
 
 def test_a_refusal_names_the_flag_of_what_is_refused(tmp_path):
     backup = stored(tmp_path)
-    backup.flag = "--backup_dir"
+    backup = SnapshotStore(backup.directory, options=FolderOptions(flag="--backup_dir"))
     for config in (CONFIG.replace(seed=3), CONFIG.replace(resume="never")):
         with pytest.raises(CheckpointError, match="choose another --backup_dir"):
             restore.choose(SnapshotStore(tmp_path / "none"), config, [backup])

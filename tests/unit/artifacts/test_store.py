@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests.e2e.job import ENVIRONMENT
 from tfdist.artifacts.manifest import CRC, MANIFEST, SHA
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.store import FolderOptions, SnapshotStore
 from tfdist.control.exit_codes import CheckpointError
 
 ARRAYS = {
@@ -123,7 +123,7 @@ def test_arrays_of_every_kind_are_written_as_they_are(store):
 @pytest.mark.parametrize("checksum", [CRC, SHA])
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
 def test_every_damaged_file_is_found_and_the_previous_snapshot_used(store, how, checksum):
-    store.checksum = checksum
+    store = SnapshotStore(store.directory, options=FolderOptions(checksum=checksum))
     store.write(10, ARRAYS, {})
     names = sorted(os.listdir(store.path(10)))
     assert len(names) >= 4 and MANIFEST in names

@@ -1,0 +1,53 @@
+"""A folder of backups: the newest, or two of them, in the form of a snapshot.
+
+`BackupAndRestore` (backup.py) writes there what a Keras loop trains, `--backup_dir` (run/snapshot_files.py) what
+tfdist.train does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdist.artifacts.manifest import CRC
+from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.store import FolderOptions, SnapshotStore
+from tfdist.artifacts.writer import SnapshotWriter
+
+
+class BackupFolder:
+    """The backups in a folder, of which one process at most `writes`.
+
+    two: keep the one before the last as well. delete_at_end: whether `delete` does so. required, checksum: see
+    FolderOptions.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        two: bool,
+        delete_at_end: bool,
+        writes: bool,
+        required: Sequence[str],
+        checksum: str = CRC,
+    ):
+        # private: /dev/shm is everybody's
+        options = FolderOptions(flag="--backup_dir", private=True, required=required, checksum=checksum)
+        self.store = SnapshotStore(folder, options=options)
+        self.retention = Retention(2 if two else 1)
+        self.writer = SnapshotWriter(self.store, self.retention)
+        self._writes, self._delete_at_end = writes, delete_at_end
+
+    def back_up(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+        """Writes arrays, which must not change any more, in the background."""
+        if self._writes:
+            self.writer.save(step, arrays, fields)
+
+    def delete(self) -> None:
+        """Deletes every backup, if that was asked for; training has finished."""
+        self.writer.wait()
+        if self._delete_at_end and self._writes:
+            self.store.delete_all()
