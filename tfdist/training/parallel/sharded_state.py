@@ -22,7 +22,6 @@ import tensorflow as tf
 
 from tfdist.artifacts import state
 from tfdist.artifacts.parts import Shard
-from tfdist.control.exit_codes import CheckpointError
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.runtime.weight_check import Held, is_compared
@@ -142,13 +141,7 @@ class ShardedState:
 
         Raises CheckpointError if they do not fit.
         """
-        for key, (name, shape, dtype) in self.table().items():
-            if key not in arrays or list(arrays[key].shape) != shape or str(arrays[key].dtype) != dtype:
-                found = f"{arrays[key].dtype} {arrays[key].shape}" if key in arrays else "absent"
-                raise CheckpointError(
-                    f"The checkpoint does not fit: {name} is {dtype} {tuple(shape)} here, {found} there: use the model"
-                    " flags of the run that wrote it."
-                )
+        state.check_arrays(self.table(), arrays)
         for key, piece in self.pieces.items():
             if self._is_here(piece):
                 piece.value.assign(piece.own(arrays[key]))

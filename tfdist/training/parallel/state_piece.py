@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts import state
 from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.parts import Shard, boxes_of_range, read_shards, runs
 from tfdist.compat.checkpoint_index import Box
@@ -52,7 +53,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        return getattr(self.variable, "path", self.variable.name)
+        return state.name_of(self.variable)
 
     @property
     def dtype(self) -> tf.DType:
@@ -60,7 +61,7 @@ class Piece:
 
     @property
     def value(self) -> tf.Variable:
-        return self.variable.value if isinstance(self.variable, keras.Variable) else self.variable
+        return state.tf_variable(self.variable)
 
     def own(self, whole: np.ndarray) -> np.ndarray:
         """This worker's piece of a whole array."""
