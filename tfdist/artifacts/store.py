@@ -32,7 +32,7 @@ from tfdist.artifacts.checkpoint_arrays import ONLY_AS_SAVED, read_boxes
 from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.manifest import CRC, FORMAT, MANIFEST, SHA, parse, sealed
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.control.own_files import remove_tree
+from tfdist.control.own_files import flush_to_disk, remove_tree
 from tfdist.control.user_errors import first_line
 
 _NAME = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,18})$")  # up to what a variable can count to
@@ -134,16 +134,16 @@ class SnapshotStore:
         """The commit of what is written in `folder`, whose files are named with their sizes and checksums."""
         final, manifest = self.path(step), {"format": FORMAT, "step": step, **fields, "files": files}
         self._write_text(f"{folder}/{MANIFEST}", sealed(manifest))
-        _flush_folder(folder)
+        flush_to_disk(folder)
         if os.path.exists(final):
             self.delete(step)
         os.rename(folder, final)
-        _flush_folder(self.directory)
+        flush_to_disk(self.directory)
 
     def _write_text(self, path: str, text: str) -> None:
         with tf.io.gfile.GFile(path, "w") as file:
             file.write(text)
-        _flush_file(path)
+        flush_to_disk(path)
 
     def _point_to(self, step: int) -> None:
         """Keeps TensorFlow's `checkpoint` file, so that tf.train.latest_checkpoint(directory) finds the newest. The
@@ -273,7 +273,7 @@ def measure(path: str, checksum: str, flush: bool) -> dict[str, Any]:
     Raises OSError.
     """
     if flush:
-        _flush_file(path)
+        flush_to_disk(path)
     sha, crc, size = hashlib.sha256(), 0, 0
     block = np.empty(_BLOCK, np.uint8)
     with open(path, "rb", buffering=0) as file:
@@ -284,15 +284,3 @@ def measure(path: str, checksum: str, flush: bool) -> dict[str, Any]:
             else:
                 crc = google_crc32c.extend(crc, block[:count])
     return {"bytes": size, checksum: sha.hexdigest() if checksum == SHA else f"{crc:08x}"}
-
-
-def _flush_file(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _flush_folder(path: str) -> None:
-    _flush_file(path)  # a folder can be opened and flushed like a file

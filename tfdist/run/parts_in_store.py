@@ -7,10 +7,8 @@ chief makes snapshots of them (parts_commit.py), and each brings only what it ne
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from tfdist.artifacts.store import Snapshot
 from tfdist.artifacts.stored_parts import PARTS, StoredParts, left_parts, send_part
 from tfdist.artifacts.stored_snapshots import StoredSnapshots
 from tfdist.control.exit_codes import CheckpointError, StartupError
+from tfdist.control.own_files import lock
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
@@ -90,11 +89,14 @@ class PartsInStore:
     def _send_left(self, run_id: str) -> None:
         """Sends what earlier processes on this machine had no time to send. A collective. What cannot be sent is no
         part of any snapshot: the run then goes on from an older one."""
-        with contextlib.suppress(StoreError, OSError), _alone(self._stored.folder / PARTS):
-            left = left_parts(self._stored.folder, run_id, self._newest) if run_id else []
-            for step, rank, note in left:
-                send_part(self._stored.objects, Path(self.writes.path(step)), step, rank, note)
-                Path(self.writes.path(step), f"part-{rank:05d}.json").unlink(missing_ok=True)
+        folder = self._stored.folder / PARTS
+        with contextlib.suppress(StoreError, OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with lock(folder / ".lock", wait=True):  # no other worker of this machine at the same time
+                left = left_parts(self._stored.folder, run_id, self._newest) if run_id else []
+                for step, rank, note in left:
+                    send_part(self._stored.objects, Path(self.writes.path(step)), step, rank, note)
+                    Path(self.writes.path(step), f"part-{rank:05d}.json").unlink(missing_ok=True)
         self._runtime.barrier()
 
     def make_left(self) -> None:
@@ -156,18 +158,6 @@ class PartsInStore:
         message = self._runtime.broadcast_object(message)
         self.writes.wanted = message.get("wanted", self.writes.wanted)
         return message.get("error", "")
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """A context that no other worker of this machine is in. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _text(row: np.ndarray) -> str:
