@@ -55,7 +55,7 @@ FAULTS: dict[str, Fault] = {
         "what layers keep in whole numbers travels to parameter servers in float32",
     ),
     "clip": Fault(
-        "training/gradient_scale.py",
+        "training/update.py",
         "tf.maximum(norm, limit)",
         "tf.maximum(norm * 1.001, limit)",
         "one_device,mirrored:2",

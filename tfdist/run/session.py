@@ -39,7 +39,7 @@ from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.timer import Clock
 from tfdist.telemetry.trackers import Run, by_path
 from tfdist.training.loop import TrainResult, train
-from tfdist.training.loop_schedule import LoopSchedule
+from tfdist.training.loop_hooks import LoopSchedule
 
 
 class GroupChange(Exception):

@@ -32,17 +32,14 @@ from tfdist.telemetry.phases import Call
 from tfdist.training import step_state
 from tfdist.training.dtypes import Gradient
 from tfdist.training.forward_state import ForwardState
-from tfdist.training.gradient_scale import clipping, unscaling
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
 from tfdist.training.replica_gradients import Accumulated, ReplicaGradients
-from tfdist.training.requests import NOTHING, Requests
 from tfdist.training.seeds import updating
 from tfdist.training.step_options import ALL_ON_EVERY_REPLICA, Parallelism, StepOptions
-from tfdist.training.step_output import Layout, StepOutput
-from tfdist.training.step_totals import Reduced, Results, Totals, shown_sums
+from tfdist.training.step_output import NOTHING, Layout, Reduced, Requests, Results, StepOutput, Totals, shown_sums
 from tfdist.training.total_loss import SummedLoss, TotalLoss, expected_weight
-from tfdist.training.update import DataParallel, Update, in_xla, scaled
+from tfdist.training.update import DataParallel, Update, clipping, in_xla, scaled, unscaling
 
 
 class TrainStep:

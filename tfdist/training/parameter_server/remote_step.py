@@ -27,7 +27,6 @@ from tfdist.training import step_state
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.connected import Connected
 from tfdist.training.dtypes import as_summands, global_norm, with_zeros
-from tfdist.training.gradient_scale import clipping, unscaling
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.parameter_server.contained_batch import ContainedBatch
 from tfdist.training.parameter_server.parameters import Parameters
@@ -36,7 +35,7 @@ from tfdist.training.seeds import seed_values
 from tfdist.training.stateless_call import stateless_call
 from tfdist.training.step_output import FIRST_SUMS, Fields
 from tfdist.training.total_loss import SummedLoss, expected_weight, rows_of
-from tfdist.training.update import scaled
+from tfdist.training.update import clipping, scaled, unscaling
 
 
 @dataclass(frozen=True)
