@@ -37,7 +37,7 @@ from tfdist.training.precision import SMALLEST_SCALE, LossScale
 from tfdist.training.replica_gradients import Accumulated, ReplicaGradients
 from tfdist.training.seeds import updating
 from tfdist.training.step_options import ALL_ON_EVERY_REPLICA, Parallelism, StepOptions
-from tfdist.training.step_output import NOTHING, Layout, Reduced, Requests, Results, StepOutput, Totals, shown_sums
+from tfdist.training.step_output import NOTHING, Reduced, Requests, Results, StepOutput, StepVectors, Totals, shown_sums
 from tfdist.training.total_loss import SummedLoss, TotalLoss, expected_weight
 from tfdist.training.update import DataParallel, Update, clipping, in_xla, scaled, unscaling
 
@@ -58,7 +58,7 @@ class TrainStep:
     ):
         spec = scores_spec(model, objective, batch_spec)
         self.metric_names = tuple(sorted(spec.metrics))
-        self.layout = Layout(self.metric_names, runtime.size)
+        self.layout = StepVectors(self.metric_names, runtime.size)
         self._expected_weight = expected_weight(options.plan, spec)
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
         self.model, self.optimizer = model, optimizer

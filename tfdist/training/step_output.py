@@ -1,6 +1,6 @@
 """All vectors of a step, in which every number has a name: what workers ask of each other (`Requests`), the vectors as
-which that and a step's results travel (`Layout`), their totals over the steps of a call, which are added up inside its
-tf.function (`Totals`), and what the loop gets (`StepOutput`).
+which that and a step's results travel (`StepVectors`), their totals over the steps of a call, which are added up inside
+its tf.function (`Totals`), and what the loop gets (`StepOutput`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Fields:
         return dict(zip(self.names, vector.tolist(), strict=True))
 
 
-class Layout:
+class StepVectors:
     """The vectors of a step: `sums` over samples; `signals`, what workers tell each other; `head`, what is the same on
     all anyway; `vector`, all of them.
     """
@@ -138,14 +138,14 @@ class Layout:
 class Totals(NamedTuple):
     """Totals over the steps of one call."""
 
-    sums: tf.Tensor  # float64: `Layout.sums` of the steps that took place, then `Layout.signals`
+    sums: tf.Tensor  # float64: `StepVectors.sums` of the steps that took place, then `StepVectors.signals`
     gradient_norm: tf.Tensor  # float32: of the last step
     compute_s: tf.Tensor  # float64
     skipped: tf.Tensor  # int32
     bad: tf.Tensor  # bool
 
     @classmethod
-    def of_no_step(cls, layout: Layout) -> Totals:
+    def of_no_step(cls, layout: StepVectors) -> Totals:
         size = len(layout.sums.names) + len(layout.signals.names)
         zero = tf.constant(0.0, tf.float64)
         return cls(tf.zeros([size], tf.float64), tf.constant(0.0), zero, tf.constant(0), tf.constant(False))
@@ -159,8 +159,8 @@ class Totals(NamedTuple):
             tf.logical_or(self.bad, step.bad),
         )
 
-    def vector(self, layout: Layout, loss_scale: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
-        """float64: `Layout.vector`, in one tensor, so that one copy brings it. `bad`: whatever the steps say."""
+    def vector(self, layout: StepVectors, loss_scale: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
+        """float64: `StepVectors.vector`, in one tensor, so that one copy brings it. `bad`: whatever the steps say."""
         head = {
             "gradient_norm": self.gradient_norm,
             "loss_scale": loss_scale,
@@ -171,8 +171,8 @@ class Totals(NamedTuple):
         return tf.concat([tf.stack([tf.cast(head[name], tf.float64) for name in layout.head.names]), self.sums], 0)
 
 
-def shown_sums(layout: Layout, sums: tf.Tensor) -> tf.Tensor:
-    """`Layout.sums` of a step, all times weights: regularization, which has none, counts with the step's."""
+def shown_sums(layout: StepVectors, sums: tf.Tensor) -> tf.Tensor:
+    """`StepVectors.sums` of a step, all times weights: regularization, which has none, counts with the step's."""
     weight = layout.sums.of(sums, "weight")
     return sums * tf.stack([weight if name == "regularization" else 1.0 for name in layout.sums.names])
 
@@ -182,12 +182,12 @@ class Reduced(NamedTuple):
 
     per_replica: Any  # (pieces of the gradients, sums and signals), for `Runtime.run`
     gradients: list[Gradient]  # the pieces of the first local replica
-    sums: tf.Tensor  # over samples: `Layout.sums`
-    signals: tf.Tensor  # over workers: `Layout.signals`
+    sums: tf.Tensor  # over samples: `StepVectors.sums`
+    signals: tf.Tensor  # over workers: `StepVectors.signals`
 
 
 class Results(NamedTuple):
     """The results of the tf.function that makes steps."""
 
     step: tf.Tensor  # the counter
-    vector: tf.Tensor  # float64: `Layout.vector`
+    vector: tf.Tensor  # float64: `StepVectors.vector`

@@ -24,7 +24,7 @@ from tfdist.runtime.collectives import Group
 from tfdist.training.dtypes import of_each_dtype
 
 
-class Layout:
+class ShardLayout:
     """The layout of tensors of these shapes in the matrix of a group, and how they travel."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], group: Group):
@@ -77,7 +77,7 @@ def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]
     It keeps the names.
     """
     return [
-        named_like(variable, Layout([variable.shape], group).cut(variable.numpy(), 0))
+        named_like(variable, ShardLayout([variable.shape], group).cut(variable.numpy(), 0))
         for variable, group in zip(variables, groups, strict=True)
     ]
 

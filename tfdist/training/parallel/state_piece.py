@@ -18,7 +18,7 @@ from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.parts import Shard, boxes_of_range, read_shards, runs
 from tfdist.compat.checkpoint_index import Box
 from tfdist.runtime.collectives import Group
-from tfdist.training.parallel.shards import Layout
+from tfdist.training.parallel.shards import ShardLayout
 from tfdist.training.parallel.tensor import Part
 
 
@@ -70,7 +70,7 @@ class Piece:
         own = self.part.cut(whole) if self.part else whole
         if not self.is_shard:
             return own
-        return Layout([own.shape], self.group).cut(own, 0)
+        return ShardLayout([own.shape], self.group).cut(own, 0)
 
     def to_shards(self, key: str) -> list[Shard]:
         """The piece as boxes of the array called `key`."""
