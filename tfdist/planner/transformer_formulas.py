@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tfdist.models.transformer_sizes import TRANSFORMERS, VITS, Size, usual_patch
-from tfdist.planner.shapes import ModelShape, Part, Sample, Weight
+from tfdist.planner.shapes import ModelPart, ModelShape, Sample, Weight
 
 
-def blocks(size: Size, tokens: int, s: int, dropout: float) -> Part:
+def blocks(size: Size, tokens: int, s: int, dropout: float) -> ModelPart:
     """All blocks of a stack, one part with `repeat`. See the file's first lines."""
     width = size.width
     row, wide, scores = tokens * width, 4 * tokens * width, size.heads * tokens * tokens
@@ -38,7 +38,7 @@ def blocks(size: Size, tokens: int, s: int, dropout: float) -> Part:
         *_norm("norm_1", width),
         *_norm("norm_2", width),
     )
-    return Part(
+    return ModelPart(
         "block",
         weights,
         flops=2.0 * tokens * 12 * width**2 + 4.0 * tokens * tokens * width,
@@ -74,7 +74,7 @@ class Transformer:
         size = TRANSFORMERS[self.size].with_own(self.layers or None, self.width or None, self.heads or None)
         (tokens,), width, vocabulary = sample.shape, size.width, self.vocabulary or sample.outputs
         logits = 4 * tokens * vocabulary
-        embed = Part(
+        embed = ModelPart(
             "embed",
             (
                 Weight("embed_tokens/embeddings", (vocabulary, width), "model"),
@@ -83,7 +83,7 @@ class Transformer:
             saved=4 * tokens + (tokens * width if self.dropout else 0),
             output=s * tokens * width,
         )
-        head = Part(
+        head = ModelPart(
             "head",
             (
                 *_norm("final_norm", width),
@@ -118,7 +118,7 @@ class VisionTransformer:
         patch = self.patch or usual_patch((rows, columns))
         patches = rows * columns // patch**2
         tokens = patches + (self.pool == "class")
-        embed = Part(
+        embed = ModelPart(
             "embed",
             (
                 Weight("embed_patches/kernel", (patch, patch, channels, width)),
@@ -130,7 +130,7 @@ class VisionTransformer:
             saved=s * rows * columns * channels + (tokens * width if self.dropout else 0),
             output=s * tokens * width,
         )
-        head = Part(
+        head = ModelPart(
             "head",
             (
                 *_norm("final_norm", width),

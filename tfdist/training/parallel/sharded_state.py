@@ -27,7 +27,7 @@ from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.runtime.weight_check import Held, is_compared
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.state_piece import Piece, shared_out
-from tfdist.training.parallel.tensor import Part
+from tfdist.training.parallel.tensor import VariablePart
 
 
 class ShardedState:
@@ -42,7 +42,7 @@ class ShardedState:
         optimizer: keras.Optimizer,
         train: Mapping[str, Any],
         update: MeshUpdate,
-        parts: Mapping[int, Part],
+        parts: Mapping[int, VariablePart],
     ):
         self.runtime, self.update = runtime, update
         self._replicas = runtime.group(*REPLICA_AXES)
@@ -57,7 +57,7 @@ class ShardedState:
         )
         self._gather = tf.function(lambda x, ranks: runtime.group_of(ranks).all_gather(x), autograph=False)
 
-    def _piece(self, key: str, variable: keras.Variable | tf.Variable, parts: Mapping[int, Part]) -> Piece:
+    def _piece(self, key: str, variable: keras.Variable | tf.Variable, parts: Mapping[int, VariablePart]) -> Piece:
         update, replicas = self.update, self._replicas
         owner = update.owners.get(id(variable), self._number.get(id(variable)))
         if owner is None:

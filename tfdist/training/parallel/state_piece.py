@@ -19,7 +19,7 @@ from tfdist.artifacts.parts import Shard, boxes_of_range, read_shards, runs
 from tfdist.compat.checkpoint_index import Box
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel.shards import ShardLayout
-from tfdist.training.parallel.tensor import Part
+from tfdist.training.parallel.tensor import VariablePart
 
 
 class _Region(NamedTuple):
@@ -37,7 +37,7 @@ class Piece:
     variable: keras.Variable | tf.Variable  # in which it is
     shape: tuple[int, ...]  # of the whole
     group: Group  # the replicas, or, of experts, those among them that hold the same
-    part: Part | None  # along `model` or `expert`
+    part: VariablePart | None  # along `model` or `expert`
     is_shard: bool = False  # over `group`
     stages: tuple[int, ...] | None = None  # of the pipeline that hold it; None: all
     is_row: bool = False  # every replica has its own; the whole has one row for each
