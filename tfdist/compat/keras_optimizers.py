@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import UnsupportedError
 
 
@@ -26,7 +26,7 @@ def built_with_slots(
         slots.append((slot, reference_variable, name or "var"))
         return slot
 
-    with replaced(optimizer, "add_variable_from_reference", noted):
+    with attribute_replaced(optimizer, "add_variable_from_reference", noted):
         optimizer.build(variables)
     return slots
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist.artifacts.hidden_state import hidden_state, metrics_held, variables_of_metrics
 from tfdist.compat import keras_layers, keras_trainer, tensorflow_graphs
 from tfdist.compat.keras_random import global_seed_generator
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.variables import of_model
@@ -81,7 +81,7 @@ def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
         if not now:  # what Keras has traced without us nobody has looked at
             for name in _FUNCTIONS:
                 if getattr(model, name, None) is not None:
-                    stack.enter_context(replaced(model, name, None))
+                    stack.enter_context(attribute_replaced(model, name, None))
         yield
 
 
