@@ -275,7 +275,7 @@ def _compare(runtime: Runtime, model: keras.Model, settings: dict[str, Any]) -> 
     if optimizer is not None and model.built:
         decaying = keras_optimizers.weights_that_decay(optimizer, model.trainable_variables)
         settings = settings | {"which weights decay": decaying}
-    same_model.must_be_the_same(runtime, same_model.facts_of(model, own, settings))
+    same_model.must_be_same_model(runtime, same_model.facts_of(model, own, settings))
     _compared.add(model)
 
 
