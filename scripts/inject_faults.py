@@ -331,14 +331,14 @@ FAULTS: dict[str, Fault] = {
         "training/step.py",
         "known = [*self._known, ",
         "known = [*state.collect(self.model, self.optimizer, self.variables).values(), ",
-        ("tests/unit/training/test_step_state.py",),
+        ("tests/unit/training/test_unsaved_state_checks.py",),
     ),
     "lost state": Fault(
         "a step sets a variable that no snapshot holds",
-        "training/step_state.py",
+        "training/unsaved_state_checks.py",
         "if not last_part(name).startswith(_OF_THE_PROCESS)]",
         "if False]",
-        ("tests/unit/training/test_step_state.py",),
+        ("tests/unit/training/test_unsaved_state_checks.py",),
     ),
     "lost by a backup": Fault(
         "a step of tfdist.fit sets a variable that its backup does not hold",
@@ -399,8 +399,8 @@ FAULTS: dict[str, Fault] = {
     "state of own rows": Fault(
         "the model sets a variable of a module, of which each worker has another value",
         "keras_fit/lost_state.py",
-        "if step_state.last_part(name) != _GENERATOR]",
-        "if False]",
+        "if unsaved_state_checks.last_part(name) != _GENERATOR\n",
+        "if False\n",
         ("tests/unit/keras_fit/test_lost_state.py",),
     ),
     "state of rules": Fault(
@@ -408,7 +408,7 @@ FAULTS: dict[str, Fault] = {
         "artifacts/hidden_state.py",
         "for part in (variable.regularizer, variable.constraint)]",
         "for part in ()]",
-        ("tests/unit/training/test_step_state.py",),
+        ("tests/unit/training/test_unsaved_state_checks.py",),
     ),
     "drawing augmentation": Fault(
         "an augmentation draws from something else than its seeds",

@@ -29,7 +29,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import onto_gpu, timestamp
 from tfdist.runtime.layer_records import separate_replicas
 from tfdist.telemetry.phases import Call
-from tfdist.training import step_state
+from tfdist.training import unsaved_state_checks
 from tfdist.training.dtypes import Gradient
 from tfdist.training.forward_state import ForwardState
 from tfdist.training.objectives import Objective, scores_spec
@@ -137,7 +137,7 @@ class TrainStep:
 
         results = self._results(self._repeat(0, n, one, Totals.of_no_step(self.layout)))
         known = [*self._known, *self.update.pieces_of_weights(), *self.replica.seeds, *self.runtime.order_tokens()]
-        self._news = step_state.check(self.model, known, self.options.deterministic)
+        self._news = unsaved_state_checks.check(self.model, known, self.options.deterministic)
         return results
 
     def _repeat(self, start: int, stop: int | tf.Tensor, body: Callable[[tf.Tensor, Any], Any], carry: Any) -> Any:

@@ -23,7 +23,7 @@ from tfdist.compat.keras_random import is_seed_state
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.models import missing_rows
-from tfdist.training import step_state
+from tfdist.training import unsaved_state_checks
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.connected import Connected
 from tfdist.training.dtypes import as_summands, global_norm, with_zeros
@@ -200,7 +200,7 @@ class RemoteStep:
             total = missing_rows.told(summed.weighted_mean(self._expected_weight))
             sums = missing_rows.told(summed.sums)
         self._check(losses)
-        step_state.check_on_servers(self.model, self.parameters.counter)
+        unsaved_state_checks.check_on_servers(self.model, self.parameters.counter)
         found = tape.gradient(total, weights)
         self.connected.note(found)
         gradients = as_summands(with_zeros(found, weights), weights)
