@@ -363,7 +363,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "backup of a later fit": Fault(
         "the first fit of a program takes the backup of its second",
-        "artifacts/fit_of_program.py",
+        "artifacts/backup_checks.py",
         "if written_by > number(backup) and not is_kept:",
         "if False:",
         ("tests/unit/keras_fit/test_backup_file.py",),

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.artifacts import fit_of_program, state
+from tfdist.artifacts import backup_checks, state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers
 from tfdist.artifacts.policy import Retention
@@ -103,12 +103,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self.writes:
             self.store.clean()
         model = self._trained
-        fit_of_program.refuse_unbuilt(model)
+        backup_checks.refuse_unbuilt(model)
         snapshot, _ = self.store.newest_valid()
         if snapshot is None:
             return
         written_by = snapshot.manifest.get("fit", 1)
-        fit_of_program.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
+        backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
@@ -141,7 +141,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: Mapping | None = None) -> None:
-        fit_of_program.end(self.backup_dir)
+        backup_checks.end(self.backup_dir)
         self.delete()
 
     def _save(self, epoch: int, batch: int) -> None:
@@ -152,7 +152,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             {
                 "epoch": epoch,
                 "batch": batch,
-                "fit": fit_of_program.number(self.backup_dir),
+                "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),
                 "ends": RunningFit.of(self._trained).ends(),
             },
