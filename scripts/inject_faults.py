@@ -606,8 +606,8 @@ FAULTS: dict[str, Fault] = {
     "stream order": Fault(
         "a stream skips a file of the store",
         "data/sources/tfrecord.py",
-        "records = folder.records(paths[shard::shards], compression)",
-        "records = folder.records(paths[shard::shards][: 28 if shards == 1 else None], compression)",
+        "return self.records(paths[first::n], compression)",
+        "return self.records(paths[first::n][: 28 if n == 1 else None], compression)",
         ("tests/unit/data/test_stored_sources.py", "tests/unit/data/test_source_tfrecord.py"),
     ),
     "idle decay": Fault(
