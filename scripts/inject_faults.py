@@ -33,7 +33,7 @@ class Fault(NamedTuple):
 
 
 _ATTACKED = "tests/e2e/test_attackers.py::test_a_job_goes_on_and_who_is_lost_is_named[sockets]"
-_PARTS = "tests/unit/artifacts/test_stored_parts.py"
+_PARTS = "tests/unit/artifacts/test_shard_upload.py"
 FAULTS: dict[str, Fault] = {
     "reduction": Fault(
         "gradients are not added up over the workers",
@@ -132,9 +132,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "fsync": Fault(
         "a snapshot is committed before its files are on the disk",
-        "artifacts/store.py",
-        "self.checksum, flush=True)",
-        "self.checksum, flush=False)",
+        "artifacts/snapshot_folder.py",
+        ", checksum, flush=True)",
+        ", checksum, flush=False)",
         ("tests/unit/artifacts",),
     ),
     "direct fsync": Fault(
@@ -331,14 +331,14 @@ FAULTS: dict[str, Fault] = {
         "training/step.py",
         "known = [*self._known, ",
         "known = [*state.collect(self.model, self.optimizer, self.variables).values(), ",
-        ("tests/unit/training/test_step_state.py",),
+        ("tests/unit/training/test_unsaved_state_checks.py",),
     ),
     "lost state": Fault(
         "a step sets a variable that no snapshot holds",
-        "training/step_state.py",
+        "training/unsaved_state_checks.py",
         "if not last_part(name).startswith(_OF_THE_PROCESS)]",
         "if False]",
-        ("tests/unit/training/test_step_state.py",),
+        ("tests/unit/training/test_unsaved_state_checks.py",),
     ),
     "lost by a backup": Fault(
         "a step of tfdist.fit sets a variable that its backup does not hold",
@@ -363,7 +363,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "backup of a later fit": Fault(
         "the first fit of a program takes the backup of its second",
-        "artifacts/fit_of_program.py",
+        "artifacts/backup_checks.py",
         "if written_by > number(backup) and not is_kept:",
         "if False:",
         ("tests/unit/keras_fit/test_backup_file.py",),
@@ -399,8 +399,8 @@ FAULTS: dict[str, Fault] = {
     "state of own rows": Fault(
         "the model sets a variable of a module, of which each worker has another value",
         "keras_fit/lost_state.py",
-        "if step_state.last_part(name) != _GENERATOR]",
-        "if False]",
+        "if unsaved_state_checks.last_part(name) != _GENERATOR\n",
+        "if False\n",
         ("tests/unit/keras_fit/test_lost_state.py",),
     ),
     "state of rules": Fault(
@@ -408,7 +408,7 @@ FAULTS: dict[str, Fault] = {
         "artifacts/hidden_state.py",
         "for part in (variable.regularizer, variable.constraint)]",
         "for part in ()]",
-        ("tests/unit/training/test_step_state.py",),
+        ("tests/unit/training/test_unsaved_state_checks.py",),
     ),
     "drawing augmentation": Fault(
         "an augmentation draws from something else than its seeds",
@@ -512,44 +512,44 @@ FAULTS: dict[str, Fault] = {
     ),
     "store manifest": Fault(
         "the manifest of a snapshot is in the store before its files are",
-        "artifacts/stored_snapshots.py",
+        "artifacts/remote_snapshots.py",
         """            self._objects.remove(f"{name}/{MANIFEST}")
             self._objects.send_all(""",
         """            self._objects.put_text(f"{name}/{MANIFEST}", text)
             self._objects.send_all(""",
-        ("tests/unit/artifacts/test_stored_snapshots.py",),
+        ("tests/unit/artifacts/test_remote_snapshots.py",),
     ),
     "part stamp": Fault(
         "a snapshot is made of parts of two writings of its step",
-        "artifacts/parts_commit.py",
+        "artifacts/sharded_commit.py",
         'if note is None or note["stamp"] != first["stamp"]]',
         "if note is None]",
         (_PARTS,),
     ),
     "part there": Fault(
         "a snapshot is made of what a worker says it has sent, there or not",
-        "artifacts/parts_commit.py",
+        "artifacts/sharded_commit.py",
         "if not _is_there(step, rank, notes[rank], there)]",
         "if False]",
         (_PARTS,),
     ),
     "part anew": Fault(
         "files of a snapshot that is believed are replaced",
-        "artifacts/parts_commit.py",
-        "                self._shelf.withdraw(step)\n",
+        "artifacts/sharded_commit.py",
+        "                self._remote.withdraw(step)\n",
         "                pass\n",
         (_PARTS,),
     ),
     "part of another run": Fault(
         "what another run has left on a machine is sent as this one's",
-        "artifacts/stored_parts.py",
+        "artifacts/shard_upload.py",
         'note.get("run_id") == run_id and',
         "",
         (_PARTS,),
     ),
     "range": Fault(
         "bytes of a snapshot are read from a store without a look at their checksum",
-        "artifacts/ranges.py",
+        "artifacts/partial_download.py",
         "if not each.is_intact(_content(Path(snapshot.path) / name, each)):",
         "if False:",
         (_PARTS,),
@@ -606,8 +606,8 @@ FAULTS: dict[str, Fault] = {
     "stream order": Fault(
         "a stream skips a file of the store",
         "data/sources/tfrecord.py",
-        "records = folder.records(paths[shard::shards], compression)",
-        "records = folder.records(paths[shard::shards][: 28 if shards == 1 else None], compression)",
+        "return self.records(paths[first::n], compression)",
+        "return self.records(paths[first::n][: 28 if n == 1 else None], compression)",
         ("tests/unit/data/test_stored_sources.py", "tests/unit/data/test_source_tfrecord.py"),
     ),
     "idle decay": Fault(

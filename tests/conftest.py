@@ -19,7 +19,7 @@ from tests.stores.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.stores.gcs_server import gcs_environment, gcs_server
 from tests.stores.s3_server import S3Server, s3_server
 from tests.warm_start import client
-from tfdist.artifacts import sender
+from tfdist.artifacts import upload_thread
 from tfdist.storage import object_store
 
 # Off by default on processors that have AVX2 and nothing newer; but with it the allocator of the CPU counts, which
@@ -149,7 +149,7 @@ def through_proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch):
     What fails is tried again after short pauses, botocore's own and the sender's among them, so that many faults fit
     into seconds.
     """
-    monkeypatch.setattr(sender, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(upload_thread, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(object_store, "_FIRST_PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(botocore.retries.standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.02)
 

@@ -230,7 +230,7 @@ def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
         keras.utils.set_random_seed(config.run.seed)
         found.append(load_split(data, name))
     for split in found:
-        contents.must_be_the_same(runtime, split)
+        contents.must_be_same_data(runtime, split)
     return found
 
 

@@ -8,7 +8,7 @@ import time
 
 import keras
 
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.models.mlp import mlp
 from tfdist.runtime.horovod import Horovod
 from tfdist.runtime.multi_worker import MultiWorker
@@ -84,7 +84,7 @@ def slow_network(x_spec, num_outputs: int) -> keras.Model:
 
 def slow_storage(x_spec, num_outputs: int) -> keras.Model:
     """The mlp; whatever is saved takes 0.4 s longer."""
-    return _with_pause(SnapshotStore, "write", 0.4, x_spec, num_outputs)
+    return _with_pause(SnapshotFolder, "write", 0.4, x_spec, num_outputs)
 
 
 def _with_pause(kind: type, name: str, seconds: float, x_spec, num_outputs: int) -> keras.Model:

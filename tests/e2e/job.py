@@ -89,9 +89,9 @@ def records(run_dir: Path, rank: int = 0, kind: str | None = None) -> list[dict]
 
 def snapshot(run_dir: Path, step: int) -> dict[str, np.ndarray]:
     """All that a snapshot holds."""
-    from tfdist.artifacts.store import SnapshotStore
+    from tfdist.artifacts.snapshot_folder import SnapshotFolder
 
-    store = SnapshotStore(str(run_dir / "checkpoints"))
+    store = SnapshotFolder(str(run_dir / "checkpoints"))
     return store.read(store.verify(step))
 
 

@@ -18,8 +18,8 @@ from tests.e2e import job
 from tests.stores.faulty_proxy import faulty_proxy
 from tests.stores.s3_server import BUCKET
 from tests.unit.data.test_source_tfrecord import SPEC, examples, write
-from tfdist.artifacts.store import SnapshotStore
-from tfdist.artifacts.stored_snapshots import bring_for_reading
+from tfdist.artifacts.remote_snapshots import bring_for_reading
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.control.run_address import working_folder
 from tfdist.storage.object_store import ObjectStore
 
@@ -47,7 +47,7 @@ def pace(folder: Path, seconds: float) -> None:
 
 
 def arrays(folder: Path) -> dict[str, np.ndarray]:
-    store = SnapshotStore(str(folder / "checkpoints"))
+    store = SnapshotFolder(str(folder / "checkpoints"))
     snapshot, passed_over = store.newest_valid()
     assert snapshot and not passed_over
     return store.read(snapshot)
@@ -148,14 +148,14 @@ def test_parts_from_four_machines_are_gone_on_with_by_two_others(s3, tmp_path):
     all_end_with(processes, 0)
     for rank, folder in enumerate(folders):
         (data,) = (folder / "parts" / "step-00000020").glob("state-20.data-*")
-        assert data.name == f"state-20.data-{rank:05d}-of-00004" and not SnapshotStore(f"{folder}/checkpoints").steps()
-    objects, undisturbed = ObjectStore(URL), SnapshotStore(str(tmp_path / "four" / "checkpoints"))
+        assert data.name == f"state-20.data-{rank:05d}-of-00004" and not SnapshotFolder(f"{folder}/checkpoints").steps()
+    objects, undisturbed = ObjectStore(URL), SnapshotFolder(str(tmp_path / "four" / "checkpoints"))
     bring_for_reading(objects, undisturbed)
     objects.remove("checkpoints/step-00000020/manifest.json")
     processes, _ = on_machines(tmp_path, ["second-0", "second-1"], *sharded)
     output = all_end_with(processes, 0)
     assert "resumed from" in output and "step 10, " in output and "written by 4 workers, now 2" in output
-    bring_for_reading(objects, SnapshotStore(str(tmp_path / "two" / "checkpoints")))
+    bring_for_reading(objects, SnapshotFolder(str(tmp_path / "two" / "checkpoints")))
     two, four = arrays(tmp_path / "two"), arrays(tmp_path / "four")
     assert two.keys() == four.keys()
     for key, array in four.items():  # two add up gradients in another order than four
@@ -186,7 +186,7 @@ def test_of_parts_killed_on_their_way_nothing_half_is_gone_on_with(s3, tmp_path,
     # Step 30 may have been written as well: both parts of it are on the two machines.
     resumed = re.findall(r"resumed from .*: step (\d+), ", output)
     assert set(resumed) <= ({"20", "30"} if second == "kept" else {"10"}) and resumed, output
-    bring_for_reading(ObjectStore(URL), SnapshotStore(str(tmp_path / "reader" / "checkpoints")))
+    bring_for_reading(ObjectStore(URL), SnapshotFolder(str(tmp_path / "reader" / "checkpoints")))
     assert same(arrays(tmp_path / "reader"), arrays(tmp_path / "undisturbed"))
     assert [name for name in s3.names() if "/part-" in name] == [], output
 

@@ -13,8 +13,8 @@ import pytest
 from tests.e2e import job
 from tests.e2e.test_object_store import URL, all_end_with, arrays, environment, on_machines, pace, same  # noqa: F401
 from tests.stores.faulty_proxy import faulty_proxy
-from tfdist.artifacts.store import SnapshotStore
-from tfdist.artifacts.stored_snapshots import bring_for_reading
+from tfdist.artifacts.remote_snapshots import bring_for_reading
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.storage.object_store import ObjectStore
 
 PASSING = ("drop", "drop_answer", "delay", "500", "503", "truncate")
@@ -51,7 +51,7 @@ def test_of_stale_lists_and_kills_nothing_is_believed_that_is_not_whole(s3, tmp_
         processes, _ = on_machines(tmp_path, machines, *flags, environment=variables)
         all_end_with(processes, 0)
         assert proxy.done["stale"]
-    bring_for_reading(ObjectStore(URL), SnapshotStore(str(tmp_path / "reader" / "checkpoints")))
+    bring_for_reading(ObjectStore(URL), SnapshotFolder(str(tmp_path / "reader" / "checkpoints")))
     assert same(arrays(tmp_path / "reader"), arrays(tmp_path / "undisturbed"))
     # What a removal did not see in an old listing is removed by the next start; it has no manifest.
     assert {name.split("/")[3] for name in told() if "/manifest.json" in name} == {"step-00000035", "step-00000040"}

@@ -12,8 +12,8 @@ from tests.e2e import job
 from tests.e2e.test_object_store import URL, all_end_with, arrays, environment, on_machines, same  # noqa: F401
 from tests.stores.faulty_proxy import faulty_proxy
 from tests.stores.s3_server import BUCKET
-from tfdist.artifacts.store import SnapshotStore
-from tfdist.artifacts.stored_snapshots import bring_for_reading
+from tfdist.artifacts.remote_snapshots import bring_for_reading
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.control.lease_owner import Owner
 from tfdist.storage.object_store import ObjectStore
 
@@ -29,7 +29,7 @@ def test_parts_on_several_machines_go_back_from_bad_numbers(s3, tmp_path):
     processes, _ = on_machines(tmp_path, ["first", "second"], *flags)
     output = all_end_with(processes, 0)
     assert "went back to step 5 and past 40 samples" in output and "step 20/20" in output, output
-    bring_for_reading(ObjectStore(URL), SnapshotStore(str(tmp_path / "reader" / "checkpoints")))
+    bring_for_reading(ObjectStore(URL), SnapshotFolder(str(tmp_path / "reader" / "checkpoints")))
     job.run(2, [*job.CLUSTERS, "--deterministic", *flags, f"--run_dir={tmp_path / 'folder'}"])
     assert same(arrays(tmp_path / "reader"), arrays(tmp_path / "folder"))
     assert not any("/part-" in name for name in s3.names())

@@ -55,7 +55,7 @@ FAULTS: dict[str, Fault] = {
         "what layers keep in whole numbers travels to parameter servers in float32",
     ),
     "clip": Fault(
-        "training/gradient_scale.py",
+        "training/update.py",
         "tf.maximum(norm, limit)",
         "tf.maximum(norm * 1.001, limit)",
         "one_device,mirrored:2",
@@ -145,10 +145,10 @@ FAULTS: dict[str, Fault] = {
         "mirrored:2",
         "one variable that differs between replicas is not noticed",
     ),
-    "stored_parts": Fault(
-        "artifacts/ranges.py",
-        "for step in reversed(self._shelf.steps()):",
-        "for step in self._shelf.steps():",
+    "shard_upload": Fault(
+        "artifacts/partial_download.py",
+        "for step in reversed(self._remote.steps()):",
+        "for step in self._remote.steps():",
         "mesh:2",
         "of divided state in an object store the oldest snapshot is restored, not the newest",
     ),

@@ -29,11 +29,10 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
     from tfdist.run import parameter_server_run
     from tfdist.telemetry.timer import Clock
     from tfdist.training.loop import train
-    from tfdist.training.loop_hooks import LoopHooks
-    from tfdist.training.loop_schedule import LoopSchedule
+    from tfdist.training.loop_hooks import LoopHooks, LoopSchedule
     from tfdist.training.parameter_server.server_steps import Workers
     from tfdist.training.parameter_server.synchronous import Synchronous
-    from tfdist.training.requests import NOTHING
+    from tfdist.training.step_output import NOTHING
 
     keras_settings.forget_names()
     given.case = case

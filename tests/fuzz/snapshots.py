@@ -22,7 +22,7 @@ def recovery_of(job, place: str) -> Iterator[Any]:
     from tfdist.config.run_options import RunConfig
     from tfdist.control.faults import Faults
     from tfdist.run.recovery import Recovery
-    from tfdist.run.stored_run import stored_run
+    from tfdist.run.remote_run import remote_run
     from tfdist.telemetry.timer import Clock
 
     with contextlib.ExitStack() as held:
@@ -31,7 +31,7 @@ def recovery_of(job, place: str) -> Iterator[Any]:
             copy = tempfile.TemporaryDirectory(prefix="tfdist-fuzz-", ignore_cleanup_errors=True)
             folder = Path(held.enter_context(copy))
         options = RunConfig(run_dir=place, store_timeout=60.0)
-        stored = held.enter_context(stored_run(options, folder, _cluster(job.runtime), job="fuzz"))
+        stored = held.enter_context(remote_run(options, folder, _cluster(job.runtime), job="fuzz"))
         yield Recovery(job, folder, Clock(), Faults({}, folder / "faults"), stored=stored, memory=None)
 
 

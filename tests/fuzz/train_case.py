@@ -109,7 +109,7 @@ def _splits(config, runtime: Any) -> list:
     here = data_here(config)
     splits = [load_split(here, name) for name in SPLITS]
     for split in splits:
-        contents.must_be_the_same(runtime, split)
+        contents.must_be_same_data(runtime, split)
     return splits
 
 

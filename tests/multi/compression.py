@@ -109,7 +109,7 @@ def resumed(folder: str) -> None:
     import keras
 
     from tfdist import build
-    from tfdist.artifacts.parts import PartedStore
+    from tfdist.artifacts.sharded_snapshots import ShardedSnapshotFolder
     from tfdist.config import Config
     from tfdist.control.resolvers import resolve_cluster
     from tfdist.training.parallel.sharded_state import ShardedState
@@ -120,7 +120,7 @@ def resumed(folder: str) -> None:
         .replace(compression_after=0)
     )
     runtime = build.start_runtime(base, resolve_cluster(os.environ))
-    store = PartedStore(folder, lambda step: None, runtime.rank, runtime.size, "resumed", 60.0)
+    store = ShardedSnapshotFolder(folder, lambda step: None, runtime.rank, runtime.size, "resumed", 60.0)
 
     def compose(kind: str):
         keras.backend.clear_session(free_memory=False)

@@ -193,7 +193,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
 
     from tests.parity import lean
     from tfdist import build
-    from tfdist.artifacts.parts import PartedStore
+    from tfdist.artifacts.sharded_snapshots import ShardedSnapshotFolder
     from tfdist.config import Config
     from tfdist.control.resolvers import resolve_cluster
     from tfdist.runtime.mesh import Mesh
@@ -221,7 +221,9 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
         legs = ((row.mesh, row.spread), *row.then) if kind == "mesh" else ((row.mesh, {}),)
         results: dict[str, list] = {"losses": [], "norms": [], "regularization": []}
         arrays: dict[str, np.ndarray] = {}
-        store = PartedStore(str(out / kind / name), lambda step: None, runtime.rank, runtime.size, "leg", 60.0)
+        store = ShardedSnapshotFolder(
+            str(out / kind / name), lambda step: None, runtime.rank, runtime.size, "leg", 60.0
+        )
         for leg, (mesh, spread) in enumerate(legs):
             lean.next_model(collect=name.endswith(("memory", "peak")))  # which look at what is held
             config = base.replace(**row.job, **spread)

@@ -48,6 +48,7 @@ NO_TENSORFLOW = (
     "data/batch_plan",
     "data/sources/source_names",
     "models/model_names",
+    "models/transformer_sizes",
     *COMMANDS,
 )
 

@@ -1,1 +1,1 @@
-"""Artifact plane: snapshots (policy, retention, writer, restore) and exports."""
+"""Artifacts room: snapshots (policy, retention, writer, restore) and exports."""

@@ -1,8 +1,8 @@
 """`BackupAndRestore`: a frequent, short-lived backup beside the long-lived snapshots.
 
 A subclass of the Keras callback with the same arguments and meaning, but it holds the full state (weights, optimizer
-slots, seed generators, metrics, the position in the epoch) at step granularity, in the form of store.py: checksummed,
-committed by one rename. Under several workers only the chief (`writes=True`) writes.
+slots, seed generators, metrics, the position in the epoch) at step granularity, in the form of snapshot_folder.py:
+checksummed, committed by one rename. Under several workers only the chief (`writes=True`) writes.
 
     model.fit(..., callbacks=[BackupAndRestore("/dev/shm/backup", save_freq=100)])
 
@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.artifacts import fit_of_program, state
+from tfdist.artifacts import backup_checks, state
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers
@@ -87,12 +87,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self.writes:
             self.store.clean()
         model = self._trained
-        fit_of_program.refuse_unbuilt(model)
+        backup_checks.refuse_unbuilt(model)
         snapshot, _ = self.store.newest_valid()
         if snapshot is None:
             return
         written_by = snapshot.manifest.get("fit", 1)
-        fit_of_program.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
+        backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
@@ -125,7 +125,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: Mapping | None = None) -> None:
-        fit_of_program.end(self.backup_dir)
+        backup_checks.end(self.backup_dir)
         self._backups.delete()
 
     def _save(self, epoch: int, batch: int) -> None:
@@ -136,7 +136,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             {
                 "epoch": epoch,
                 "batch": batch,
-                "fit": fit_of_program.number(self.backup_dir),
+                "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),
                 "ends": RunningFit.of(self._trained).ends(),
             },

@@ -13,7 +13,7 @@ import numpy as np
 
 from tfdist.artifacts.manifest import CRC
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.store import FolderOptions, SnapshotStore
+from tfdist.artifacts.snapshot_folder import FolderOptions, SnapshotFolder
 from tfdist.artifacts.writer import SnapshotWriter
 
 
@@ -36,7 +36,7 @@ class BackupFolder:
     ):
         # private: /dev/shm is everybody's
         options = FolderOptions(flag="--backup_dir", private=True, required=required, checksum=checksum)
-        self.store = SnapshotStore(folder, options=options)
+        self.store = SnapshotFolder(folder, options=options)
         self.retention = Retention(2 if two else 1)
         self.writer = SnapshotWriter(self.store, self.retention)
         self._writes, self._delete_at_end = writes, delete_at_end

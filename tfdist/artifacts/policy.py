@@ -31,7 +31,7 @@ class Retention:
         self.keep, self.every = keep, every
         self.order, _, self.metric = best.partition(":")
 
-    def doomed(self, steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+    def to_delete(self, steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The ones of `steps` to delete. `metrics`: step -> evaluation metrics, where known. Never the newest."""
         steps = sorted(steps)
         kept = set(steps[-self.keep :])

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.artifacts.store import Snapshot, SnapshotStore
+from tfdist.artifacts.snapshot_folder import Snapshot, SnapshotFolder
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError
 
@@ -23,7 +23,7 @@ REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "gen
 
 
 def choose(
-    store: SnapshotStore, config: Config, others: Sequence[SnapshotStore] = ()
+    store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = ()
 ) -> tuple[Snapshot | None, list[str]]:
     """The snapshot to resume from (None: start anew), from one of the `others` only if it is newer; and messages for
     the user. Raises CheckpointError, and what the stores raise.

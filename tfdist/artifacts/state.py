@@ -73,7 +73,7 @@ class WholeState:
     def held(self) -> list[Held]:
         """The model's weights and states, for runtime/weight_check.py."""
         return [
-            Held(_name(variable), tf_variable(variable))
+            Held(name_of(variable), tf_variable(variable))
             for key, variable in self.variables.items()
             if key.startswith(COMPARED) and is_compared(variable)
         ]
@@ -113,9 +113,14 @@ def _copy(variable: tf.Variable, into: np.ndarray | None) -> np.ndarray:
 
 def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
     """Gives every variable its array. Raises CheckpointError, before anything is changed, if the two do not fit."""
-    check(table(variables), {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
+    check_arrays(table(variables), arrays)
     for key, variable in variables.items():
         tf_variable(variable).assign(arrays[key])
+
+
+def check_arrays(described: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises CheckpointError naming the first array that does not fit a table of variables."""
+    check(described, {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
 
 
 def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
@@ -144,7 +149,7 @@ def table(variables: Mapping[str, Any]) -> dict[str, tuple[str, list[int], str]]
     result = {}
     for key, variable in variables.items():
         value = tf_variable(variable)
-        result[key] = (_name(variable), list(value.shape), value.dtype.name)
+        result[key] = (name_of(variable), list(value.shape), value.dtype.name)
     return result
 
 
@@ -163,7 +168,8 @@ def restore_generator_states(states: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.asarray(keys, np.uint32), position, has_gauss, cached))
 
 
-def _name(variable: Any) -> str:
+def name_of(variable: Any) -> str:
+    """The path of one of Keras' variables, or the name of one of TensorFlow's."""
     return getattr(variable, "path", tf_variable(variable).name)
 
 

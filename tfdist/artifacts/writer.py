@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.control.user_errors import first_line
 
 
@@ -41,7 +41,7 @@ class SnapshotWriter:
 
     def __init__(
         self,
-        store: SnapshotStore,
+        store: SnapshotFolder,
         retention: Retention | None,
         *,
         asynchronous: bool = True,
@@ -156,7 +156,7 @@ class SnapshotWriter:
             for known in steps:
                 if known not in self._metrics:
                     self._metrics[known] = self._stored_metrics(known)
-            for doomed in retention.doomed(steps, self._metrics):
+            for doomed in retention.to_delete(steps, self._metrics):
                 self.store.delete(doomed)
         except (OSError, tf.errors.OpError) as error:
             self._messages.put(("warning", {"message": f"An old snapshot could not be deleted: {error}"}))

@@ -13,7 +13,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import UnsupportedError
 
 __all__ = ["EpochIterator"]
@@ -35,7 +35,7 @@ def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset], read_ahea
         whole = read_ahead or not isinstance(epochs.data_adapter, GeneratorDataAdapter)
         return change(found if whole else _not_ahead(found))
 
-    with replaced(EpochIterator, _DATA, data):
+    with attribute_replaced(EpochIterator, _DATA, data):
         yield
 
 

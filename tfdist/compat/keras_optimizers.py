@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import UnsupportedError
+
+
+def built_with_slots(
+    optimizer: keras.Optimizer, variables: Sequence[keras.Variable]
+) -> list[tuple[keras.Variable, keras.Variable, str]]:
+    """Builds the optimizer on `variables`. Returns (slot, the variable that it belongs to, its name) of each slot.
+    Relies on it that `Optimizer.build` makes them with `add_variable_from_reference`; without it optimizer state
+    cannot be divided.
+    """
+    slots = []
+    add = optimizer.add_variable_from_reference
+
+    def noted(reference_variable: keras.Variable, name: str | None = None, *rest: Any, **options: Any) -> Any:
+        slot = add(reference_variable, name, *rest, **options)
+        slots.append((slot, reference_variable, name or "var"))
+        return slot
+
+    with attribute_replaced(optimizer, "add_variable_from_reference", noted):
+        optimizer.build(variables)
+    return slots
 
 
 def switch_off_reduction(optimizer: keras.Optimizer) -> None:

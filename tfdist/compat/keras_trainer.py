@@ -12,7 +12,7 @@ from keras.src import backend
 from keras.src.losses.losses import LossFunctionWrapper
 
 from tfdist.compat import keras_layers
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 
 
 def build_for(model: keras.Model, batch: Any, step: str = "train_step", is_called: bool = True) -> None:
@@ -40,7 +40,7 @@ def _updating_nothing(model: keras.Model) -> Iterator[None]:
     """A context without updates: what an optimizer that is built in a trace copies from the weights is lost."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers_of(model):
-            stack.enter_context(replaced(optimizer, "apply", lambda *_, **__: None))
+            stack.enter_context(attribute_replaced(optimizer, "apply", lambda *_, **__: None))
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """owner.name is `value` inside; past Keras' attribute tracking. `owner`: an object or a class."""
     base = type if isinstance(owner, type) else object
     missing = object()

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 
 _BETWEEN_KEYS = 0x9E3779B97F4A7C1  # of replicas
 
@@ -67,7 +67,7 @@ def seeded_graphs(seed: int) -> Iterator[None]:
     """Functions that are traced inside draw the numbers of this seed, each from the first on. Relies on
     `Context._seed`; without it a layer that mixes rows by what it draws is not found.
     """
-    with replaced(_context(), "_seed", seed):
+    with attribute_replaced(_context(), "_seed", seed):
         yield
 
 
@@ -76,7 +76,7 @@ def redrawn(by: int) -> Iterator[None]:
     """A context in which functions that are traced outside of a graph draw other numbers, if tf.random.set_seed was
     called; else they do in any case. Relies on `Context._seed`."""
     seed = context.global_seed()
-    with replaced(_context(), "_seed", seed + by) if by and seed is not None else contextlib.nullcontext():
+    with attribute_replaced(_context(), "_seed", seed + by) if by and seed is not None else contextlib.nullcontext():
         yield
 
 
@@ -88,8 +88,8 @@ def repeated(seed: int) -> Iterator[None]:
     this = _context()
     with contextlib.ExitStack() as stack:
         stack.callback(this.clear_kernel_cache)
-        stack.enter_context(replaced(this, "_seed", seed))
-        stack.enter_context(replaced(this, "_rng", random.Random(seed)))
+        stack.enter_context(attribute_replaced(this, "_seed", seed))
+        stack.enter_context(attribute_replaced(this, "_rng", random.Random(seed)))
         this.clear_kernel_cache()  # each kernel has a generator of its own, which goes on where it was left
         yield
 
@@ -113,7 +113,7 @@ def draws_undone(by: int = 0) -> Iterator[list[tf.Variable]]:
         return skip(generator, delta)
 
     try:
-        with replaced(tf.random.Generator, "skip", kept_first):
+        with attribute_replaced(tf.random.Generator, "skip", kept_first):
             yield states
     finally:
         for state, value in zip(states, before, strict=True):
@@ -133,7 +133,7 @@ def keys_moved(by: int | tf.Tensor) -> Iterator[None]:
         return found if hasattr(generator.state, "values") else tf.concat([found[:-1], found[-1:] + step], 0)
 
     step = tf.cast(by, tf.int64) * _BETWEEN_KEYS
-    with replaced(tf.random.Generator, "skip", with_another_key):
+    with attribute_replaced(tf.random.Generator, "skip", with_another_key):
         yield
 
 

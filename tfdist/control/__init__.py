@@ -1,1 +1,1 @@
-"""Control plane: who is in the cluster, starting and stopping. No TensorFlow import."""
+"""Control room: who is in the cluster, starting and stopping. No TensorFlow import."""

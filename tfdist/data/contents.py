@@ -70,7 +70,7 @@ def _counted(size: Any) -> str:
     return "no known number of samples" if size is None or size < 0 else f"{size:,} samples"
 
 
-def must_be_the_same(runtime: Runtime, split: Split) -> None:
+def must_be_same_data(runtime: Runtime, split: Split) -> None:
     """Raises DataError on all workers unless all hold the same samples in the same order. A collective.
 
     What differs from one reading to the next on the same worker, such as noise that is drawn in __getitem__, is not

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_epochs, keras_optimizers, keras_trainer
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError, TfdistError
 from tfdist.control.user_errors import failure
 from tfdist.data.tuning import untuned
@@ -275,7 +275,7 @@ def _compare(runtime: Runtime, model: keras.Model, settings: dict[str, Any]) -> 
     if optimizer is not None and model.built:
         decaying = keras_optimizers.weights_that_decay(optimizer, model.trainable_variables)
         settings = settings | {"which weights decay": decaying}
-    same_model.must_be_the_same(runtime, same_model.facts_of(model, own, settings))
+    same_model.must_be_same_model(runtime, same_model.facts_of(model, own, settings))
     _compared.add(model)
 
 
@@ -290,8 +290,8 @@ def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
         with (
             ordered,
             every_row_checked(model.optimizer),
-            replaced(model, "train_step", train_step),
-            replaced(model, "test_step", test_step),
+            attribute_replaced(model, "train_step", train_step),
+            attribute_replaced(model, "test_step", test_step),
         ):
             return loop()
     return loop()

@@ -12,13 +12,14 @@ import collections
 import functools
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tfdist.control.own_files import flush_to_disk, written_whole
 
 _MAGIC = b"tfdist backup 1\n"
 _LENGTH = 8  # bytes that hold the length of the JSON
@@ -75,19 +76,10 @@ def write(path: Path, value: Any) -> None:
     for part in parts:
         digest.update(part)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".writing")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with written_whole(path, "wb", flushed=True, mode=0o600, aside=f"{path.name}.writing") as file:
         for part in (_MAGIC, digest.digest(), *parts):
             file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush_to_disk(path.parent)
 
 
 def parse(data: bytes) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.artifacts import fit_of_program
+from tfdist.artifacts import backup_checks
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.compat import keras_trainer
@@ -133,7 +133,7 @@ class EpochBackup(FitCallback):
         received = of_the_chief(self._runtime, read)
         state = backup_file.parse(received) if received else None
         if state is not None:
-            fit_of_program.refuse_backup_of_later(self._place.name, state.get("fit", 1), not self._delete)
+            backup_checks.refuse_backup_of_later(self._place.name, state.get("fit", 1), not self._delete)
         return state
 
     def must_have_its_data(self, given: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class EpochBackup(FitCallback):
                 "BackupAndRestore keeps the optimizer that the model was compiled with, but"
                 f" {type(self.fitted).__name__} has others beside it, which would begin anew: train without it."
             )
-        fit_of_program.refuse_unbuilt(self.fitted)
+        backup_checks.refuse_unbuilt(self.fitted)
         states, shared = self._states_of_others(), callback_state.shared_in(self._others)
         self._at_first = callback_state.facts_of(self._others, states, shared)
         if self._state is None:
@@ -244,7 +244,7 @@ class EpochBackup(FitCallback):
                 "drawn_without_one": None if without_one is None else np.asarray(without_one.state.value),
                 "epoch": epoch + 1,
                 "data": self._data,
-                "fit": fit_of_program.number(self._place.name),
+                "fit": backup_checks.number(self._place.name),
                 "stopped": bool(self.fitted.stop_training),
                 "history": {**history.history, **values},
                 "epochs": [*history.epoch, epoch],
@@ -263,7 +263,7 @@ class EpochBackup(FitCallback):
     def on_train_end(self, logs: dict | None = None) -> None:
         self._restore_history()
         keras_trainer.begin_at(self.fitted, None)
-        fit_of_program.end(self._place.name)
+        backup_checks.end(self._place.name)
         if self._delete and self._runtime.rank == 0:
             self._place.remove()
 

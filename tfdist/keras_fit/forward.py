@@ -23,7 +23,7 @@ from tfdist.keras_fit.lookups import Traced, traced
 from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
-from tfdist.keras_fit.rows import Forward, Part, together, used_by_all
+from tfdist.keras_fit.rows import Forward, OwnRows, together, used_by_all
 from tfdist.models import missing_rows
 from tfdist.models.compiled_functions import in_steps
 from tfdist.models.nested_functions import traced_anew
@@ -91,7 +91,7 @@ class DistributedCall:
         if self._gradients.share is not None:
             return self._with_own_rows(args, kwargs, self._gradients.share)
         cut = self.of_the_batch((args, kwargs))
-        part = Part(self._runtime, (args, kwargs), cut)
+        part = OwnRows(self._runtime, (args, kwargs), cut)
         own_args, own_kwargs = part.take((args, kwargs))
         return together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut))
 

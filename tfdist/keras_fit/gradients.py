@@ -28,7 +28,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import tensorflow_autograph, tensorflow_vectorized
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import Lookup, lookups
 from tfdist.keras_fit.rows import every_row, total
@@ -75,7 +75,9 @@ class Gradients:
                 ("__enter__", self._entered),
             ):
                 # In the class itself, as programs hold it under names of their own.
-                stack.enter_context(replaced(tf.GradientTape, name, _method(ours, getattr(tf.GradientTape, name))))
+                stack.enter_context(
+                    attribute_replaced(tf.GradientTape, name, _method(ours, getattr(tf.GradientTape, name)))
+                )
             yield
 
     @contextlib.contextmanager

@@ -16,11 +16,11 @@ import tensorflow as tf
 from tfdist.artifacts.hidden_state import hidden_state, metrics_held, variables_of_metrics
 from tfdist.compat import keras_layers, keras_trainer, tensorflow_graphs
 from tfdist.compat.keras_random import global_seed_generator
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.variables import of_model
-from tfdist.training import step_state
+from tfdist.training import unsaved_state_checks
 
 _KEPT_AS = "_tfdist_lost_state"  # on the model itself: a step that was traced is used again by a later fit
 _GENERATOR = "StateVar"  # how TensorFlow names the state of a tf.random.Generator, which workers advance alike
@@ -57,7 +57,7 @@ class _Backup:
             self._is_told = True
             print(
                 f"tfdist: the step {found.drawn}: a fit that is resumed draws others than one that is not. If that"
-                f" matters, {step_state.DRAW}.",
+                f" matters, {unsaved_state_checks.DRAW}.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -81,7 +81,7 @@ def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
         if not now:  # what Keras has traced without us nobody has looked at
             for name in _FUNCTIONS:
                 if getattr(model, name, None) is not None:
-                    stack.enter_context(replaced(model, name, None))
+                    stack.enter_context(attribute_replaced(model, name, None))
         yield
 
 
@@ -109,9 +109,9 @@ def _look(model: keras.Model, step: str) -> None:
     held = of_model(model)
     if backup is not None and backup.held is not None:
         held = [each for each in held if id(each) in backup.held]
-    kinds = step_state.kinds_here()
-    lost = step_state.lost(kinds, [*held, *of_optimizers, *variables_of_metrics(metrics), *drawn])
-    found = _Found(keras_trainer.compile_identity(model), lost, step_state.drawn(kinds))
+    kinds = unsaved_state_checks.kinds_here()
+    lost = unsaved_state_checks.lost(kinds, [*held, *of_optimizers, *variables_of_metrics(metrics), *drawn])
+    found = _Found(keras_trainer.compile_identity(model), lost, unsaved_state_checks.drawn(kinds))
     object.__setattr__(model, _KEPT_AS, {**model.__dict__.get(_KEPT_AS, {}), step: found})
     if backup is not None:
         backup.ask(found)
@@ -128,18 +128,20 @@ def refused_in_own_rows(models: Set[keras.Model], random_numbers: RandomNumbers)
     before = {id(handle) for handle in tensorflow_graphs.written_from_outside(graph)}
     yield
     written = [each for each in tensorflow_graphs.written_from_outside(graph) if id(each) not in before]
-    unknown = step_state.unknown_of(written, (variable for model in models for variable in model.variables))
+    unknown = unsaved_state_checks.unknown_of(written, (variable for model in models for variable in model.variables))
     if not unknown:  # most often: the rest costs a walk through all layers
         return
     hidden = [variable for model in models for variable in hidden_state(model)]
     of_metrics = [one for model in models for one in variables_of_metrics(metrics_held(model))]
-    unknown = step_state.unknown_of(unknown, [*hidden, *of_metrics, *random_numbers.states])
-    if names := [name for name in step_state.names_of(unknown) if step_state.last_part(name) != _GENERATOR]:
+    unknown = unsaved_state_checks.unknown_of(unknown, [*hidden, *of_metrics, *random_numbers.states])
+    if names := [
+        name for name in unsaved_state_checks.names_of(unknown) if unsaved_state_checks.last_part(name) != _GENERATOR
+    ]:
         raise keras_layers.keep_message(
             ConfigError(
                 f"The model sets the variable {names[0]!r} when it is called, which was not found in it (it is of a"
                 " module or a class, or made while a layer is called), so that each worker would have another value"
-                f" there, of its own rows: {step_state.MEND}."
+                f" there, of its own rows: {unsaved_state_checks.MEND}."
             )
         )
 

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_variables
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
 from tfdist.runtime import batch_norm
@@ -38,7 +38,7 @@ class Additions:
         """A context in which updates of the metrics are collected here."""
         with contextlib.ExitStack() as stack:
             for metric in self._metrics:
-                stack.enter_context(replaced(metric, "update_state", self._collecting(metric)))
+                stack.enter_context(attribute_replaced(metric, "update_state", self._collecting(metric)))
             yield
 
     def _collecting(self, metric: keras.metrics.Metric) -> Callable:

@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_tensors, keras_trainer
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit import variables
 from tfdist.keras_fit.forward import DistributedCall
@@ -93,7 +93,7 @@ class DistributedModel:
             if self._steps_call_inner_models or self._may_call_inner_models:
                 self._spread_inner_models()
             if not keras_layers.has_no_call(model):
-                stack.enter_context(replaced(model, "call", self._call))
+                stack.enter_context(attribute_replaced(model, "call", self._call))
             stack.enter_context(self._gradients.installed())
             stack.enter_context(self._random_numbers.installed())
             for each in self._optimizers():
@@ -101,14 +101,14 @@ class DistributedModel:
                 stack.enter_context(every_row_checked(each))
             for layer in keras_layers.all_layers(model):
                 if layer is not model and (anew := traced_anew(layer.call)):
-                    stack.enter_context(replaced(layer, "call", anew))
+                    stack.enter_context(attribute_replaced(layer, "call", anew))
                 if isinstance(layer, keras.layers.BatchNormalization):
-                    stack.enter_context(replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
+                    stack.enter_context(attribute_replaced(layer, keras_batch_norm.MOMENTS, self._moments_of(layer)))
             stack.enter_context(keras_tensors.argmax_within_gpus())
             stack.enter_context(keras_epochs.data_changed(untuned))
             for function in self._functions:
-                stack.enter_context(replaced(model, function.loop.function_name, function.begin()))
-                stack.enter_context(replaced(model, function.loop.maker_name, function.again))
+                stack.enter_context(attribute_replaced(model, function.loop.function_name, function.begin()))
+                stack.enter_context(attribute_replaced(model, function.loop.maker_name, function.again))
             yield
         if training:
             self.take_the_chiefs_variables()
@@ -126,7 +126,7 @@ class DistributedModel:
                 call = DistributedCall(inner, self._runtime, self._gradients, self._random_numbers, self._model)
                 self._inner[id(inner)] = inner, call
         for inner, call in self._inner.values():
-            self._inside.enter_context(replaced(inner, "call", call))
+            self._inside.enter_context(attribute_replaced(inner, "call", call))
 
     def _look_for_inner_calls(self, batch: Any) -> None:
         """Finds out if the user's train_step calls inner models; before the first training step."""
@@ -215,9 +215,9 @@ def rows_in_one_order(optimizer: keras.Optimizer) -> Iterator[None]:
         update(gradient, variable, learning_rate)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(inner, "update_step", update_step))
+        stack.enter_context(attribute_replaced(inner, "update_step", update_step))
         if with_xla:
-            stack.enter_context(replaced(inner, "assign_sub", subtracting_rows(inner)))
+            stack.enter_context(attribute_replaced(inner, "assign_sub", subtracting_rows(inner)))
         yield
 
 
@@ -233,5 +233,5 @@ def every_row_checked(optimizer: keras.Optimizer) -> Iterator[None]:
     def check_finite(gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> tf.Tensor:
         return own(optimizer, [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients])
 
-    with replaced(optimizer, "check_finite", check_finite):
+    with attribute_replaced(optimizer, "check_finite", check_finite):
         yield

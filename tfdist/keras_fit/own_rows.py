@@ -22,7 +22,7 @@ from keras import losses, metrics
 from tfdist.compat import keras_layers, keras_trainer
 from tfdist.compat.keras_tensors import functional_of, mask_of
 from tfdist.keras_fit.batches import batch_stamp
-from tfdist.keras_fit.rows import Part
+from tfdist.keras_fit.rows import OwnRows
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 
@@ -162,7 +162,7 @@ def _is_of_each_row(wrapper: Any) -> bool:
 
 
 def step(
-    runtime: PeerRuntime, model: keras.Model, part: Part, one_step: Callable[[Any], Any], batch: Any
+    runtime: PeerRuntime, model: keras.Model, part: OwnRows, one_step: Callable[[Any], Any], batch: Any
 ) -> dict[str, tf.Tensor]:
     """The logs of all rows after `one_step`, Keras' train_step or test_step, has seen this worker's rows of the
     batch.

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_random, tensorflow_random
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.keras_fit.lookups import mark
 from tfdist.keras_fit.variables import take_the_chiefs
 from tfdist.runtime.base import PeerRuntime
@@ -83,8 +83,8 @@ class RandomNumbers:
 
         with (
             self._program(),
-            replaced(keras.random.SeedGenerator, "next", tf.autograph.experimental.do_not_convert(next_seed)),
-            replaced(keras_random.SEEDS, keras_random.MAKE_DEFAULT_SEED, default_seed),
+            attribute_replaced(keras.random.SeedGenerator, "next", tf.autograph.experimental.do_not_convert(next_seed)),
+            attribute_replaced(keras_random.SEEDS, keras_random.MAKE_DEFAULT_SEED, default_seed),
         ):
             yield
 

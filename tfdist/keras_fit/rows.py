@@ -31,7 +31,7 @@ _ELEMENTS = 1024  # of an input that are compared, about
 _COMPARED = 16  # inputs, at most
 
 
-class Part:
+class OwnRows:
     """The rows of this worker in a batch of n.
 
     Args:
@@ -122,7 +122,7 @@ class Forward:
     scales: list[str]  # of each loss: whether it is a mean or a sum over rows
 
 
-def together(runtime: PeerRuntime, part: Part, forward: Callable[[], Forward]) -> tuple[Any, list]:
+def together(runtime: PeerRuntime, part: OwnRows, forward: Callable[[], Forward]) -> tuple[Any, list]:
     """(outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's part."""
     weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
     with batch_norm.weighted(weight):
@@ -153,7 +153,7 @@ def together(runtime: PeerRuntime, part: Part, forward: Callable[[], Forward]) -
     return keras.tree.pack_sequence_as(own.outputs, gathered), losses
 
 
-def _parts_of_losses(part: Part, own: Forward) -> tf.Tensor:
+def _parts_of_losses(part: OwnRows, own: Forward) -> tf.Tensor:
     """[losses]: what this worker's rows add to each; in float32, or in float64 if one of them is."""
     dtype = tf.float64 if any(loss.dtype == tf.float64 for loss in own.losses) else tf.float32
     weight = tf.cast(tf.minimum(part.count, 1), dtype)

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_trainer
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.models import missing_rows
 
 _LOOPS = ("train", "test", "predict")
@@ -30,9 +30,9 @@ def told(model: keras.Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for loop in _LOOPS:
             step = f"{loop}_step"
-            stack.enter_context(replaced(model, step, _looking_up_nan(getattr(model, step))))
-            stack.enter_context(replaced(model, f"{loop}_function", functions.get(loop)))
-        stack.enter_context(replaced(model, "call", _looking_up_nan(model.call)))
+            stack.enter_context(attribute_replaced(model, step, _looking_up_nan(getattr(model, step))))
+            stack.enter_context(attribute_replaced(model, f"{loop}_function", functions.get(loop)))
+        stack.enter_context(attribute_replaced(model, "call", _looking_up_nan(model.call)))
         yield
         functions.update({loop: getattr(model, f"{loop}_function") for loop in _LOOPS})
 

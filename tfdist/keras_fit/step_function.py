@@ -22,7 +22,7 @@ from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
-from tfdist.keras_fit.rows import Part
+from tfdist.keras_fit.rows import OwnRows
 from tfdist.models import missing_rows
 from tfdist.runtime.base import PeerRuntime
 
@@ -230,7 +230,7 @@ class StepFunction:
         return logs
 
     def _step_of_own_rows(self, step: Callable[[Any], Any], batch: Any) -> Any:
-        part = Part(self._with.runtime, _inputs(batch))
+        part = OwnRows(self._with.runtime, _inputs(batch))
         with self._with.gradients.of_a_share(tf.cast(part.count, tf.float32) / tf.cast(part.n, tf.float32)):
             return own_rows.step(self._with.runtime, self._with.model, part, step, batch)
 

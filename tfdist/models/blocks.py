@@ -24,8 +24,8 @@ Why attention is written so, in milliseconds for forward and backward of the sma
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 from keras import initializers
@@ -35,6 +35,7 @@ from tfdist.models import fused_attention
 from tfdist.models.experts import Experts, mixture
 from tfdist.models.inputs import dropout, rate
 from tfdist.models.keras_untyped import layers, ops
+from tfdist.models.transformer_sizes import Size
 
 EPSILON = 1e-5
 _STDDEV = 0.02
@@ -54,7 +55,7 @@ class Shape:
 
 def choose_shape(
     model: str,
-    sizes: dict[str, Shape],
+    sizes: Mapping[str, Size],
     size: str,
     *,
     layers: int | None,
@@ -68,9 +69,7 @@ def choose_shape(
     """
     if size not in sizes:
         raise ConfigError(f"--model={model} got size={size}: use {', '.join(sizes)}.")
-    named = sizes[size]
-    given = {"layers": layers, "width": width, "heads": heads}
-    chosen = {key: getattr(named, key) if value is None else value for key, value in given.items()}
+    chosen = sizes[size].with_own(layers, width, heads)._asdict()
     for key, value in chosen.items():
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"--model={model} got {key}={value}: it must be a whole number, at least 1.")
@@ -78,8 +77,7 @@ def choose_shape(
         raise ConfigError(
             f"--model={model} got width={chosen['width']} and heads={chosen['heads']}: heads must divide the width."
         )
-    numbers: dict[str, Any] = chosen
-    return Shape(**numbers, dropout=rate(model, dropout))
+    return Shape(**chosen, dropout=rate(model, dropout))
 
 
 def normal() -> initializers.Initializer:

@@ -14,14 +14,8 @@ from tfdist.models.experts import choose_experts
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import float32_logits, outputs
 from tfdist.models.keras_untyped import layers
+from tfdist.models.transformer_sizes import TRANSFORMERS
 from tfdist.runtime.host import known_dims
-
-SIZES = {
-    "tiny": Shape(layers=2, width=64, heads=4),
-    "small": Shape(layers=6, width=384, heads=6),
-    "gpt2": Shape(layers=12, width=768, heads=12),
-    "gpt2-medium": Shape(layers=24, width=1024, heads=16),
-}
 
 
 def transformer(
@@ -60,7 +54,7 @@ def transformer(
 
     Raises ConfigError for an option out of range, or x that is no sequence of tokens of known length.
     """
-    shape = choose_shape("transformer", SIZES, size, layers=layers, width=width, heads=heads, dropout=dropout)
+    shape = choose_shape("transformer", TRANSFORMERS, size, layers=layers, width=width, heads=heads, dropout=dropout)
     shape = dataclasses.replace(
         shape,
         experts=choose_experts(

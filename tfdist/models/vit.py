@@ -10,12 +10,7 @@ from tfdist.models.blocks import EPSILON, Shape, block, choose_shape, normal, po
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import image_input, outputs
 from tfdist.models.keras_untyped import layers, ops
-
-SIZES = {  # the names and sizes of Touvron et al. 2020, arXiv:2012.12877
-    "tiny": Shape(layers=12, width=192, heads=3),
-    "small": Shape(layers=12, width=384, heads=6),
-    "base": Shape(layers=12, width=768, heads=12),
-}
+from tfdist.models.transformer_sizes import VITS, usual_patch
 
 
 def vit(
@@ -43,11 +38,11 @@ def vit(
     """
     if pool not in ("mean", "class"):
         raise ConfigError(f"--model=vit got pool={pool}: use mean or class.")
-    shape = choose_shape("vit", SIZES, size, layers=layers, width=width, heads=heads, dropout=dropout)
+    shape = choose_shape("vit", VITS, size, layers=layers, width=width, heads=heads, dropout=dropout)
     image = image_input("vit", x_spec)
     sides = image.shape[1:3]
     if patch is None:
-        patch = 16 if min(sides) >= 128 else 4 if min(sides) >= 16 else 2
+        patch = usual_patch(sides)
     if not isinstance(patch, int) or patch < 1 or any(side % patch for side in sides):
         raise ConfigError(
             f"--model=vit got patch={patch}, which does not divide an image of {sides[0]} x {sides[1]}: use another"

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from tfdist.config import Config, parse_args
 from tfdist.control.exit_codes import ConfigError
-from tfdist.planner.shapes import ModelShape, Part, Sample, Weight
+from tfdist.planner.shapes import ModelPart, ModelShape, Sample, Weight
 from tfdist.planner.transformer_formulas import Transformer, VisionTransformer
 
 
@@ -66,7 +66,7 @@ class Mlp:
         parts, inner = [], math.prod(sample.shape)
         for index, width in enumerate(self.widths):
             parts.append(
-                Part(
+                ModelPart(
                     f"dense_{index:02d}",
                     (Weight("kernel", (inner, width)), Weight("bias", (width,))),
                     flops=2.0 * inner * width,
@@ -80,8 +80,8 @@ class Mlp:
         return ModelShape("mlp", (*parts, _logits(inner, sample.outputs)))
 
 
-def _logits(inner: int, outputs: int, saved: float = 0.0) -> Part:
-    return Part(
+def _logits(inner: int, outputs: int, saved: float = 0.0) -> ModelPart:
+    return ModelPart(
         "logits",
         (Weight("logits/kernel", (inner, outputs)), Weight("logits/bias", (outputs,))),
         flops=2.0 * inner * outputs,
@@ -118,14 +118,14 @@ class Convolution:
     norm: bool = True
     saved: float = 0.0  # tensors of its size that others keep
 
-    def part(self, s: int) -> Part:
+    def part(self, s: int) -> ModelPart:
         size = self.output.height * self.output.width * self.outer
         weights = [Weight(f"{self.name}/kernel", (self.kernel, self.kernel, self.inner, self.outer))]
         if self.bias:
             weights.append(Weight(f"{self.name}/bias", (self.outer,)))
         if self.norm:
             weights += [Weight(f"{self.name}/{name}", (self.outer,)) for name in ("gamma", "beta")]
-        return Part(
+        return ModelPart(
             self.name,
             tuple(weights),
             constants=2 * self.outer if self.norm else 0,
@@ -184,12 +184,12 @@ class ResNet50:
         image = Pixels(height, width)
         padded, side = image.bytes(channels, s, border=6), image.halved()
         parts = [
-            Part("conv1_pad", saved=padded, output=padded),
+            ModelPart("conv1_pad", saved=padded, output=padded),
             Convolution("conv1", side, kernel=7, inner=channels, outer=64, bias=True, saved=1).part(s),
         ]
         padded, side = side.bytes(64, s, border=2), side.halved()
         pooled = side.bytes(64, s)
-        parts.append(Part("pool1", saved=padded + pooled, largest=padded, output=pooled))
+        parts.append(ModelPart("pool1", saved=padded + pooled, largest=padded, output=pooled))
         inner = 64
         for stage, (width, count) in enumerate(self.stages, 2):
             side = side if stage == 2 else side.halved()
@@ -210,7 +210,7 @@ class Bottleneck:
     width: int
     shortcut: bool
 
-    def part(self, s: int) -> Part:
+    def part(self, s: int) -> ModelPart:
         side, inner, width = self.side, self.inner, self.width
         convolutions = [
             Convolution(f"{self.name}_1", side, kernel=1, inner=inner, outer=width, bias=True, saved=1),
@@ -221,7 +221,7 @@ class Bottleneck:
             convolutions.append(Convolution(f"{self.name}_0", side, kernel=1, inner=inner, outer=4 * width, bias=True))
         pieces = [convolution.part(s) for convolution in convolutions]
         last = pieces[2]
-        return Part(
+        return ModelPart(
             self.name,
             tuple(weight for piece in pieces for weight in piece.weights),
             constants=sum(piece.constants for piece in pieces),

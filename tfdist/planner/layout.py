@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfdist.planner.shapes import Part
+from tfdist.planner.shapes import ModelPart
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Layout:
         """The number by which a weight is divided that `axis` can divide."""
         return {"": 1, "model": self.model, "expert": self.expert}[axis]
 
-    def elements(self, part: Part) -> float:
+    def elements(self, part: ModelPart) -> float:
         """Parameters of one repetition of a part on each device, before ZeRO."""
         return sum(elements / self.divisor(axis) for axis, elements in part.elements.items())
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tfdist.config import Config, OptimizerConfig, parse_args
 from tfdist.planner.layout import Layout
-from tfdist.planner.shapes import ModelShape, Part, Weight
+from tfdist.planner.shapes import ModelPart, ModelShape, Weight
 
 _WORKING_TENSORS = 2  # of the largest size, that a layer's backward pass holds besides what was saved
 _UPDATE_TENSORS = 2  # of a variable's size, that the update rule holds on its way
@@ -138,7 +138,7 @@ class Stage:
     """The parts of one stage of the pipeline, and what one of its devices holds of them."""
 
     index: int
-    parts: Sequence[Part]
+    parts: Sequence[ModelPart]
     config: Config
     layout: Layout
 
@@ -231,11 +231,11 @@ class Stage:
         return peak
 
 
-def _working_bytes(part: Part, layout: Layout) -> float:
+def _working_bytes(part: ModelPart, layout: Layout) -> float:
     return _WORKING_TENSORS * part.largest * layout.micro_batch / layout.model
 
 
-def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int) -> Held:
+def saved_bytes(parts: Sequence[ModelPart], layout: Layout, stage: int) -> Held:
     """The activations of a stage.
 
     Stage k of a pipeline of p holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With
@@ -243,7 +243,7 @@ def saved_bytes(parts: Sequence[Part], layout: Layout, stage: int) -> Held:
     arXiv:1604.06174).
     """
 
-    def whole(part: Part) -> float:
+    def whole(part: ModelPart) -> float:
         return (part.saved - part.divided + part.divided / layout.model) * layout.micro_batch
 
     in_flight = min(layout.micro_batches, layout.pipe - stage) if layout.pipe > 1 else 1

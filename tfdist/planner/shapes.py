@@ -33,7 +33,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A part of a model, which may stand `repeat` times in a row."""
 
     name: str
@@ -72,7 +72,7 @@ class ModelShape:
     """A model as the planner sees it."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     tokens: int = 1  # per sample; 1 where samples are no sequences
     heads: int = 1  # tensor parallelism must divide these
     source: str = "formula"  # or "graph"
@@ -96,7 +96,7 @@ class ModelShape:
         """The mesh axes besides data and pipe that can divide it."""
         return {weight.axis for part in self.parts for weight in part.weights} - {""}
 
-    def stages(self, pipe: int) -> list[list[Part]]:
+    def stages(self, pipe: int) -> list[list[ModelPart]]:
         """The parts cut into `pipe` stages of about the same work, each with a block at least."""
         assert pipe == 1 or pipe <= self.blocks, (pipe, self.blocks)
         if pipe not in self._cut:
@@ -104,12 +104,12 @@ class ModelShape:
         return self._cut[pipe]
 
     @cached_property
-    def _cut(self) -> dict[int, list[list[Part]]]:
+    def _cut(self) -> dict[int, list[list[ModelPart]]]:
         return {}
 
 
-def _cut(parts: Sequence[Part], pipe: int, total: float) -> list[list[Part]]:
-    stages: list[list[Part]] = [[] for _ in range(pipe)]
+def _cut(parts: Sequence[ModelPart], pipe: int, total: float) -> list[list[ModelPart]]:
+    stages: list[list[ModelPart]] = [[] for _ in range(pipe)]
     at, done, left, has_block = 0, 0.0, sum(part.repeat for part in parts if part.block), False
     for part in itertools.chain.from_iterable(itertools.repeat(each, each.repeat) for each in parts):
         due = (done + part.flops / 2) * pipe >= (at + 1) * total
@@ -129,7 +129,7 @@ def _cut(parts: Sequence[Part], pipe: int, total: float) -> list[list[Part]]:
 def from_json(values: Mapping[str, Any], tokens: int) -> ModelShape:
     """Reads what `python -m tfdist.training.model_cost` printed."""
     parts = tuple(
-        Part(
+        ModelPart(
             part["name"],
             tuple(Weight(path, tuple(shape), "expert" if "expert" in path else "") for path, shape in part["weights"]),
             constants=part["constants"],

@@ -17,7 +17,7 @@ from tfdist.planner.communication import Group, all_reduce_seconds, all_to_all, 
 from tfdist.planner.hardware import Hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS, slot_elements
-from tfdist.planner.shapes import ModelShape, Part
+from tfdist.planner.shapes import ModelPart, ModelShape
 
 DAY = 86_400.0
 
@@ -70,7 +70,7 @@ def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardw
     )
 
 
-def gradient_bytes(stages: list[list[Part]], layout: Layout) -> float:
+def gradient_bytes(stages: list[list[ModelPart]], layout: Layout) -> float:
     """The bytes of gradients that the fullest stage sends."""
     return KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in stages)
 
@@ -82,7 +82,9 @@ class GradientTraffic(NamedTuple):
     algorithm: str
 
 
-def gradient_traffic(stages: list[list[Part]], layout: Layout, hardware: Hardware, algorithm: str) -> GradientTraffic:
+def gradient_traffic(
+    stages: list[list[ModelPart]], layout: Layout, hardware: Hardware, algorithm: str
+) -> GradientTraffic:
     """The traffic over the data axis, float32."""
     group = Group.of(layout.replicas, layout.pipe * layout.model, hardware)
     size = gradient_bytes(stages, layout)
@@ -99,7 +101,7 @@ def gradient_traffic(stages: list[list[Part]], layout: Layout, hardware: Hardwar
     return GradientTraffic(passes * once, "reduce-scatter and all-gather")
 
 
-def _inner_seconds(stages: list[list[Part]], layout: Layout, hardware: Hardware) -> float:
+def _inner_seconds(stages: list[list[ModelPart]], layout: Layout, hardware: Hardware) -> float:
     """The seconds of traffic that stands in the way of the next operation."""
     seconds = 0.0
     blocks = max((sum(part.repeat for part in parts if part.block) for parts in stages), default=0)
@@ -119,10 +121,10 @@ def _inner_seconds(stages: list[list[Part]], layout: Layout, hardware: Hardware)
     return seconds
 
 
-def _update_seconds(stages: list[list[Part]], config: Config, layout: Layout, hardware: Hardware) -> float:
+def _update_seconds(stages: list[list[ModelPart]], config: Config, layout: Layout, hardware: Hardware) -> float:
     """The update reads and writes parameters and slots and reads gradients: bound by memory bandwidth."""
 
-    def moved_by(part: Part) -> float:
+    def moved_by(part: ModelPart) -> float:
         each = KERAS.parameter * 2 + KERAS.gradient
         return part.repeat * sum(
             (each * weight.elements + 2 * KERAS.slot * slot_elements(config.optimizer, weight))

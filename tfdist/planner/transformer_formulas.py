@@ -12,33 +12,13 @@ Legend: T tokens, D width, F = 4 D, H heads, s bytes of the compute type.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from tfdist.planner.shapes import ModelShape, Part, Sample, Weight
-
-
-class Size(NamedTuple):
-    """The size of a stack of blocks."""
-
-    layers: int
-    width: int
-    heads: int
-
-    def with_own(self, layers: int | None, width: int | None, heads: int | None) -> Size:
-        """The size with the values that the user has given in place of its own."""
-        return Size(layers or self.layers, width or self.width, heads or self.heads)
+from tfdist.models.transformer_sizes import TRANSFORMERS, VITS, Size, usual_patch
+from tfdist.planner.shapes import ModelPart, ModelShape, Sample, Weight
 
 
-TRANSFORMERS = {
-    "tiny": Size(2, 64, 4),
-    "small": Size(6, 384, 6),
-    "gpt2": Size(12, 768, 12),
-    "gpt2-medium": Size(24, 1024, 16),
-}
-VITS = {"tiny": Size(12, 192, 3), "small": Size(12, 384, 6), "base": Size(12, 768, 12)}
-
-
-def blocks(size: Size, tokens: int, s: int, dropout: float) -> Part:
+def blocks(size: Size, tokens: int, s: int, dropout: float) -> ModelPart:
     """All blocks of a stack, one part with `repeat`. See the file's first lines."""
     width = size.width
     row, wide, scores = tokens * width, 4 * tokens * width, size.heads * tokens * tokens
@@ -58,7 +38,7 @@ def blocks(size: Size, tokens: int, s: int, dropout: float) -> Part:
         *_norm("norm_1", width),
         *_norm("norm_2", width),
     )
-    return Part(
+    return ModelPart(
         "block",
         weights,
         flops=2.0 * tokens * 12 * width**2 + 4.0 * tokens * tokens * width,
@@ -91,10 +71,10 @@ class Transformer:
     tied: bool = True
 
     def shape(self, sample: Sample, s: int) -> ModelShape:
-        size = TRANSFORMERS[self.size].with_own(self.layers, self.width, self.heads)
+        size = TRANSFORMERS[self.size].with_own(self.layers or None, self.width or None, self.heads or None)
         (tokens,), width, vocabulary = sample.shape, size.width, self.vocabulary or sample.outputs
         logits = 4 * tokens * vocabulary
-        embed = Part(
+        embed = ModelPart(
             "embed",
             (
                 Weight("embed_tokens/embeddings", (vocabulary, width), "model"),
@@ -103,7 +83,7 @@ class Transformer:
             saved=4 * tokens + (tokens * width if self.dropout else 0),
             output=s * tokens * width,
         )
-        head = Part(
+        head = ModelPart(
             "head",
             (
                 *_norm("final_norm", width),
@@ -133,13 +113,12 @@ class VisionTransformer:
     pool: str = "mean"
 
     def shape(self, sample: Sample, s: int) -> ModelShape:
-        size = VITS[self.size].with_own(self.layers, self.width, self.heads)
+        size = VITS[self.size].with_own(self.layers or None, self.width or None, self.heads or None)
         (rows, columns, channels), width = sample.shape, size.width
-        side = min(rows, columns)
-        patch = self.patch or (16 if side >= 128 else 4 if side >= 16 else 2)
+        patch = self.patch or usual_patch((rows, columns))
         patches = rows * columns // patch**2
         tokens = patches + (self.pool == "class")
-        embed = Part(
+        embed = ModelPart(
             "embed",
             (
                 Weight("embed_patches/kernel", (patch, patch, channels, width)),
@@ -151,7 +130,7 @@ class VisionTransformer:
             saved=s * rows * columns * channels + (tokens * width if self.dropout else 0),
             output=s * tokens * width,
         )
-        head = Part(
+        head = ModelPart(
             "head",
             (
                 *_norm("final_norm", width),

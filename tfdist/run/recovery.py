@@ -22,9 +22,9 @@ from tfdist.control.exit_codes import DivergedError
 from tfdist.control.faults import Faults
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
 from tfdist.run.moving_statistics import sync_moving_statistics
+from tfdist.run.remote_run import RemoteRun
 from tfdist.run.sample_identity import SampleIdentity
 from tfdist.run.snapshot_files import SnapshotFiles
-from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.chief import of_the_chief
 from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.timer import Clock
@@ -57,7 +57,7 @@ class Recovery:
         clock: Clock,
         faults: Faults,
         memory: WorkerMemory | None,
-        stored: StoredRun | None,
+        stored: RemoteRun | None,
     ):
         checkpoint = job.config.checkpoint
         self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tfdist.artifacts.store import Snapshot
+from tfdist.artifacts.snapshot_folder import Snapshot
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.data import contents
 from tfdist.data.sources.split import Split

@@ -29,8 +29,8 @@ from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.jit_tune import tuned
 from tfdist.run.opened import Opened
 from tfdist.run.recovery import Recovery
+from tfdist.run.remote_run import RemoteRun, remote_run
 from tfdist.run.session_hooks import SessionHooks
-from tfdist.run.stored_run import StoredRun, stored_run
 from tfdist.run.trainer import LocalTrainer, Trainer, TrainerInputs
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.weight_check import check_weights
@@ -39,7 +39,7 @@ from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.timer import Clock
 from tfdist.telemetry.trackers import Run, by_path
 from tfdist.training.loop import TrainResult, train
-from tfdist.training.loop_schedule import LoopSchedule
+from tfdist.training.loop_hooks import LoopSchedule
 
 
 class GroupChange(Exception):
@@ -73,7 +73,7 @@ def run(start: Start) -> ExitCode:
     with contextlib.ExitStack() as held:
         if cluster.is_chief:
             held.enter_context(lease.held(folder, job, f"--run_dir={config.run.run_dir}"))
-        return Session(start, held.enter_context(stored_run(config.run, folder, cluster, job))).run()
+        return Session(start, held.enter_context(remote_run(config.run, folder, cluster, job))).run()
 
 
 class Session:
@@ -94,7 +94,7 @@ class Session:
     trainer: Trainer
     hooks: SessionHooks
 
-    def __init__(self, start: Start, stored: StoredRun | None):
+    def __init__(self, start: Start, stored: RemoteRun | None):
         self.start, self.memory, self.config, self.stored = start, start.memory, start.config, stored
         self.folder, self.announcement = run_folder(start.config), Announcement()
         self.clock, self.opened = Clock(), Opened()

@@ -17,7 +17,7 @@ from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.timer import Clock
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.loop_hooks import LoopHooks
-from tfdist.training.requests import Requests
+from tfdist.training.step_output import Requests
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tfdist.storage.reader_copy import ReadRun
 if TYPE_CHECKING:
     import keras
 
-    from tfdist.artifacts.store import Snapshot, SnapshotStore
+    from tfdist.artifacts.snapshot_folder import Snapshot, SnapshotFolder
     from tfdist.build import Job
 
 _POLL_SECONDS = 1.0
@@ -64,7 +64,7 @@ def _evaluate(config: Config, options: EvaluateOptions, run: ReadRun) -> None:
     if options.model_file:
         _show(_evaluate_file(_compose(config), options.model_file), options.model_file)
         return
-    from tfdist.artifacts.stored_snapshots import bring_for_reading
+    from tfdist.artifacts.remote_snapshots import bring_for_reading
 
     store = _store(run)
     bring_for_reading(run.objects, store, options.at_step)
@@ -100,7 +100,7 @@ def run_configuration(config: Config, argv: list[str], folder: Path) -> Config:
 
 def follow(config: Config, argv: list[str] | None = None) -> int:
     """Evaluates every new snapshot of a running job; returns when the job is over and its last snapshot is done."""
-    from tfdist.artifacts.stored_snapshots import bring_for_reading
+    from tfdist.artifacts.remote_snapshots import bring_for_reading
     from tfdist.telemetry.events import Event
     from tfdist.telemetry.jsonl import JsonlObserver, next_attempt
     from tfdist.telemetry.tensorboard import TensorBoardObserver
@@ -175,14 +175,14 @@ def _scores(job: Job, model: keras.Model | None = None) -> dict[str, float]:
     return evaluator()
 
 
-def _store(run: ReadRun) -> SnapshotStore:
-    from tfdist.artifacts.store import SnapshotStore
+def _store(run: ReadRun) -> SnapshotFolder:
+    from tfdist.artifacts.snapshot_folder import SnapshotFolder
 
-    return SnapshotStore(str(run.folder / "checkpoints"))
+    return SnapshotFolder(str(run.folder / "checkpoints"))
 
 
-def _choose(store: SnapshotStore, step: int) -> Snapshot:
-    from tfdist.artifacts.store import must_be_of
+def _choose(store: SnapshotFolder, step: int) -> Snapshot:
+    from tfdist.artifacts.snapshot_folder import must_be_of
 
     if step >= 0:
         must_be_of(step, store.steps(), store.directory)
@@ -195,7 +195,7 @@ def _choose(store: SnapshotStore, step: int) -> Snapshot:
     return snapshot
 
 
-def _evaluate_snapshot(job: Job, store: SnapshotStore, snapshot: Snapshot) -> dict[str, float]:
+def _evaluate_snapshot(job: Job, store: SnapshotFolder, snapshot: Snapshot) -> dict[str, float]:
     from tfdist.artifacts import state
 
     arrays = {

@@ -1,7 +1,8 @@
 """The files of a run's snapshots and backups: where they lie, and who writes them.
 
 Only the chief touches the files, unless the state is divided over a mesh and all workers see the same folder, or the
-run is in an object store: then everyone writes and reads its own part (artifacts/parts.py, parts_in_store.py).
+run is in an object store: then everyone writes and reads its own part (artifacts/sharded_snapshots.py,
+remote_shards.py).
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ import numpy as np
 from tfdist.artifacts import restore
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.manifest import CRC, SHA
-from tfdist.artifacts.parts import PartedStore
 from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.sharded_snapshots import ShardedSnapshotFolder
+from tfdist.artifacts.snapshot_folder import FolderOptions, Snapshot, SnapshotFolder
 from tfdist.artifacts.status import read_status
-from tfdist.artifacts.store import FolderOptions, Snapshot, SnapshotStore
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
 from tfdist.control.run_address import SNAPSHOTS, backup_folder, is_url
-from tfdist.run.parts_in_store import PartsInStore
-from tfdist.run.stored_backup import StoredBackup
-from tfdist.run.stored_run import StoredRun
+from tfdist.run.remote_backup import RemoteBackup
+from tfdist.run.remote_run import RemoteRun
+from tfdist.run.remote_shards import RemoteShards
 from tfdist.runtime.base import Runtime
 from tfdist.storage.store_errors import as_sentence
 from tfdist.training.parallel.sharded_state import ShardedState
@@ -49,23 +50,23 @@ class SnapshotFiles:
     writer: None where another worker writes all. backup: None without --backup_dir.
     """
 
-    def __init__(self, folder: Path, whole_config: Config, faults: Faults, writes: bool, stored: StoredRun | None):
+    def __init__(self, folder: Path, whole_config: Config, faults: Faults, writes: bool, stored: RemoteRun | None):
         config = whole_config.checkpoint
         options = FolderOptions(
             place=stored.snapshots if stored else "", required=restore.REQUIRED, checksum=SHA if stored else CRC
         )
-        self.store = SnapshotStore(str(folder / SNAPSHOTS), lambda step: faults.at("save", step), options)
+        self.store = SnapshotFolder(str(folder / SNAPSHOTS), lambda step: faults.at("save", step), options)
         self._config, self._writes = config, writes  # writes: whether this is the chief
-        self._parted: PartedStore | None = None
-        self._in_store: PartsInStore | None = None
+        self._parted: ShardedSnapshotFolder | None = None
+        self._in_store: RemoteShards | None = None
         self._refused: list[str] = []  # why there were no snapshots
         self.writer = self._make_writer(attempts=2) if writes else None
         self.backup: BackupFolder | None = None
-        self._stored_backup: StoredBackup | None = None
+        self._stored_backup: RemoteBackup | None = None
         if config.backup_dir:
             self.backup = _make_backup(whole_config, writes)
             if writes and is_url(config.backup_dir):
-                self._stored_backup = StoredBackup(whole_config, self.backup, read_status(folder).get("run_id") or "")
+                self._stored_backup = RemoteBackup(whole_config, self.backup, read_status(folder).get("run_id") or "")
         self._stored = stored
         self._sent = stored.sends(self.store, self._retention()) if stored and writes else None
         self._sends = False  # the thread that sends has begun
@@ -88,7 +89,7 @@ class SnapshotFiles:
         self._set_aside_damaged(snapshot)
         return snapshot, brought + messages
 
-    def _choose_of_parts(self, in_store: PartsInStore, config: Config) -> tuple[Snapshot | None, list[str]]:
+    def _choose_of_parts(self, in_store: RemoteShards, config: Config) -> tuple[Snapshot | None, list[str]]:
         """Chooses from the store, after bad numbers, too: no machine has all of a snapshot."""
         assert self._sent
         with as_sentence():
@@ -172,7 +173,7 @@ class SnapshotFiles:
         if self._writes:
             mark.unlink(missing_ok=True)
         if seen_by_all:
-            self.store = self._parted = PartedStore(
+            self.store = self._parted = ShardedSnapshotFolder(
                 self.store.directory,
                 self.store.before_commit,
                 runtime.rank,
@@ -183,7 +184,7 @@ class SnapshotFiles:
             )
             self.writer = self._make_writer(attempts=1)  # whoever tries again alone waits for the others in vain
         elif self._stored:
-            in_store = self._in_store = PartsInStore(runtime, self._stored, self.store.before_commit, self._sent)
+            in_store = self._in_store = RemoteShards(runtime, self._stored, self.store.before_commit, self._sent)
             self.writer = SnapshotWriter(in_store.writes, None, asynchronous=self._config.async_save, attempts=1)
 
     def _make_writer(self, attempts: int) -> SnapshotWriter:
@@ -193,7 +194,7 @@ class SnapshotFiles:
     def _retention(self) -> Retention:
         return Retention(self._config.keep, self._config.keep_every, self._config.keep_best)
 
-    def stores(self) -> list[SnapshotStore]:
+    def stores(self) -> list[SnapshotFolder]:
         return [self.store, *([self.backup.store] if self.backup else [])]
 
     def messages(self) -> Iterator[tuple[str, dict]]:

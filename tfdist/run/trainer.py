@@ -12,8 +12,7 @@ from tfdist.telemetry.events import Observer
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
 from tfdist.training.log_interval import Watch
-from tfdist.training.loop_hooks import MakeSteps
-from tfdist.training.loop_schedule import LoopSchedule
+from tfdist.training.loop_hooks import LoopSchedule, MakeSteps
 from tfdist.training.model_rates import make_rates
 
 

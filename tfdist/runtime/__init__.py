@@ -1,1 +1,1 @@
-"""Runtime plane: the only code that touches tf.distribute, Horovod or raw collectives."""
+"""Runtime room: the only code that touches tf.distribute, Horovod or raw collectives."""

@@ -1,4 +1,4 @@
-"""The Runtime protocol: all that the training plane knows about devices and other workers.
+"""The Runtime protocol: all that the rooms above know about devices and other workers.
 
 A *worker* is a process, a *replica* a copy of the model; a worker holds one or more replicas. A per-replica value is
 one value per replica of this worker; with one replica it is just the value. A new runtime implements this protocol in

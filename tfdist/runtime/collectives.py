@@ -10,7 +10,7 @@ Gradients are those of the *sum of all members' losses* with respect to a member
     forward         backward            forward          backward
     all_reduce      all_reduce          all_to_all       all_to_all
     all_gather      reduce_scatter      broadcast        the sum at the root, 0 elsewhere
-    reduce_scatter  all_gather          send / receive   receive / send
+    reduce_scatter  all_gather
 
 Legend. n: members of the group. Ranks are those of the whole cluster; a member's *index* is its place in the group.
 """
@@ -118,40 +118,6 @@ class Group:
             return total if self.rank == root else tf.zeros_like(total)
 
         return self._differentiable(lambda t: self._broadcast(t, root), back, x)
-
-    def send(self, x: tf.Tensor, to: int) -> tf.Tensor:
-        """Sends x to rank `to`. Returns float32 [] 0, whose gradient with respect to x is what `to` sends back."""
-        there, back = self.pair(self.rank, to), self.pair(to, self.rank)
-
-        @tf.custom_gradient
-        def sent(t: tf.Tensor):
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                with tf.control_dependencies([upstream]):  # on which a send back of our own may hang
-                    return back.put_or_take(None, to, t.shape, t.dtype)
-
-            with tf.control_dependencies([there.put_or_take(t, self.rank, t.shape, t.dtype)]):
-                return tf.constant(0.0), gradient
-
-        return sent(x)  # pyright: ignore[reportReturnType] - see own_gradient.py
-
-    def receive(
-        self, source: int, shape: Sequence[int], dtype: tf.DType = tf.float32, after: tf.Tensor | None = None
-    ) -> tf.Tensor:
-        """Receives what rank `source` sends. `after`: a float tensor (any, for example the result of `send`) through
-        which the gradient finds its way here; without one nothing is sent back."""
-        there, back = self.pair(source, self.rank), self.pair(self.rank, source)
-
-        @tf.custom_gradient
-        def received(anchor: tf.Tensor):
-            def gradient(g: tf.Tensor) -> tf.Tensor:
-                with tf.control_dependencies([back.put_or_take(g, self.rank, g.shape, g.dtype)]):
-                    return tf.identity(tf.zeros_like(anchor))  # the identity: zeros may be folded into a constant
-
-            with tf.control_dependencies([anchor]):
-                return there.put_or_take(None, source, shape, dtype), gradient
-
-        anchor = tf.constant(0.0) if after is None else after
-        return received(anchor)  # pyright: ignore[reportReturnType] - see own_gradient.py
 
     # -- without gradients -----------------------------------------------------------------------------------------
 

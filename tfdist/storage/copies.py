@@ -15,15 +15,14 @@ A lock ends with the process that holds it, however that ends.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.own_files import lock
 
 OBJECTS, STATE, IN_USE = "objects", "state", "in-use"
 
@@ -84,28 +83,3 @@ def make_room(folder: Path, size: int, limit: float, url: str, coming: int) -> N
 def digest(name: str) -> str:
     """The beginning of the names of an object's state files."""
     return hashlib.sha256(name.encode()).hexdigest()[:32]
-
-
-def locked(path: Path, how: int) -> int:
-    """A descriptor that holds a lock. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, how)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-@contextlib.contextmanager
-def lock(path: Path, wait: bool) -> Iterator[bool]:
-    """Whether this process alone has the lock; if it does not `wait`, another may have it. Raises OSError."""
-    try:
-        descriptor = locked(path, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(descriptor)

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.control.own_files import replaced
+from tfdist.control.own_files import lock, locked, replaced
 from tfdist.control.run_address import cache_folder, check_address, folder_name
-from tfdist.storage.copies import IN_USE, OBJECTS, STATE, digest, lock, locked, make_room
+from tfdist.storage.copies import IN_USE, OBJECTS, STATE, digest, make_room
 from tfdist.storage.in_threads import in_threads
 from tfdist.storage.object_copy import ObjectCopy, remove_parts
 from tfdist.storage.object_store import ObjectStore

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tfdist.storage.copies import locked
+from tfdist.control.own_files import locked
 from tfdist.storage.data_cache import DataCache
 from tfdist.storage.store_errors import as_sentence
 

@@ -1,7 +1,7 @@
 """A folder's files, sent to an object store when they have changed, at intervals and at the end.
 
 For what is appended to or written anew: logs, event files, curves, exports. Snapshots have a way of their own
-(artifacts/stored_snapshots.py).
+(artifacts/remote_snapshots.py).
 """
 
 from __future__ import annotations

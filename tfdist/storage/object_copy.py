@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import DataError
-from tfdist.control.own_files import written_whole
-from tfdist.storage.copies import OBJECTS, STATE, Copy, digest, lock
+from tfdist.control.own_files import lock, written_whole
+from tfdist.storage.copies import OBJECTS, STATE, Copy, digest
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_entry import Entry
 

@@ -1,1 +1,1 @@
-"""Observability plane: observers of training events. Receives values; never reaches back into the loop."""
+"""Telemetry room: observers of training events. Receives values; never reaches back into the loop."""

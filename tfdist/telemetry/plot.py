@@ -8,6 +8,7 @@ from typing import Any
 
 from tfdist.control import optional_packages
 from tfdist.control.exit_codes import UnsupportedError
+from tfdist.control.own_files import written_whole
 from tfdist.telemetry.jsonl import read_jsonl
 
 _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#777777"
@@ -52,12 +53,9 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None)
         panel.set_xlabel("optimizer step")
     figure.suptitle(log.resolve().parent.parent.name, fontsize=12)
     figure.tight_layout()
-    temporary = picture.with_name(f".{picture.name}.writing")
     try:
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:  # not where a link leads
+        with written_whole(picture, "wb") as file:
             figure.savefig(file, format="png")
-        temporary.replace(picture)
     except OSError as error:  # a picture is no reason to fail at the end of a training
         return f"no picture: {error}"
     finally:

@@ -3,7 +3,7 @@ training function after SIGUSR2. On the ranks of --profile_ranks.
 
 A trace is written under RUN_DIR/tensorboard (rank 0) or RUN_DIR/tensorboard/rank-K. One call of the training function
 is one step of the plugin, named "train" with the number of its first optimizer step: with --profile_steps one optimizer
-step (see training/loop_schedule.py), on demand as many as the loop makes in a call. Evaluations and saves show under
+step (see training/loop_hooks.py), on demand as many as the loop makes in a call. Evaluations and saves show under
 their names.
 """
 

@@ -1,1 +1,1 @@
-"""Training plane: precision, schedule, optimizer, the step and the loop."""
+"""Training room: precision, schedule, optimizer, the step and the loop."""

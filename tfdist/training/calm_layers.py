@@ -10,7 +10,7 @@ import keras
 
 from tfdist.compat import keras_batch_norm, keras_layers
 from tfdist.compat.code_origin import is_of_keras, module_of, package_of
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 
 _INITIALIZER = "_initializer"  # functions of Keras' layers end with this, which are called before the first step
 _OF_WEIGHTS = (_INITIALIZER, "_constraint", "_regularizer")  # those that see no rows
@@ -23,7 +23,7 @@ def calmed(layers: Sequence[keras.Layer], added: Callable[[int, Any], None]) -> 
     with contextlib.ExitStack() as stack:
         for number, layer in enumerate(layers):
             for name, function in {"add_loss": _telling(added, number), **_calming(layer)}.items():
-                stack.enter_context(replaced(layer, name, function))
+                stack.enter_context(attribute_replaced(layer, name, function))
         yield
 
 

@@ -51,7 +51,7 @@ def check_model(config: Config, runtime: Runtime, model: keras.Model) -> None:
         "objective": config.model.objective,
     }
     own = [plugins.resolve(flag, name, {}) for flag, name in named.items() if ":" in name]
-    same_model.must_be_the_same(runtime, same_model.facts_of(model, own))
+    same_model.must_be_same_model(runtime, same_model.facts_of(model, own))
 
 
 def _refuse_whole_batches(flag: str, model: keras.Model) -> None:

@@ -1,4 +1,4 @@
-"""What the loop (loop.py) gets from a run, as plain callables and parts."""
+"""What the loop (loop.py) gets from a run: plain callables and parts, and when, in steps, it does what."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from tfdist.telemetry.events import Observer
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
 from tfdist.training.log_interval import Watch
-from tfdist.training.loop_schedule import LoopSchedule
-from tfdist.training.requests import Requests
-from tfdist.training.step_output import StepOutput
+from tfdist.training.step_output import Requests, StepOutput
+
+# Both bound how long a request to save or stop waits.
+_MOST_STEPS_PER_CALL = 100
+_MOST_SECONDS_PER_CALL = 5.0
 
 Save = Callable[[int], None]  # on all workers; takes the step
 
@@ -25,6 +27,47 @@ class MakeSteps(Protocol):
         """Makes exactly n steps. What is asked for is answered in the output's `signals`, here or after a later call:
         when all workers know of it, and no step after the output's is under way."""
         ...
+
+
+@dataclass(frozen=True)
+class LoopSchedule:
+    """Periods in steps; 0 or less: never. All workers must have the same."""
+
+    target: int
+    log_every: int
+    eval_every: int
+    save_every: int
+    backup_every: int = 0
+    steps_per_loop: int = 0
+    save_at_evaluation: bool = False  # so that the best by a metric can be kept
+    traced: tuple[int, int] | None = None  # steps (first, last) between which each is a call, so one step of the trace
+
+    def next_boundary(self, step: int, step_s: float = 0.0) -> int:
+        """The first step after `step` at which something is due.
+
+        `step_s`: seconds per step, the same on all workers; 0: unknown.
+        """
+        affordable = max(1, int(_MOST_SECONDS_PER_CALL / step_s)) if step_s else _MOST_STEPS_PER_CALL
+        most = step + (self.steps_per_loop or min(_MOST_STEPS_PER_CALL, affordable))
+        boundary = min([self.next_settled(step), most, *_next_multiples(step, self.log_every)])
+        if self.traced is None or step >= self.traced[1]:
+            return boundary
+        return min(boundary, max(step + 1, self.traced[0]))
+
+    def next_settled(self, step: int) -> int:
+        """The first step after `step` at which the state is used: for an evaluation, a snapshot, at the end.
+
+        Steps up to there may be under way at the same time, those after it may not yet.
+        """
+        return min([self.target, *_next_multiples(step, self.eval_every, self.save_every, self.backup_every)])
+
+    def due(self, period: int, before: int, step: int) -> bool:
+        """Whether a multiple of `period` lies in (before, step]."""
+        return period > 0 and step // period > before // period
+
+
+def _next_multiples(step: int, *periods: int) -> list[int]:
+    return [(step // period + 1) * period for period in periods if period > 0]
 
 
 @dataclass

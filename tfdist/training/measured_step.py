@@ -13,10 +13,8 @@ from tfdist.runtime.host import onto_gpu
 from tfdist.training import phase_marks
 from tfdist.training.phase_marks import Marks, MarkSums, MarkTimes
 from tfdist.training.replica_gradients import ones_of
-from tfdist.training.requests import NOTHING, Requests
 from tfdist.training.step import TrainStep
-from tfdist.training.step_output import StepOutput
-from tfdist.training.step_totals import Reduced, Results, Totals
+from tfdist.training.step_output import NOTHING, Reduced, Requests, Results, StepOutput, Totals
 from tfdist.training.total_loss import Total
 
 

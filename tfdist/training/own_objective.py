@@ -12,9 +12,8 @@ import tensorflow as tf
 from tfdist.compat.tensorflow_autograph import translated
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import check_takes, own_code
-from tfdist.training.requests import REQUESTS
 from tfdist.training.scores import Scores
-from tfdist.training.step_output import FIRST_SUMS, HEAD
+from tfdist.training.step_output import FIRST_SUMS, HEAD, REQUESTS
 
 _WANTED = (
     "a function (outputs, y, w) that returns Scores(losses, weights, metrics): losses of single samples [n] or tokens"

@@ -51,7 +51,7 @@ class Fact(NamedTuple):
 Facts = list[Fact]
 
 
-def must_be_the_same(runtime: Runtime, facts: Facts) -> None:
+def must_be_same_model(runtime: Runtime, facts: Facts) -> None:
     """Raises ConfigError on all workers, naming the first difference, unless they are the same. A collective."""
     text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     sums = [fact.checksum for fact in facts]  # without what names them: a layer may be the worker's second dense

@@ -29,20 +29,17 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import onto_gpu, timestamp
 from tfdist.runtime.layer_records import separate_replicas
 from tfdist.telemetry.phases import Call
-from tfdist.training import step_state
+from tfdist.training import unsaved_state_checks
 from tfdist.training.dtypes import Gradient
 from tfdist.training.forward_state import ForwardState
-from tfdist.training.gradient_scale import clipping, unscaling
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
 from tfdist.training.replica_gradients import Accumulated, ReplicaGradients
-from tfdist.training.requests import NOTHING, Requests
 from tfdist.training.seeds import updating
 from tfdist.training.step_options import ALL_ON_EVERY_REPLICA, Parallelism, StepOptions
-from tfdist.training.step_output import Layout, StepOutput
-from tfdist.training.step_totals import Reduced, Results, Totals, shown_sums
+from tfdist.training.step_output import NOTHING, Reduced, Requests, Results, StepOutput, StepVectors, Totals, shown_sums
 from tfdist.training.total_loss import SummedLoss, TotalLoss, expected_weight
-from tfdist.training.update import DataParallel, Update, in_xla, scaled
+from tfdist.training.update import DataParallel, Update, clipping, in_xla, scaled, unscaling
 
 
 class TrainStep:
@@ -61,7 +58,7 @@ class TrainStep:
     ):
         spec = scores_spec(model, objective, batch_spec)
         self.metric_names = tuple(sorted(spec.metrics))
-        self.layout = Layout(self.metric_names, runtime.size)
+        self.layout = StepVectors(self.metric_names, runtime.size)
         self._expected_weight = expected_weight(options.plan, spec)
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
         self.model, self.optimizer = model, optimizer
@@ -140,7 +137,7 @@ class TrainStep:
 
         results = self._results(self._repeat(0, n, one, Totals.of_no_step(self.layout)))
         known = [*self._known, *self.update.pieces_of_weights(), *self.replica.seeds, *self.runtime.order_tokens()]
-        self._news = step_state.check(self.model, known, self.options.deterministic)
+        self._news = unsaved_state_checks.check(self.model, known, self.options.deterministic)
         return results
 
     def _repeat(self, start: int, stop: int | tf.Tensor, body: Callable[[tf.Tensor, Any], Any], carry: Any) -> Any:

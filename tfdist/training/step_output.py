@@ -1,19 +1,36 @@
-"""The output of a call of the step, and the vectors as which it travels, in which every number has a name."""
+"""All vectors of a step, in which every number has a name: what workers ask of each other (`Requests`), the vectors as
+which that and a step's results travel (`StepVectors`), their totals over the steps of a call, which are added up inside
+its tf.function (`Totals`), and what the loop gets (`StepOutput`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from tfdist.telemetry.phases import Call
-from tfdist.training.requests import REQUESTS, Requests
+from tfdist.training.dtypes import Gradient
 
 FIRST_SUMS = ("loss", "weight", "regularization")  # over samples, before those of the metrics
 HEAD = ("gradient_norm", "loss_scale", "skipped", "bad", "compute_s")
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of a worker; summed over workers in the reduction that is there anyway."""
+
+    save: bool = False
+    stop: bool = False
+    leave: bool = False  # end this group of workers, to form another
+
+
+REQUESTS = tuple(each.name for each in dataclasses.fields(Requests))
+NOTHING = Requests()
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ class Fields:
         return dict(zip(self.names, vector.tolist(), strict=True))
 
 
-class Layout:
+class StepVectors:
     """The vectors of a step: `sums` over samples; `signals`, what workers tell each other; `head`, what is the same on
     all anyway; `vector`, all of them.
     """
@@ -116,3 +133,61 @@ class Layout:
             call=call,
             news=news,
         )
+
+
+class Totals(NamedTuple):
+    """Totals over the steps of one call."""
+
+    sums: tf.Tensor  # float64: `StepVectors.sums` of the steps that took place, then `StepVectors.signals`
+    gradient_norm: tf.Tensor  # float32: of the last step
+    compute_s: tf.Tensor  # float64
+    skipped: tf.Tensor  # int32
+    bad: tf.Tensor  # bool
+
+    @classmethod
+    def of_no_step(cls, layout: StepVectors) -> Totals:
+        size = len(layout.sums.names) + len(layout.signals.names)
+        zero = tf.constant(0.0, tf.float64)
+        return cls(tf.zeros([size], tf.float64), tf.constant(0.0), zero, tf.constant(0), tf.constant(False))
+
+    def plus(self, step: Totals) -> Totals:
+        return Totals(
+            self.sums + step.sums,
+            step.gradient_norm,
+            self.compute_s + step.compute_s,
+            self.skipped + step.skipped,
+            tf.logical_or(self.bad, step.bad),
+        )
+
+    def vector(self, layout: StepVectors, loss_scale: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
+        """float64: `StepVectors.vector`, in one tensor, so that one copy brings it. `bad`: whatever the steps say."""
+        head = {
+            "gradient_norm": self.gradient_norm,
+            "loss_scale": loss_scale,
+            "skipped": self.skipped,
+            "bad": tf.logical_or(self.bad, bad),
+            "compute_s": self.compute_s,
+        }
+        return tf.concat([tf.stack([tf.cast(head[name], tf.float64) for name in layout.head.names]), self.sums], 0)
+
+
+def shown_sums(layout: StepVectors, sums: tf.Tensor) -> tf.Tensor:
+    """`StepVectors.sums` of a step, all times weights: regularization, which has none, counts with the step's."""
+    weight = layout.sums.of(sums, "weight")
+    return sums * tf.stack([weight if name == "regularization" else 1.0 for name in layout.sums.names])
+
+
+class Reduced(NamedTuple):
+    """The sums of a step over all replicas."""
+
+    per_replica: Any  # (pieces of the gradients, sums and signals), for `Runtime.run`
+    gradients: list[Gradient]  # the pieces of the first local replica
+    sums: tf.Tensor  # over samples: `StepVectors.sums`
+    signals: tf.Tensor  # over workers: `StepVectors.signals`
+
+
+class Results(NamedTuple):
+    """The results of the tf.function that makes steps."""
+
+    step: tf.Tensor  # the counter
+    vector: tf.Tensor  # float64: `StepVectors.vector`

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.export import check_exportable, export_model, load_export
 from tfdist.artifacts.run_folder import run_folder
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
@@ -56,7 +56,7 @@ def test_what_a_run_makes_others_cannot_write(tmp_path):
     before = os.umask(0)
     try:
         folder = run_folder(Config().replace(run_dir=str(tmp_path / "run")))
-        SnapshotStore(str(folder / "checkpoints")).write(1, {"train/step": np.array(1)}, {})
+        SnapshotFolder(str(folder / "checkpoints")).write(1, {"train/step": np.array(1)}, {})
         assert not [path for path in folder.rglob("*") if path.stat().st_mode & 0o002]
     finally:
         os.umask(before)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tfdist.artifacts import restore
 from tfdist.artifacts.manifest import MANIFEST, SHA, parse, sealed
+from tfdist.artifacts.snapshot_folder import FolderOptions, SnapshotFolder
 from tfdist.artifacts.status import read_status
-from tfdist.artifacts.store import FolderOptions, SnapshotStore
 from tfdist.control.exit_codes import CheckpointError, ClusterError, ConfigError
 from tfdist.control.tf_config import parse_tf_config
 from tfdist.telemetry.jsonl import JsonlObserver, next_attempt, read_jsonl, replay
@@ -144,7 +144,7 @@ def test_names_stay_in_the_folder(name):
 
 @pytest.fixture
 def store(tmp_path):
-    made = SnapshotStore(tmp_path / "checkpoints")
+    made = SnapshotFolder(tmp_path / "checkpoints")
     for step in (1, 2):
         made.write(step, {"train/step": np.array(step)}, {})
     return made
@@ -194,7 +194,7 @@ def test_an_index_that_is_none(store):
     path = f"{store.path(2)}/state-2.index"
     with open(path, "wb") as file:
         file.write(b"nothing of TensorFlow's" * 9)
-    from tfdist.artifacts.store import measure
+    from tfdist.artifacts.file_entry import measure
 
     entry = measure(path, SHA, flush=False)
     with open(f"{store.path(2)}/{MANIFEST}") as file:
@@ -225,7 +225,7 @@ def test_a_huge_step_does_not_win_by_its_name(store, name):
 
 
 def test_what_a_run_needs_is_asked_for(store):
-    store = SnapshotStore(store.directory, options=FolderOptions(required=restore.REQUIRED))
+    store = SnapshotFolder(store.directory, options=FolderOptions(required=restore.REQUIRED))
     snapshot, passed_over = store.newest_valid()
     assert snapshot is None and 'lacks "consumed"' in passed_over[0]
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.artifacts import restore, state
-from tfdist.artifacts.store import FolderOptions, SnapshotStore
+from tfdist.artifacts.snapshot_folder import FolderOptions, SnapshotFolder
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError
 
@@ -100,7 +100,7 @@ def test_host_generators():
 
 
 def stored(tmp_path, config=CONFIG, **fields):
-    store = SnapshotStore(tmp_path / "checkpoints")
+    store = SnapshotFolder(tmp_path / "checkpoints")
     store.write(
         5,
         {"train/step": np.array(5)},
@@ -110,9 +110,9 @@ def stored(tmp_path, config=CONFIG, **fields):
 
 
 def test_choice(tmp_path):
-    assert restore.choose(SnapshotStore(tmp_path / "none"), CONFIG) == (None, [])
+    assert restore.choose(SnapshotFolder(tmp_path / "none"), CONFIG) == (None, [])
     with pytest.raises(CheckpointError, match="--resume=must"):
-        restore.choose(SnapshotStore(tmp_path / "none"), CONFIG.replace(resume="must"))
+        restore.choose(SnapshotFolder(tmp_path / "none"), CONFIG.replace(resume="must"))
     store = stored(tmp_path)
     assert restore.choose(store, CONFIG)[0].step == 5
     with pytest.raises(CheckpointError, match="--resume=never"):
@@ -134,10 +134,10 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(tmp_path):
 
 def test_a_refusal_names_the_flag_of_what_is_refused(tmp_path):
     backup = stored(tmp_path)
-    backup = SnapshotStore(backup.directory, options=FolderOptions(flag="--backup_dir"))
+    backup = SnapshotFolder(backup.directory, options=FolderOptions(flag="--backup_dir"))
     for config in (CONFIG.replace(seed=3), CONFIG.replace(resume="never")):
         with pytest.raises(CheckpointError, match="choose another --backup_dir"):
-            restore.choose(SnapshotStore(tmp_path / "none"), config, [backup])
+            restore.choose(SnapshotFolder(tmp_path / "none"), config, [backup])
 
 
 def test_an_inconsistent_snapshot_is_not_trusted():

@@ -9,14 +9,14 @@ import pytest
 import tensorflow as tf
 
 from tfdist.artifacts.policy import Retention, TimePolicy
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.artifacts.writer import SnapshotWriter
 
 ARRAYS = {"model/0000": np.ones(1000, "float32")}
 
 
 def writer(tmp_path, keep=100, **options):
-    return SnapshotWriter(SnapshotStore(tmp_path / "checkpoints"), Retention(keep, **options), retry_after=0.01)
+    return SnapshotWriter(SnapshotFolder(tmp_path / "checkpoints"), Retention(keep, **options), retry_after=0.01)
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_snapshot_that_is_committed_counts_though_its_pointer_cannot_be_writte
     made = writer(tmp_path, keep=1)
     made.save(1, ARRAYS, {})
     made.wait()
-    text = SnapshotStore._write_text
+    text = SnapshotFolder._write_text
 
     def full(store, path, content):
         if "checkpoint-" in path:
@@ -94,7 +94,7 @@ def test_a_snapshot_that_is_committed_counts_though_its_pointer_cannot_be_writte
             raise OSError("No space left on device")
         text(store, path, content)
 
-    monkeypatch.setattr(SnapshotStore, "_write_text", full)
+    monkeypatch.setattr(SnapshotFolder, "_write_text", full)
     made.save(2, ARRAYS, {})
     made.wait()
     kinds = [kind for kind, _ in made.messages()]
@@ -156,7 +156,7 @@ def test_retention_deletes_only_after_the_new_one_is_there(tmp_path):
     ],
 )
 def test_retention(options, steps, metrics, kept):
-    doomed = Retention(**options).doomed(steps, metrics)
+    doomed = Retention(**options).to_delete(steps, metrics)
     assert sorted(set(steps) - set(doomed)) == kept
 
 

@@ -13,7 +13,7 @@ from tfdist.config import Config
 from tfdist.control import jobspecs
 from tfdist.control.exit_codes import RESTARTABLE, ConfigError, ExitCode
 from tfdist.control.jobspecs.job_options import parse_job_options
-from tfdist.control.kubernetes import from_kubernetes
+from tfdist.control.resolvers import from_kubernetes
 from tfdist.jobs import main
 
 yaml = pytest.importorskip("yaml")

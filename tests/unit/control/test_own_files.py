@@ -1,11 +1,21 @@
 """Links that somebody has put into a folder lead no writing and no removal elsewhere."""
 
+import fcntl
 import os
 import threading
 
 import pytest
 
-from tfdist.control.own_files import appended_to, remove_tree, written_whole
+from tfdist.control.own_files import (
+    _not_by_a_link,
+    appended_to,
+    flush_to_disk,
+    lock,
+    locked,
+    remove_tree,
+    replaced,
+    written_whole,
+)
 
 
 def test_a_file_has_its_name_when_it_is_whole(tmp_path):
@@ -37,3 +47,30 @@ def test_links_lead_nowhere(tmp_path):
     remove_tree(tmp_path / "link")
     remove_tree(folder)
     assert (elsewhere / "file").read_text() == "mine" and (elsewhere / "inner").is_dir() and not folder.exists()
+
+
+def test_bytes_for_their_owner_alone_under_a_name_that_the_next_writer_takes_again(tmp_path):
+    path, aside = tmp_path / "backup", tmp_path / "backup.writing"
+    aside.write_text("left by a process that was killed, and longer")
+    with written_whole(path, "wb", flushed=True, mode=0o600, aside=aside.name) as file:
+        file.write(b"whole")
+    flush_to_disk(tmp_path)
+    assert path.read_bytes() == b"whole" and path.stat().st_mode & 0o777 == 0o600 and not aside.exists()
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(OSError, match="symbolic"), replaced(path) as temporary:
+        temporary.unlink()
+        temporary.symlink_to(tmp_path / "mine")
+        with open(temporary, "w", opener=_not_by_a_link) as file:
+            file.write("ours")
+    assert path.read_bytes() == b"whole" and (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_lock_is_one_process_s(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with lock(tmp_path / "lock", wait=True) as held, lock(tmp_path / "lock", wait=False) as second:
+        assert held and not second
+    with lock(tmp_path / "lock", wait=False) as held:
+        assert held
+    with pytest.raises(OSError, match="symbolic"):
+        locked(tmp_path / "link", fcntl.LOCK_EX)
+    assert not (tmp_path / "elsewhere").exists()

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.exit_codes import DataError
 from tfdist.data import checksums, contents
-from tfdist.data.contents import must_be_the_same
+from tfdist.data.contents import must_be_same_data
 from tfdist.data.sources.objects import object_split
 from tfdist.data.sources.split import Split, array_split
 
@@ -44,7 +44,7 @@ def compared(*splits):
 
     def work(rank):
         try:
-            must_be_the_same(workers.runtime(rank), splits[rank])
+            must_be_same_data(workers.runtime(rank), splits[rank])
             told[rank] = ""
         except DataError as error:
             told[rank] = str(error)

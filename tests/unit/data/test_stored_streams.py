@@ -20,11 +20,11 @@ from tests.stores.faulty_proxy import FAULTS
 from tests.stores.s3_server import BUCKET
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import DataError, StartupError
+from tfdist.control.own_files import locked
 from tfdist.data.sources import stored_streams
 from tfdist.data.sources.tfrecord import _Folder
 from tfdist.runtime.errors import explain
 from tfdist.storage import data_cache, object_copy, object_store
-from tfdist.storage.copies import locked
 
 URL = f"s3://{BUCKET}/data"
 

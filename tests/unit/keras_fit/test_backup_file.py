@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.artifacts import fit_of_program
+from tfdist.artifacts import backup_checks
 from tfdist.compat import keras_epochs
 from tfdist.control import lease
 from tfdist.control.exit_codes import CheckpointError, ConfigError
@@ -290,7 +290,7 @@ def test_a_backup_of_a_later_fit_of_the_program_is_not_taken(tmp_path):
     assert fitted_in_turn(tmp_path, 4) == [0, 1, 2, 3]  # the second again, in the same process
     with pytest.raises(Ended):
         fitted_in_turn(tmp_path, 4, end_at=3)
-    fit_of_program._ended.clear()  # as in a new process
+    backup_checks._ended.clear()  # as in a new process
     with pytest.raises(CheckpointError, match="fit number 3 of a program with this folder, and this is number 1"):
         fitted_in_turn(tmp_path, 2)
 
@@ -300,7 +300,7 @@ def test_backups_that_are_kept_are_gone_on_from(tmp_path):
         assert fitted_in_turn(tmp_path, epochs, delete_checkpoint=False) == [0, 1][:epochs]
     with pytest.raises(Ended):
         fitted_in_turn(tmp_path, 4, end_at=3, delete_checkpoint=False)
-    fit_of_program._ended.clear()  # as in a new process
+    backup_checks._ended.clear()  # as in a new process
     for epochs, trained in ((1, [0, 1, 2]), (4, [0, 1, 2, 3])):
         assert fitted_in_turn(tmp_path, epochs, delete_checkpoint=False) == trained
 

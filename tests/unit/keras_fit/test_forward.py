@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat.temporary_attributes import replaced
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups
 from tfdist.keras_fit.batch_inputs import of_the_batch
@@ -50,7 +50,7 @@ def distribute():
     models = []
 
     def one(model):
-        models.append(replaced(model, "call", DistributedCall(model, runtime, gradients, numbers)))
+        models.append(attribute_replaced(model, "call", DistributedCall(model, runtime, gradients, numbers)))
         models[-1].__enter__()
         return runtime
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfdist
 from tests.unit.keras_fit.test_forward import distribute  # noqa: F401 - a fixture
 from tests.unit.keras_fit.test_resumed_data import Killed, KilledAfter
-from tests.unit.training.test_step_state import HELD, Counts, Holds, MadeLate, model_of
+from tests.unit.training.test_unsaved_state_checks import HELD, Counts, Holds, MadeLate, model_of
 from tfdist.artifacts import backup
 from tfdist.control.exit_codes import ConfigError
 

@@ -19,7 +19,7 @@ from tfdist.keras_fit.batches import END, Batches, digest
 from tfdist.keras_fit.data_identity import identity_of, what_changed
 from tfdist.keras_fit.model import every_row_checked
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
-from tfdist.keras_fit.rows import Part
+from tfdist.keras_fit.rows import OwnRows
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.peers import ALIKE, Peers
 
@@ -34,7 +34,7 @@ class Rank:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_parts_are_contiguous_and_complete(n, size, dynamic):
     def rows(x):
-        parts = [Part(Rank(rank, size), {"a": x, "scalar": tf.constant(3.0)}) for rank in range(size)]
+        parts = [OwnRows(Rank(rank, size), {"a": x, "scalar": tf.constant(3.0)}) for rank in range(size)]
         taken = [part.take({"a": x, "scalar": tf.constant(3.0), "none": None})["a"] for part in parts]
         return [tf.shape(own)[0] for own in taken], tf.concat(
             [part.trim(own) for part, own in zip(parts, taken, strict=True)], 0
@@ -428,14 +428,14 @@ def test_what_is_compared_is_spread_over_all_rows_and_inputs():
     inputs = {"a": tf.range(4000 * 8), "b": tf.range(8 * 4096), "few": tf.range(24)}
     shaped = {"a": [4000, 8], "b": [8, 4096], "few": [8, 3]}
     for name, numbers in inputs.items():
-        part = Part(OneDevice(), tf.reshape(numbers, shaped[name]))
+        part = OwnRows(OneDevice(), tf.reshape(numbers, shaped[name]))
         (sample,) = [each.numpy() for each in part.sample]
         rows, columns = np.unravel_index(sample, shaped[name])
         assert min(512, numbers.shape[0]) <= len(sample) <= 2048
         assert len(set(rows)) >= min(1000, shaped[name][0]), name
         assert set(columns) == set(range(shaped[name][1])) or shaped[name][1] > 1024
         assert np.diff(np.sort(columns)).max() <= 8
-    assert len(Part(OneDevice(), [tf.zeros([8, 2]), tf.ones([8, 5])]).sample) == 2
+    assert len(OwnRows(OneDevice(), [tf.zeros([8, 2]), tf.ones([8, 5])]).sample) == 2
 
 
 @pytest.mark.parametrize("first", [True, False])

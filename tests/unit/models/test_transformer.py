@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.models.transformer import SIZES, transformer
+from tfdist.models.transformer import transformer
+from tfdist.models.transformer_sizes import TRANSFORMERS
 
 
 def build(length: int = 8, vocabulary: int = 11, **options) -> keras.Model:
@@ -16,8 +17,8 @@ def build(length: int = 8, vocabulary: int = 11, **options) -> keras.Model:
 
 
 def closed_form(size: str, vocabulary: int, context: int) -> int:
-    d = SIZES[size].width
-    return (vocabulary + context + 2) * d + SIZES[size].layers * (12 * d * d + 13 * d)
+    d = TRANSFORMERS[size].width
+    return (vocabulary + context + 2) * d + TRANSFORMERS[size].layers * (12 * d * d + 13 * d)
 
 
 def count(model: keras.Model) -> int:

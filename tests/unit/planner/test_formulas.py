@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.job import ENVIRONMENT
 from tests.marks import slow_but
 from tfdist import flags
-from tfdist.planner import formulas, shapes, transformer_formulas
+from tfdist.planner import formulas, shapes
 from tfdist.planner.memory import slot_elements
 
 keras = pytest.importorskip("keras")
@@ -68,16 +68,6 @@ def test_formula_and_graph_agree(name, counted):
     assert abs(constants[0] - constants[1]) <= 40  # the states of dropout are left out
     fixed = [sum(part.fixed * part.repeat for part in shape.parts) for shape in (by_formula, by_graph)]
     assert fixed[0] == pytest.approx(fixed[1], rel=0.15, abs=60_000), fixed
-
-
-def test_sizes_are_those_of_the_models():
-    from tfdist.models import transformer, vit
-
-    for mine, theirs in (
-        (transformer_formulas.TRANSFORMERS, transformer.SIZES),
-        (transformer_formulas.VITS, vit.SIZES),
-    ):
-        assert mine == {name: (shape.layers, shape.width, shape.heads) for name, shape in theirs.items()}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor", "muon"])

@@ -20,7 +20,7 @@ from tfdist.control.faults import Faults
 from tfdist.data.sources.split import missing
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.recovery import Recovery
-from tfdist.run.stored_run import StoredRun
+from tfdist.run.remote_run import RemoteRun
 from tfdist.runtime.one_device import OneDevice
 from tfdist.telemetry.timer import Clock
 
@@ -256,13 +256,13 @@ def test_a_snapshot_that_says_nothing_of_its_data_is_believed(tmp_path, monkeypa
 def test_a_run_that_goes_on_from_memory_sends_its_snapshots(s3, tmp_path):
     """As each group of workers after the first does."""
     url = f"s3://{BUCKET}/runs/one"
-    with StoredRun(RunConfig(run_dir=url, store_timeout=10.0), tmp_path, Cluster(), "job") as stored:
+    with RemoteRun(RunConfig(run_dir=url, store_timeout=10.0), tmp_path, Cluster(), "job") as stored:
         recovery = recovery_of(tmp_path, stored=stored)
         recovery.restore()
         recovery.state.go_to(10)
         memory = WorkerMemory(None, None)
         recovery.copy(10, memory, now=True)
-    with StoredRun(RunConfig(run_dir=url, store_timeout=10.0), tmp_path, Cluster(), "job") as stored:
+    with RemoteRun(RunConfig(run_dir=url, store_timeout=10.0), tmp_path, Cluster(), "job") as stored:
         recovery = recovery_of(tmp_path, stored=stored)
         recovery.restore(checkpoint=memory.checkpoint)
         recovery.state.go_to(20)

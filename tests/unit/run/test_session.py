@@ -15,7 +15,7 @@ from tfdist.run.session import GroupChange, Start
 from tfdist.run.trainer import Trainer
 from tfdist.telemetry.events import Event
 from tfdist.training.loop import TrainResult
-from tfdist.training.requests import NOTHING, Requests
+from tfdist.training.step_output import NOTHING, Requests
 
 # In the order in which a session comes to them.
 PHASES = ["runtime", "signals", "connect", "agree", "compose", "recovery", "restore", "weights", "identify"] + [

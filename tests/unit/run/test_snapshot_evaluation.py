@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.run import snapshot_evaluation
 
@@ -22,7 +22,7 @@ def test_a_folder_that_holds_no_run(tmp_path):
 
 def test_a_step_that_has_no_snapshot(tmp_path):
     (tmp_path / "flags.txt").write_text("--steps=50\n--global_batch=8\n")
-    store = SnapshotStore(str(tmp_path / "checkpoints"))
+    store = SnapshotFolder(str(tmp_path / "checkpoints"))
     for step in (10, 20):
         store.write(step, {"train/step": np.array(step)}, {})
     with pytest.raises(

@@ -20,7 +20,7 @@ from tfdist.control.ranks import parse_ranks
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.profiler import Profiler
 from tfdist.telemetry.trackers import Run
-from tfdist.training.loop_schedule import LoopSchedule
+from tfdist.training.loop_hooks import LoopSchedule
 
 TRAIN = Event("train", 20, {"train/loss": 0.5, "perf/samples_per_s": 100.0})
 

@@ -11,10 +11,8 @@ import pytest
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.timer import Clock
 from tfdist.training.loop import train
-from tfdist.training.loop_hooks import LoopHooks
-from tfdist.training.loop_schedule import LoopSchedule
-from tfdist.training.requests import NOTHING, Requests
-from tfdist.training.step_output import StepOutput
+from tfdist.training.loop_hooks import LoopHooks, LoopSchedule
+from tfdist.training.step_output import NOTHING, Requests, StepOutput
 
 
 class Run:

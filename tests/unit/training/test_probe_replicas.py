@@ -8,7 +8,7 @@ PROGRAM = """
 import keras, numpy as np, tensorflow as tf
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-from tests.unit.training.test_step_state import Counts
+from tests.unit.training.test_unsaved_state_checks import Counts
 from tfdist.compat.tensorflow_graphs import captured_by
 from tfdist.training.loss_probe import Probe
 rows = np.ones([4, 6], "float32")

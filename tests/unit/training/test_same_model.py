@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.same_model import facts_of, must_be_the_same
+from tfdist.training.same_model import facts_of, must_be_same_model
 
 
 class Scaled(keras.layers.Layer):
@@ -51,7 +51,7 @@ def together(*facts):
             return found
 
         try:
-            must_be_the_same(SimpleNamespace(size=len(facts), all_gather=all_gather), facts[rank])
+            must_be_same_model(SimpleNamespace(size=len(facts), all_gather=all_gather), facts[rank])
         except ConfigError as error:
             return str(error)
         return ""

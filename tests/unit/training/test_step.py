@@ -17,11 +17,11 @@ from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import classification
 from tfdist.training.optimizer import OPTIMIZERS, FusedAdam, make_optimizer, switch_off_reduction
 from tfdist.training.precision import LossScale, set_policy
-from tfdist.training.requests import Requests
 from tfdist.training.schedule import Schedule
 from tfdist.training.seeds import reseed, seed_states, with_generator
 from tfdist.training.step import TrainStep
 from tfdist.training.step_options import StepOptions
+from tfdist.training.step_output import Requests
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(96, 6)).astype("float32")

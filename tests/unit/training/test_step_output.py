@@ -8,12 +8,9 @@ import pytest
 import tensorflow as tf
 
 from tfdist.telemetry.phases import Call
-from tfdist.training.gradient_scale import clipping, unscaling
-from tfdist.training.requests import NOTHING, Requests
-from tfdist.training.step_output import Layout
-from tfdist.training.step_totals import Totals, shown_sums
+from tfdist.training.step_output import NOTHING, Requests, StepVectors, Totals, shown_sums
 
-LAYOUT = Layout(("accuracy",), workers=2)
+LAYOUT = StepVectors(("accuracy",), workers=2)
 
 
 def one_step(loss, weight, regularization, signals, **others):
@@ -52,16 +49,6 @@ def test_a_bad_step_or_bad_weights_are_bad():
 def test_nothing_counted_is_not_a_loss_of_0():
     found = output(Totals.of_no_step(LAYOUT).plus(one_step(0.0, 0.0, 0.0, LAYOUT.signals_of(0, NOTHING, 0, 0))), 1)
     assert math.isnan(found.means["loss"]) and "regularization" not in found.means
-
-
-@pytest.mark.parametrize("weight, scale, expected", [(8.0, 1.0, 2.0), (16.0, 4.0, 0.25), (0.0, 1.0, 0.0)])
-def test_the_factor_of_the_mean_loss(weight, scale, expected):
-    assert float(unscaling(tf.constant(weight), 16.0, tf.constant(scale))) == expected
-
-
-@pytest.mark.parametrize("norm, expected", [(4.0, 0.25), (0.5, 1.0), (0.0, 1.0)])
-def test_clipping_shortens_only_what_is_longer(norm, expected):
-    assert float(clipping(tf.constant(norm), 1.0)) == expected
 
 
 @pytest.mark.parametrize(

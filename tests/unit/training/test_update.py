@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.optimizer import switch_off_reduction
-from tfdist.training.update import DataParallel, compiled, scaled
+from tfdist.training.update import DataParallel, clipping, compiled, scaled, unscaling
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
@@ -143,3 +143,13 @@ def test_several_threads_make_the_same_update():
         [sys.executable, "-c", OFTEN_THE_SAME_ROWS], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.endswith("different: 1\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("weight, scale, expected", [(8.0, 1.0, 2.0), (16.0, 4.0, 0.25), (0.0, 1.0, 0.0)])
+def test_the_factor_of_the_mean_loss(weight, scale, expected):
+    assert float(unscaling(tf.constant(weight), 16.0, tf.constant(scale))) == expected
+
+
+@pytest.mark.parametrize("norm, expected", [(4.0, 0.25), (0.5, 1.0), (0.0, 1.0)])
+def test_clipping_shortens_only_what_is_longer(norm, expected):
+    assert float(clipping(tf.constant(norm), 1.0)) == expected

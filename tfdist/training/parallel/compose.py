@@ -29,7 +29,7 @@ from tfdist.training.parallel.pipeline_parts import divide, stages_of
 from tfdist.training.parallel.pipeline_stages import Pipeline
 from tfdist.training.parallel.sequence import parallelize_sequence
 from tfdist.training.parallel.shared_state import refuse_hidden, refuse_shared
-from tfdist.training.parallel.tensor import Part, parallelize_layers, share, vocabulary_objective
+from tfdist.training.parallel.tensor import VariablePart, parallelize_layers, share, vocabulary_objective
 from tfdist.training.parallel.zero import sharded_update
 
 
@@ -38,7 +38,7 @@ class MeshModel(NamedTuple):
 
     update: MeshUpdate
     objective: Objective
-    parts: Mapping[int, Part]  # id of a trainable variable -> the part of it that is here
+    parts: Mapping[int, VariablePart]  # id of a trainable variable -> the part of it that is here
     pipeline: Pipeline | None
 
 
@@ -47,7 +47,7 @@ class _Layers(NamedTuple):
 
     objective: Objective
     width: int  # of the outputs' last dim on this rank; 0: not known, of a model that is no graph of layers
-    parts: Mapping[int, Part]
+    parts: Mapping[int, VariablePart]
     summed_over_model: frozenset[int]
 
 
@@ -100,7 +100,7 @@ def _parallelize(
 ) -> _Layers:
     """Cuts layers over the `expert` and `model` axes."""
     group, width = runtime.group("model"), _width(model)
-    parts: dict[int, Part] = {}
+    parts: dict[int, VariablePart] = {}
     partial: frozenset[int] = frozenset()
     cut_logits = group.size > 1 and _shards_logits(model)
     trial = None

@@ -22,7 +22,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.loss_probe import generators_kept
-from tfdist.training.parallel.tensor import Part, share
+from tfdist.training.parallel.tensor import VariablePart, share
 from tfdist.training.trial_values import differ_beyond_noise
 
 ROWS = 2
@@ -64,7 +64,7 @@ class CutTrial:
         if not runtime.all_gather(np.array([self._whole is not None], np.int64)).all():
             self._whole = None
 
-    def check(self, parts: Mapping[int, Part], partial: frozenset[int]) -> int | None:
+    def check(self, parts: Mapping[int, VariablePart], partial: frozenset[int]) -> int | None:
         """The last dim of the one output if workers have a part of it each, 0 if it is whole; None if the model could
         not be tried.
 
@@ -145,7 +145,7 @@ class CutTrial:
         first, last = share(whole.shape[-1], self._runtime.group("model"))
         return whole[..., first:last]
 
-    def _difference(self, whole: Computed, own: Computed, parts: Mapping[int, Part]) -> str:
+    def _difference(self, whole: Computed, own: Computed, parts: Mapping[int, VariablePart]) -> str:
         """What differs between the whole and the cut model, as a phrase; "" if nothing does. No collective."""
         cut = [a.shape != b.shape for a, b in zip(whole.outputs, own.outputs, strict=True)]
         if any(cut) and len(cut) > 1:

@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
-from tfdist.training.parallel.tensor import Part, Rule, cut, parallelize_layers, static_dims
+from tfdist.training.parallel.tensor import Rule, VariablePart, cut, parallelize_layers, static_dims
 
 _EXPERTS = re.compile(r"^block_\d+_experts_")
 
@@ -44,13 +44,13 @@ def from_experts(x: tf.Tensor, group: Group) -> tf.Tensor:
     return tf.reshape(tf.transpose(rows, [1, 0, 2, 3, 4]), [-1, group.size * own, places, width])
 
 
-def _first(layer: keras.Layer, group: Group) -> dict[int, Part]:
+def _first(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
     inner, parts = layer.call, _own_experts(layer, group)
     layer.call = lambda x, *rest, **options: inner(to_experts(x, group), *rest, **options)
     return parts
 
 
-def _last(layer: keras.Layer, group: Group) -> dict[int, Part]:
+def _last(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
     inner, parts = layer.call, _own_experts(layer, group)
     layer.call = lambda x, *rest, **options: from_experts(inner(x, *rest, **options), group)
     return parts
@@ -64,15 +64,15 @@ def has_experts(model: keras.Model) -> bool:
     return any(_EXPERTS.match(layer.name) for layer in keras_layers.all_layers(model, include_self=False))
 
 
-def parallelize_experts(model: keras.Model, group: Group) -> dict[int, Part]:
-    """Spreads the experts over `group`, in place, before the optimizer is built. Returns id of a variable -> its Part.
+def parallelize_experts(model: keras.Model, group: Group) -> dict[int, VariablePart]:
+    """Spreads the experts over `group`, in place, before the optimizer is built. Returns id of a variable -> its part.
 
     Raises: ConfigError if the model has no experts, or their number is no multiple of the group's size.
     """
     return parallelize_layers(model, group, "expert", RULES, "use --model=transformer --model_args=experts=8")
 
 
-def _own_experts(layer: keras.Layer, group: Group) -> dict[int, Part]:
+def _own_experts(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
     """Cuts the kernel [E, ...] and the bias [E, ...] down to this member's experts."""
     kernel = keras_layers.stored_kernel(layer)
     experts = kernel.shape[0]

@@ -20,7 +20,7 @@ from tfdist.compat import keras_layers, keras_variables
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel.recompute import recomputed
-from tfdist.training.parallel.shards import Layout
+from tfdist.training.parallel.shards import ShardLayout
 
 
 def gather_layers(
@@ -49,7 +49,7 @@ def gather_layers(
 def _gather_when_called(
     layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict[bool, _Turn]
 ) -> None:
-    layout = Layout([variable.shape for variable in own], group)
+    layout = ShardLayout([variable.shape for variable in own], group)
     states = layer.non_trainable_variables
     inner = layer.call
 

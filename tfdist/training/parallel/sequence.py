@@ -26,7 +26,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel import tensor
 from tfdist.training.parallel.expert import has_experts
-from tfdist.training.parallel.tensor import Part, Rule, own_noise, static_dims
+from tfdist.training.parallel.tensor import Rule, VariablePart, own_noise, static_dims
 
 PARTIAL = re.compile(r"^(embed_positions/|block_\d+_norm_\d+/|final_norm/|block_\d+_(attention_out|mlp_down)/bias$)")
 
@@ -45,7 +45,7 @@ def scattered(x: tf.Tensor, group: Group) -> tf.Tensor:
     return tf.ensure_shape(y, [batch, length // group.size, *rest])
 
 
-def _own_positions(layer: keras.Layer, group: Group) -> dict[int, Part]:
+def _own_positions(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
     """An Embedding that is called with all positions [1, T], and returns [1, T/m, D]."""
     inner = layer.call
 
@@ -69,7 +69,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 
-def parallelize_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Part], frozenset[int]]:
+def parallelize_sequence(model: keras.Model, group: Group) -> tuple[dict[int, VariablePart], frozenset[int]]:
     """Cuts layers as tensor.parallelize_layers, and positions in between. Returns (parts, ids of `PARTIAL`).
 
     Raises: ConfigError if the model is not the transformer, has experts, or m does not divide its positions.

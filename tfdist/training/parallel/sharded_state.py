@@ -6,8 +6,8 @@ shard along `data` (zero.py), a shard of a part, or on another stage of a pipeli
 (the errors that compression.py carries) goes in as one row a replica; other replicas than those that wrote them get
 equal parts of the sum. So a snapshot of any mesh resumes on any other, or on none.
 
-It does so in two ways: the chief holds all, or (artifacts/parts.py) every worker writes and reads its own part, which
-is some boxes of each whole array (state_piece.py).
+It does so in two ways: the chief holds all, or (artifacts/sharded_snapshots.py) every worker writes and reads its own
+part, which is some boxes of each whole array (state_piece.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.artifacts.parts import Shard
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.artifacts.sharded_snapshots import Shard
 from tfdist.runtime.mesh import AXES, REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.runtime.weight_check import Held, is_compared
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.state_piece import Piece, shared_out
-from tfdist.training.parallel.tensor import Part
+from tfdist.training.parallel.tensor import VariablePart
 
 
 class ShardedState:
@@ -43,7 +42,7 @@ class ShardedState:
         optimizer: keras.Optimizer,
         train: Mapping[str, Any],
         update: MeshUpdate,
-        parts: Mapping[int, Part],
+        parts: Mapping[int, VariablePart],
     ):
         self.runtime, self.update = runtime, update
         self._replicas = runtime.group(*REPLICA_AXES)
@@ -58,7 +57,7 @@ class ShardedState:
         )
         self._gather = tf.function(lambda x, ranks: runtime.group_of(ranks).all_gather(x), autograph=False)
 
-    def _piece(self, key: str, variable: keras.Variable | tf.Variable, parts: Mapping[int, Part]) -> Piece:
+    def _piece(self, key: str, variable: keras.Variable | tf.Variable, parts: Mapping[int, VariablePart]) -> Piece:
         update, replicas = self.update, self._replicas
         owner = update.owners.get(id(variable), self._number.get(id(variable)))
         if owner is None:
@@ -142,13 +141,7 @@ class ShardedState:
 
         Raises CheckpointError if they do not fit.
         """
-        for key, (name, shape, dtype) in self.table().items():
-            if key not in arrays or list(arrays[key].shape) != shape or str(arrays[key].dtype) != dtype:
-                found = f"{arrays[key].dtype} {arrays[key].shape}" if key in arrays else "absent"
-                raise CheckpointError(
-                    f"The checkpoint does not fit: {name} is {dtype} {tuple(shape)} here, {found} there: use the model"
-                    " flags of the run that wrote it."
-                )
+        state.check_arrays(self.table(), arrays)
         for key, piece in self.pieces.items():
             if self._is_here(piece):
                 piece.value.assign(piece.own(arrays[key]))

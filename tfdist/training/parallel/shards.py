@@ -14,18 +14,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_variables
+from tfdist.compat import keras_optimizers, keras_variables
 from tfdist.runtime.collectives import Group
 from tfdist.training.dtypes import of_each_dtype
 
 
-class Layout:
+class ShardLayout:
     """The layout of tensors of these shapes in the matrix of a group, and how they travel."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], group: Group):
@@ -78,7 +77,7 @@ def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]
     It keeps the names.
     """
     return [
-        named_like(variable, Layout([variable.shape], group).cut(variable.numpy(), 0))
+        named_like(variable, ShardLayout([variable.shape], group).cut(variable.numpy(), 0))
         for variable, group in zip(variables, groups, strict=True)
     ]
 
@@ -98,16 +97,6 @@ def named_like(whole: keras.Variable, value: np.ndarray) -> keras.Variable:
 
 def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> dict[int, int]:
     """Builds the optimizer on `variables`. Returns id of a slot -> the number of the variable that it belongs to."""
-    owners: dict[int, int] = {}
     number = {id(variable): index for index, variable in enumerate(variables)}
-    add = optimizer.add_variable_from_reference
-
-    def add_and_note(reference_variable: keras.Variable, *arguments: Any, **options: Any) -> keras.Variable:
-        slot = add(reference_variable, *arguments, **options)
-        owners[id(slot)] = number[id(reference_variable)]
-        return slot
-
-    optimizer.add_variable_from_reference = add_and_note
-    optimizer.build(variables)
-    del optimizer.add_variable_from_reference
-    return owners
+    slots = keras_optimizers.built_with_slots(optimizer, variables)
+    return {id(slot): number[id(variable)] for slot, variable, _ in slots}

@@ -13,12 +13,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts import state
 from tfdist.artifacts.checkpoint_files import SUFFIX
-from tfdist.artifacts.parts import Shard, boxes_of_range, read_shards, runs
+from tfdist.artifacts.sharded_snapshots import Shard, boxes_of_range, read_shards, runs
 from tfdist.compat.checkpoint_index import Box
 from tfdist.runtime.collectives import Group
-from tfdist.training.parallel.shards import Layout
-from tfdist.training.parallel.tensor import Part
+from tfdist.training.parallel.shards import ShardLayout
+from tfdist.training.parallel.tensor import VariablePart
 
 
 class _Region(NamedTuple):
@@ -36,7 +37,7 @@ class Piece:
     variable: keras.Variable | tf.Variable  # in which it is
     shape: tuple[int, ...]  # of the whole
     group: Group  # the replicas, or, of experts, those among them that hold the same
-    part: Part | None  # along `model` or `expert`
+    part: VariablePart | None  # along `model` or `expert`
     is_shard: bool = False  # over `group`
     stages: tuple[int, ...] | None = None  # of the pipeline that hold it; None: all
     is_row: bool = False  # every replica has its own; the whole has one row for each
@@ -52,7 +53,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        return getattr(self.variable, "path", self.variable.name)
+        return state.name_of(self.variable)
 
     @property
     def dtype(self) -> tf.DType:
@@ -60,7 +61,7 @@ class Piece:
 
     @property
     def value(self) -> tf.Variable:
-        return self.variable.value if isinstance(self.variable, keras.Variable) else self.variable
+        return state.tf_variable(self.variable)
 
     def own(self, whole: np.ndarray) -> np.ndarray:
         """This worker's piece of a whole array."""
@@ -69,7 +70,7 @@ class Piece:
         own = self.part.cut(whole) if self.part else whole
         if not self.is_shard:
             return own
-        return Layout([own.shape], self.group).cut(own, 0)
+        return ShardLayout([own.shape], self.group).cut(own, 0)
 
     def to_shards(self, key: str) -> list[Shard]:
         """The piece as boxes of the array called `key`."""

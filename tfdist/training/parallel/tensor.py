@@ -33,7 +33,7 @@ from tfdist.training.objectives import Objective, Scores, weights_like
 
 
 @dataclass(frozen=True)
-class Part:
+class VariablePart:
     """The part of a variable that a rank holds: of dim `dim`, the places `places[index]`."""
 
     shape: tuple[int, ...]  # of the whole
@@ -63,7 +63,8 @@ class Part:
         return whole
 
 
-Rule = Callable[[keras.Layer, Group], dict[int, Part]]  # returns id of a variable that was cut -> what is left of it
+# Returns id of a variable that was cut -> what is left of it.
+Rule = Callable[[keras.Layer, Group], dict[int, VariablePart]]
 Crossing = Callable[[tf.Tensor, Group], tf.Tensor]  # how a tensor enters or leaves what is cut
 
 
@@ -91,7 +92,7 @@ def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
     `blocks`: out is that many matrices side by side, each of which is cut.
     """
 
-    def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
         if layer.activity_regularizer is not None:
             raise ConfigError(
                 f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, of whose activations"
@@ -110,7 +111,7 @@ def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
 def row(leave: Crossing = summed) -> Rule:
     """A Dense layer [in, out] -> [in / m, out], whose input is a part."""
 
-    def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
         parts = cut(keras_layers.stored_kernel(layer), 0, group)
 
         def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
@@ -127,7 +128,7 @@ def row(leave: Crossing = summed) -> Rule:
 def reshape(dim: int) -> Rule:
     """A Reshape layer whose target has only 1 / m of dim `dim`."""
 
-    def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
         target = list(layer.target_shape)
         if target[dim] % group.size:
             raise ConfigError(
@@ -141,7 +142,7 @@ def reshape(dim: int) -> Rule:
     return rule
 
 
-def own_noise(layer: keras.Layer, group: Group) -> dict[int, Part]:
+def own_noise(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
     """A Dropout layer on parts: other ranks draw other masks."""
     inner, seed = layer.call, layer.seed_generator.state
 
@@ -158,7 +159,7 @@ def own_noise(layer: keras.Layer, group: Group) -> dict[int, Part]:
 def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
     """A ReversibleEmbedding [V, D] -> [V / m, D]. In reverse it returns this rank's logits [B, T, V / m]."""
 
-    def rule(layer: keras.Layer, group: Group) -> dict[int, Part]:
+    def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
         inner = layer.call
         parts = cut(keras_layers.stored_embeddings(layer), 0, group)
         if not layer.tie_weights:
@@ -201,13 +202,13 @@ def parallelize_layers(
     axis: str = "model",
     rules: Sequence[tuple[str, Rule]] = RULES,
     fix: str = "use --model=transformer or vit",
-) -> dict[int, Part]:
-    """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its Part.
+) -> dict[int, VariablePart]:
+    """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its part.
 
     Raises: ConfigError if no layer matches any rule, or one that does is of another kind, or cannot be cut into so many
     parts; `fix` says what to do.
     """
-    parts: dict[int, Part] = {}
+    parts: dict[int, VariablePart] = {}
     matched = False
     for layer in keras_layers.all_layers(model, include_self=False):
         for pattern, rule in rules:
@@ -264,8 +265,8 @@ def share(size: int, group: Group) -> tuple[int, int]:
     return group.index * size // group.size, (group.index + 1) * size // group.size
 
 
-def cut(variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, Part]:
-    """Cuts a variable of the layer along `dim` down to this member's part, in place. Returns its id -> its Part."""
+def cut(variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, VariablePart]:
+    """Cuts a variable of the layer along `dim` down to this member's part, in place. Returns its id -> its part."""
     size = variable.shape[dim]
     other_ways = {"regularizer": "--weight_decay does much the same", "constraint": "or give the workers to data="}
     for kind, other_way in other_ways.items():
@@ -282,7 +283,7 @@ def cut(variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> di
     block = np.arange(size).reshape(blocks, -1)
     points = [member * block.shape[1] // group.size for member in range(group.size + 1)]
     places = tuple(block[:, start:stop].reshape(-1) for start, stop in zip(points, points[1:], strict=False))
-    part = Part(tuple(variable.shape), dim, places, group.index)
+    part = VariablePart(tuple(variable.shape), dim, places, group.index)
     value = variable.numpy()
     name = variable.value.name.partition(":")[0]  # at which optimizers look for what does not decay
     own = tf.Variable(tf.constant(part.cut(value)), trainable=variable.trainable, name=name)

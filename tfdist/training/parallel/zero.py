@@ -36,7 +36,7 @@ from tfdist.training.optimizer import ELEMENTWISE, swapped_in
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
-from tfdist.training.parallel.shards import Layout, shard_variables
+from tfdist.training.parallel.shards import ShardLayout, shard_variables
 
 # Buckets of gradients whose shards have not come, at stage 2. A backward pass that runs ahead of the network would have
 # all in memory.
@@ -102,7 +102,7 @@ class ZeroUpdate(ShardedUpdate):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._layouts = [Layout(bucket.shapes, bucket.group) for bucket in self.buckets]
+        self._layouts = [ShardLayout(bucket.shapes, bucket.group) for bucket in self.buckets]
 
     def keep(self, gradients: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         kept = super().keep(gradients)

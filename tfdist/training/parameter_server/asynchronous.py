@@ -6,7 +6,7 @@ from collections import deque
 
 from tfdist.training.parameter_server.remote_step import RemoteStep, Result
 from tfdist.training.parameter_server.server_steps import ServerSteps, StepResult, Workers
-from tfdist.training.requests import NOTHING
+from tfdist.training.step_output import NOTHING
 
 _AHEAD = 2  # calls per worker under way at a time, so that none waits for the chief
 

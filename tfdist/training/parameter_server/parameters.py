@@ -136,17 +136,8 @@ class Parameters:
         }
         with tf.device(self.devices[server]):
             optimizer = make_optimizer(self.schedule)
-            add = optimizer.add_variable_from_reference
-
-            def recording(
-                reference_variable: keras.Variable, name: str | None = None, initializer: str = "zeros"
-            ) -> keras.Variable:
-                made = add(reference_variable, name=name, initializer=initializer)
-                self._slots.append((own[id(reference_variable)], name or "var", made))
-                return made
-
-            optimizer.add_variable_from_reference = recording
-            optimizer.build([value for value in self._values if id(value) in own])
+            slots = keras_optimizers.built_with_slots(optimizer, [value for value in self._values if id(value) in own])
+        self._slots += [(own[id(value)], name, slot) for slot, value, name in slots]
         keras_optimizers.count_steps_atomically(optimizer)
         return optimizer
 

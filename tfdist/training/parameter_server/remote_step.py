@@ -23,11 +23,10 @@ from tfdist.compat.keras_random import is_seed_state
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.models import missing_rows
-from tfdist.training import step_state
+from tfdist.training import unsaved_state_checks
 from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.connected import Connected
 from tfdist.training.dtypes import as_summands, global_norm, with_zeros
-from tfdist.training.gradient_scale import clipping, unscaling
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.parameter_server.contained_batch import ContainedBatch
 from tfdist.training.parameter_server.parameters import Parameters
@@ -36,7 +35,7 @@ from tfdist.training.seeds import seed_values
 from tfdist.training.stateless_call import stateless_call
 from tfdist.training.step_output import FIRST_SUMS, Fields
 from tfdist.training.total_loss import SummedLoss, expected_weight, rows_of
-from tfdist.training.update import scaled
+from tfdist.training.update import clipping, scaled, unscaling
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ class RemoteStep:
             total = missing_rows.told(summed.weighted_mean(self._expected_weight))
             sums = missing_rows.told(summed.sums)
         self._check(losses)
-        step_state.check_on_servers(self.model, self.parameters.counter)
+        unsaved_state_checks.check_on_servers(self.model, self.parameters.counter)
         found = tape.gradient(total, weights)
         self.connected.note(found)
         gradients = as_summands(with_zeros(found, weights), weights)

@@ -20,8 +20,7 @@ from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.staleness import Staleness
 from tfdist.training.parameter_server.remote_calls import Call, RemoteCalls
 from tfdist.training.parameter_server.remote_step import RemoteStep, Result
-from tfdist.training.requests import NOTHING, Requests
-from tfdist.training.step_output import StepOutput, means_of
+from tfdist.training.step_output import NOTHING, Requests, StepOutput, means_of
 
 LOOK_SECONDS = 0.2  # between looks at who is lost
 

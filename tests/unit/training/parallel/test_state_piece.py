@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.artifacts.parts import save_part
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.sharded_snapshots import save_part
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.parallel.state_piece import Piece
 
@@ -56,5 +56,5 @@ def test_what_two_wrote_three_read_and_one(dtype, tmp_path):
         for rank in range(size):
             held = piece(rank, size)
             np.testing.assert_array_equal(held.read(f"{tmp_path}/state", "a"), held.value.numpy())
-    store, snapshot = SnapshotStore(str(tmp_path)), SimpleNamespace(prefix=f"{tmp_path}/state")
+    store, snapshot = SnapshotFolder(str(tmp_path)), SimpleNamespace(prefix=f"{tmp_path}/state")
     np.testing.assert_array_equal(store.read(snapshot)["a"], whole)

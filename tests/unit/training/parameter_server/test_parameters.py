@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.training.test_step_state import HELD
+from tests.unit.training.test_unsaved_state_checks import HELD
 from tfdist import build
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster

@@ -12,14 +12,12 @@ from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.timer import Clock
 from tfdist.training.connected import Connected
 from tfdist.training.loop import train
-from tfdist.training.loop_hooks import LoopHooks
-from tfdist.training.loop_schedule import LoopSchedule
+from tfdist.training.loop_hooks import LoopHooks, LoopSchedule
 from tfdist.training.parameter_server.asynchronous import Asynchronous
 from tfdist.training.parameter_server.remote_step import Result
 from tfdist.training.parameter_server.server_steps import Workers
 from tfdist.training.parameter_server.synchronous import Synchronous
-from tfdist.training.requests import NOTHING, Requests
-from tfdist.training.step_output import Fields
+from tfdist.training.step_output import NOTHING, Fields, Requests
 
 
 class Servers:

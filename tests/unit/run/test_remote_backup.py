@@ -1,4 +1,4 @@
-"""--backup_dir=URL (tfdist/run/stored_backup.py): against a real server, with a state of two arrays for a model."""
+"""--backup_dir=URL (tfdist/run/remote_backup.py): against a real server, with a state of two arrays for a model."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _LOOK_SECONDS = 0.5
 _PROGRESS_SECONDS = 10.0
 
 
-class Sender:
+class UploadThread:
     """unsent: the steps that are not in the store. send: sends what is to be sent first, if there is anything; may
     raise StoreError, and OSError of the disk here. Both are called in the thread.
     """
@@ -66,7 +66,7 @@ class Sender:
                 self._busy = False
 
 
-def sent_within(sender: Sender, place: str, deadline: float) -> list[int]:
+def sent_within(sender: UploadThread, place: str, deadline: float) -> list[int]:
     """Waits until all is sent to `place`, and says what is on its way; until the deadline, of time.monotonic(). Returns
     the steps that are not sent.
     """

@@ -1,7 +1,7 @@
 """The backup of a run in an object store (--backup_dir=URL), as the chief has it.
 
 It is written to a folder of this machine's cache, as it is without a store; a thread sends the newest, as it sends
-snapshots (artifacts/stored_snapshots.py): the backup before is removed when the manifest of the next one is there. A
+snapshots (artifacts/remote_snapshots.py): the backup before is removed when the manifest of the next one is there. A
 store that is away is told of, and ends nothing: neither training, nor the run.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.manifest import MANIFEST
-from tfdist.artifacts.sender import sent_within
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots
 from tfdist.artifacts.status import STATUS_FILE
-from tfdist.artifacts.stored_snapshots import StoredSnapshots
+from tfdist.artifacts.upload_thread import sent_within
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import job_identity
@@ -35,7 +35,7 @@ from tfdist.storage.store_lease import StoreLease
 _GIVE_BACK_SECONDS = 10.0
 
 
-class StoredBackup:
+class RemoteBackup:
     """Brings and sends `backup`. run_id: of the run that begins, if it has one.
 
     Raises TfdistError if there can be no such store.
@@ -48,7 +48,7 @@ class StoredBackup:
             self._objects = ObjectStore(self._url, min(self._timeout, PATIENCE_SECONDS))
         job = job_identity(os.environ, resolve_cluster(os.environ))
         self._lease = StoreLease(self._objects, job, end_worker, f"--backup_dir={self._url}")
-        self._shelf = StoredSnapshots(self._objects, self._store, backup.retention, self._lease.confirm)
+        self._remote = RemoteSnapshots(self._objects, self._store, backup.retention, self._lease.confirm)
         self._alarm = StoreAlarm("the backup: ")
         self._held = contextlib.ExitStack()
         self._last_deed: Callable[[], None] = lambda: None
@@ -69,8 +69,8 @@ class StoredBackup:
                     raise ConfigError(f"--backup_dir={self._url} holds a run: name a place of its own for the backup.")
                 self._store.clean()
                 self._forget_other_runs()
-                messages = self._shelf.bring_newest()
-                self._shelf.start()
+                messages = self._remote.bring_newest()
+                self._remote.start()
                 self._held = on_failure.pop_all()
         self._begun = True
         return messages
@@ -79,7 +79,7 @@ class StoredBackup:
         """Deletes backups here that may be of a run that has ended on another machine: they count only if they are of
         the run whose backup is in the store, or of the run that begins."""
         wanted = {self._run_id}
-        for step in self._shelf.steps()[-1:]:
+        for step in self._remote.steps()[-1:]:
             wanted.add(_run_of(self._objects.text(f"{SNAPSHOTS}/step-{step:08d}/{MANIFEST}") or ""))
         for step in self._store.steps():
             try:
@@ -91,11 +91,11 @@ class StoredBackup:
 
     def messages(self) -> Iterator[str]:
         """A sentence when the store cannot be used, and again while that lasts."""
-        yield from self._alarm.messages(self._shelf.sender.trouble() or self._objects.waiting(SILENT_SECONDS))
+        yield from self._alarm.messages(self._remote.sender.trouble() or self._objects.waiting(SILENT_SECONDS))
 
     def send_rest(self, seconds: float | None = None) -> None:
         """Waits until the last one is sent, at most so long; else --store_timeout."""
-        sender, seconds = self._shelf.sender, self._timeout if seconds is None else seconds
+        sender, seconds = self._remote.sender, self._timeout if seconds is None else seconds
         if self._begun and sent_within(sender, self._url, time.monotonic() + seconds):
             self._say(f"THE LAST BACKUP WAS NOT SENT to {self._url} ({sender.trouble() or 'it takes too long'})")
 
@@ -108,15 +108,15 @@ class StoredBackup:
 
         def remove() -> None:
             try:
-                for step in self._shelf.all_steps():
-                    self._shelf.remove(step)
+                for step in self._remote.all_steps():
+                    self._remote.remove(step)
                 self._objects.remove(f"{SNAPSHOTS}/checkpoint")
                 failed.clear()
             except StoreError as error:
                 failed[:] = [str(error)]
 
         if self._begun:
-            self._shelf.sender.end(self._timeout)
+            self._remote.sender.end(self._timeout)
             self._objects.patience = min(self._timeout, _GIVE_BACK_SECONDS)
             for_at_most(self._timeout, remove)
             if failed:
@@ -125,7 +125,7 @@ class StoredBackup:
     def close(self) -> None:
         """Sends no more, and gives the place back."""
         self._last_deed()
-        self._shelf.sender.end()
+        self._remote.sender.end()
         self._held.close()
 
     def _give_back(self) -> None:

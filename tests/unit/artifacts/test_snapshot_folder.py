@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests.e2e.job import ENVIRONMENT
 from tfdist.artifacts.manifest import CRC, MANIFEST, SHA
-from tfdist.artifacts.store import FolderOptions, SnapshotStore
+from tfdist.artifacts.snapshot_folder import FolderOptions, SnapshotFolder
 from tfdist.control.exit_codes import CheckpointError
 
 ARRAYS = {
@@ -28,7 +28,7 @@ ARRAYS = {
 
 @pytest.fixture
 def store(tmp_path):
-    return SnapshotStore(tmp_path / "checkpoints")
+    return SnapshotFolder(tmp_path / "checkpoints")
 
 
 def damage(path: Path, how: str) -> None:
@@ -123,7 +123,7 @@ def test_arrays_of_every_kind_are_written_as_they_are(store):
 @pytest.mark.parametrize("checksum", [CRC, SHA])
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
 def test_every_damaged_file_is_found_and_the_previous_snapshot_used(store, how, checksum):
-    store = SnapshotStore(store.directory, options=FolderOptions(checksum=checksum))
+    store = SnapshotFolder(store.directory, options=FolderOptions(checksum=checksum))
     store.write(10, ARRAYS, {})
     names = sorted(os.listdir(store.path(10)))
     assert len(names) >= 4 and MANIFEST in names
@@ -201,8 +201,8 @@ def test_links_that_stand_for_snapshots_and_leftovers_lead_nowhere(store, tmp_pa
 
 KILLED = """
 import sys, numpy as np
-from tfdist.artifacts.store import SnapshotStore
-store = SnapshotStore(sys.argv[1])
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
+store = SnapshotFolder(sys.argv[1])
 for step in range(1, 1000):
     store.write(step, {"model/0000": np.full(2_000_000, step, "float32")}, {})
     print(step, flush=True)
@@ -215,7 +215,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_valid_snapshot(tmp_path):
     script = tmp_path / "writer.py"
     script.write_text(KILLED)
     for round_, delay in enumerate((0.02, 0.035, 0.05)):
-        store = SnapshotStore(tmp_path / str(round_))
+        store = SnapshotFolder(tmp_path / str(round_))
         writer = subprocess.Popen(
             [sys.executable, str(script), store.directory],
             stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tests.unit.training.test_step import batches, make_step
 from tfdist.artifacts.hidden_state import hidden_variables
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training import step_state
+from tfdist.training import unsaved_state_checks
 from tfdist.training.objectives import classification
 
 
@@ -236,4 +236,4 @@ def test_a_regularizer_draws_by_the_step():
 def test_what_is_of_the_process_is_known_by_its_name_in_any_scope():
     with tf.name_scope("layer"):
         token, other = tf.Variable(0.0, name="tfdist_order"), tf.Variable(0.0, name="order")
-    assert step_state.names_of([token.handle, other.handle]) == ["layer/order"]
+    assert unsaved_state_checks.names_of([token.handle, other.handle]) == ["layer/order"]

@@ -1,11 +1,12 @@
 """Snapshots of a run in an object store of which every worker writes and sends its own part: no machine has all of it.
 
-Workers that do not see one folder cannot write parts there together (parts.py). Each keeps its own below parts/ in its
-working copy, which workers of a machine share, and sends it in a thread; the store is where the parts meet:
+Workers that do not see one folder cannot write parts there together (sharded_snapshots.py). Each keeps its own below
+parts/ in its working copy, which workers of a machine share, and sends it in a thread. The store is where the parts
+meet:
 
     every worker     state-100.data-00002-of-00008, part-00002.index, and then part-00002.json: what it has sent
     the chief        waits for all part-*.json there and writes state-100.index and then manifest.json: the commit
-                     (parts_commit.py)
+                     (sharded_commit.py)
 
 So it is in the end as any other snapshot. Each write of a part has a stamp of its own, the same on all workers, so that
 nothing of two writes becomes one snapshot. What the chief still wants is agreed on at every save: the one that is being
@@ -20,11 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist.artifacts.file_entry import measure
 from tfdist.artifacts.manifest import SHA
-from tfdist.artifacts.parts import Shard, save_part, values_of
-from tfdist.artifacts.sender import Sender
-from tfdist.artifacts.store import SnapshotStore, measure
-from tfdist.artifacts.stored_snapshots import step_folder
+from tfdist.artifacts.remote_snapshots import step_folder
+from tfdist.artifacts.sharded_snapshots import Shard, save_part, values_of
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
+from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.own_files import remove_tree, written_whole
 from tfdist.control.user_errors import first_line
 from tfdist.storage.object_store import ObjectStore
@@ -48,7 +50,7 @@ def index_of(rank: int) -> str:
     return f"part-{rank:05d}.index"
 
 
-class StoredParts(SnapshotStore):
+class ShardUpload(SnapshotFolder):
     """The parts of one of `size` workers, in a folder here and below `objects`. `write` must be called on all.
 
     Args:
@@ -72,7 +74,7 @@ class StoredParts(SnapshotStore):
         self.sent: set[int] = set()
         self._notes: dict[int, dict[str, Any]] = {}  # step -> what is said of this worker's part
         self._writes = 0
-        self.sender = Sender(self.unsent, self._send_next)
+        self.sender = UploadThread(self.unsent, self._send_next)
 
     def unsent(self) -> list[int]:
         """Steps of which this worker's part is here, but not in the store; the oldest first."""
@@ -174,7 +176,7 @@ def left_parts(folder: Path, run_id: str, newest: int) -> list[tuple[int, int, d
     `newest`; the oldest first.
     """
     found = []
-    for step in (store := SnapshotStore(str(folder / PARTS))).steps():
+    for step in (store := SnapshotFolder(str(folder / PARTS))).steps():
         for file in sorted(Path(store.path(step)).glob("part-*.json")):
             with contextlib.suppress(OSError, ValueError):
                 if step > newest and file.stat().st_size <= _LONGEST_NOTE:

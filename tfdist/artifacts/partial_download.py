@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.artifacts.checkpoint_files import SUFFIX
-from tfdist.artifacts.parts import Shard
-from tfdist.artifacts.store import OF_A_RUN, FolderOptions, Snapshot, SnapshotStore, has_content
-from tfdist.artifacts.stored_parts import PARTS, data_file
-from tfdist.artifacts.stored_snapshots import StoredSnapshots, step_folder, whole_manifest
+from tfdist.artifacts.file_entry import has_content
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder, whole_manifest
+from tfdist.artifacts.shard_upload import PARTS, data_file
+from tfdist.artifacts.sharded_snapshots import Shard
+from tfdist.artifacts.snapshot_folder import OF_A_RUN, FolderOptions, Snapshot, SnapshotFolder
 from tfdist.compat.checkpoint_index import CheckpointIndex, Stored, overlap
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree, replaced
@@ -29,7 +30,7 @@ _GAP_BYTES = 1 << 16  # what lies between two wanted pieces is brought, too, if 
 _PIECE_BYTES = 1 << 25  # at a time
 
 
-class RangedSnapshots(SnapshotStore):
+class PartialDownload(SnapshotFolder):
     """The snapshots below `objects`, and what is here of them, below a working copy.
 
     brought: bytes that have come from the store.
@@ -39,28 +40,28 @@ class RangedSnapshots(SnapshotStore):
         self,
         objects: ObjectStore,
         folder: Path,
-        shelf: StoredSnapshots | None,
+        remote: RemoteSnapshots | None,
         options: FolderOptions = OF_A_RUN,
     ):
         super().__init__(str(folder / PARTS), options=options)
-        self.objects, self._shelf, self.brought = objects, shelf, 0
+        self.objects, self._remote, self.brought = objects, remote, 0
 
     def newest_valid(self) -> tuple[Snapshot | None, list[str]]:
         """The newest in the store that is valid by its table of contents; on the chief. Raises StoreError."""
-        assert self._shelf
+        assert self._remote
         messages: list[str] = []
-        for step in reversed(self._shelf.steps()):
-            if step in self._shelf.damaged_there:
+        for step in reversed(self._remote.steps()):
+            if step in self._remote.damaged_there:
                 continue
             try:
                 return self._found(step), messages
             except CheckpointError as error:
                 messages.append(f"{self.objects.url}: {error}")
-                self._shelf.damaged_there.add(step)
+                self._remote.damaged_there.add(step)
         return None, messages
 
     def set_aside_damaged(self) -> None:
-        """Does nothing here: the shelf does it in the store."""
+        """Does nothing here: `remote` does it in the store."""
 
     def _found(self, step: int) -> Snapshot:
         """Raises CheckpointError, StoreError."""

@@ -19,8 +19,8 @@ from typing import Any
 from tfdist.artifacts.checkpoint_files import pointer
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.sender import Sender
-from tfdist.artifacts.store import SnapshotStore, must_be_of
+from tfdist.artifacts.snapshot_folder import SnapshotFolder, must_be_of
+from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
 from tfdist.control.run_address import SNAPSHOTS
@@ -32,14 +32,14 @@ _SENDING = ".sending-"
 _DAMAGED = "damaged-manifest.json"  # the name that the manifest of a damaged snapshot is given
 
 
-def bring_for_reading(objects: ObjectStore | None, store: SnapshotStore, step: int = -1) -> None:
+def bring_for_reading(objects: ObjectStore | None, store: SnapshotFolder, step: int = -1) -> None:
     """Brings a run's newest snapshot, or that of a step, if the run is in an object store and it is not in `store`.
     Raises TfdistError.
     """
     if objects is None:
         return
     with as_sentence():
-        stored = StoredSnapshots(objects, store, Retention(1))
+        stored = RemoteSnapshots(objects, store, Retention(1))
         if step < 0:
             stored.bring_newest()
         elif step not in store.steps():
@@ -75,7 +75,7 @@ def whole_manifest(
     return text, manifest
 
 
-class StoredSnapshots:
+class RemoteSnapshots:
     """The snapshots below `objects`, and the thread that sends those of `store` there.
 
     retention: what is kept in the store. In the thread are called, and may raise StoreError: allowed, before anything
@@ -85,7 +85,7 @@ class StoredSnapshots:
     def __init__(
         self,
         objects: ObjectStore,
-        store: SnapshotStore,
+        store: SnapshotFolder,
         retention: Retention,
         allowed: Callable[[], None] = lambda: None,
         before: Callable[[], None] = lambda: None,
@@ -96,7 +96,7 @@ class StoredSnapshots:
         self._manifests: dict[int, str] = {}  # of those, their texts
         self._damaged: set[int] = set()  # which are here, but are not sent
         self.damaged_there: set[int] = set()  # which are in the store, but were passed over; `start` sets them aside
-        self.sender = Sender(self.unsent, self._send_newest)
+        self.sender = UploadThread(self.unsent, self._send_newest)
 
     # -- bringing --------------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class StoredSnapshots:
 
     def retain(self) -> None:
         """Removes what is not to be kept. Raises StoreError."""
-        for step in self._retention.doomed(self._there, self._there):
+        for step in self._retention.to_delete(self._there, self._there):
             if not os.path.isdir(self._store.path(step)):  # else it would be sent again
                 self.remove(step)
 

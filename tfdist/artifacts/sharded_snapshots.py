@@ -1,8 +1,8 @@
 """Snapshots of which every worker writes a part, and reads a part: no worker ever holds all of it.
 
-The files are those of any other snapshot (store.py): whole arrays by key, with one manifest. TensorFlow's checkpoints
-know *slices*: a worker saves boxes of an array, the chief merges the tables of contents when all parts are there, and
-whoever reads asks for other boxes, or for whole arrays.
+The files are those of any other snapshot (snapshot_folder.py): whole arrays by key, with one manifest. TensorFlow's
+checkpoints know *slices*: a worker saves boxes of an array, the chief merges the tables of contents when all parts are
+there, and whoever reads asks for other boxes, or for whole arrays.
 
     every worker     part-00002.data-..., part-00002.index, and then part-00002.json with their sizes and checksums
     the chief        waits for all part-*.json, merges, writes the manifest, renames the folder: the commit
@@ -28,7 +28,8 @@ import tensorflow as tf
 from tfdist.artifacts import checkpoint_files
 from tfdist.artifacts.checkpoint_arrays import read_boxes
 from tfdist.artifacts.checkpoint_files import SUFFIX, Entry
-from tfdist.artifacts.store import OF_A_RUN, FolderOptions, SnapshotStore, measure
+from tfdist.artifacts.file_entry import measure
+from tfdist.artifacts.snapshot_folder import OF_A_RUN, FolderOptions, SnapshotFolder
 from tfdist.compat.checkpoint_index import Box, is_whole
 from tfdist.control.user_errors import first_line
 
@@ -96,7 +97,7 @@ def save_part(
     return checkpoint_files.write_files(prefix, entries, direct) if entries else {}
 
 
-class PartedStore(SnapshotStore):
+class ShardedSnapshotFolder(SnapshotFolder):
     """A folder of snapshots that `size` workers write together; each has one. `write` must be called on all of them.
 
     Args:

@@ -1,4 +1,4 @@
-"""tfdist/artifacts/stored_snapshots.py against a real server: what is sent, what is believed, what is removed."""
+"""tfdist/artifacts/remote_snapshots.py against a real server: what is sent, what is believed, what is removed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import tensorflow as tf
 from tests.stores.faulty_proxy import FAULTS
 from tests.stores.s3_server import BUCKET
 from tests.stores.webhdfs_server import webhdfs_server
-from tfdist.artifacts import stored_snapshots
+from tfdist.artifacts import remote_snapshots
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.store import SnapshotStore
-from tfdist.artifacts.stored_snapshots import StoredSnapshots, bring_for_reading
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots, bring_for_reading
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
@@ -30,17 +30,17 @@ def arrays(step: int) -> dict[str, np.ndarray]:
     return {"model/kernel": np.random.default_rng(step).normal(size=(40, 30)), "train/step": np.array(step)}
 
 
-def local(tmp_path, name: str) -> SnapshotStore:
-    return SnapshotStore(str(tmp_path / name / "checkpoints"))
+def local(tmp_path, name: str) -> SnapshotFolder:
+    return SnapshotFolder(str(tmp_path / name / "checkpoints"))
 
 
 def sender(
-    store: SnapshotStore, keep: int = 3, patience: float = 20.0, objects: ObjectStore | None = None
-) -> StoredSnapshots:
-    return StoredSnapshots(objects or ObjectStore(URL, patience), store, Retention(keep))
+    store: SnapshotFolder, keep: int = 3, patience: float = 20.0, objects: ObjectStore | None = None
+) -> RemoteSnapshots:
+    return RemoteSnapshots(objects or ObjectStore(URL, patience), store, Retention(keep))
 
 
-def send(store: SnapshotStore, *steps: int, keep: int = 3) -> StoredSnapshots:
+def send(store: SnapshotFolder, *steps: int, keep: int = 3) -> RemoteSnapshots:
     """Writes snapshots, and waits until each has been sent."""
     snapshots = sender(store, keep)
     snapshots.start()
@@ -51,7 +51,7 @@ def send(store: SnapshotStore, *steps: int, keep: int = 3) -> StoredSnapshots:
     return snapshots
 
 
-def is_right(store: SnapshotStore, step: int) -> bool:
+def is_right(store: SnapshotFolder, step: int) -> bool:
     found = store.read(store.verify(step))
     return all(np.array_equal(found[key], array) for key, array in arrays(step).items())
 
@@ -76,7 +76,7 @@ def test_a_snapshot_is_brought_to_another_machine(s3, tmp_path):
 def test_a_snapshot_is_brought_from_hdfs(tmp_path):
     with webhdfs_server() as server:
         here, there = local(tmp_path, "here"), local(tmp_path, "there")
-        snapshots = StoredSnapshots(ObjectStore(server.url, 10.0), here, Retention(3))
+        snapshots = RemoteSnapshots(ObjectStore(server.url, 10.0), here, Retention(3))
         snapshots.start()
         here.write(10, arrays(10), {})
         assert snapshots.sender.finish_soon(30.0) == [], snapshots.sender.trouble()
@@ -213,7 +213,7 @@ def test_a_step_that_is_saved_again_is_sent_again(s3, tmp_path):
     """As after a rollback, in the same process or in one that starts later."""
     here, there = local(tmp_path, "here"), local(tmp_path, "there")
     snapshots = send(here, 10)
-    again = StoredSnapshots(ObjectStore(URL, 20.0), here, Retention(3))
+    again = RemoteSnapshots(ObjectStore(URL, 20.0), here, Retention(3))
     again.start()
     assert snapshots.unsent() == again.unsent() == []
     here.write(10, {key: array * 2 for key, array in arrays(10).items()}, {})
@@ -267,7 +267,7 @@ def test_a_disk_without_room_for_what_is_sent_is_told(s3, tmp_path, monkeypatch)
     snapshots = sender(store)
     store.write(10, arrays(10), {})
     with monkeypatch.context() as changed:
-        changed.setattr(stored_snapshots, "_linked", full)
+        changed.setattr(remote_snapshots, "_linked", full)
         with pytest.raises(StoreError, match="snapshot of step 10 .*No space left"):
             snapshots._send(10)
     snapshots._send(10)

@@ -1,4 +1,4 @@
-"""tfdist/run/stored_run.py: which run a working copy is of, whose files are whose, what is said of one that is away."""
+"""tfdist/run/remote_run.py: which run a working copy is of, whose files are whose, what is said of one that is away."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
-from tfdist.run.stored_run import StoredRun, stored_run
+from tfdist.run.remote_run import RemoteRun, remote_run
 from tfdist.storage.object_store import ObjectStore
 
 URL = f"s3://{BUCKET}/runs/one"
@@ -22,14 +22,14 @@ ALONE = Cluster()
 SECOND = Cluster.of_workers(["127.0.0.1:1", "127.0.0.1:2"], 1)
 
 
-def stored(folder, cluster: Cluster = ALONE, timeout: float = 20.0) -> StoredRun:
+def stored(folder, cluster: Cluster = ALONE, timeout: float = 20.0) -> RemoteRun:
     folder.mkdir(exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
-    return StoredRun(RunConfig(run_dir=URL, store_timeout=timeout), folder, cluster, "job")
+    return RemoteRun(RunConfig(run_dir=URL, store_timeout=timeout), folder, cluster, "job")
 
 
 def test_a_folder_needs_none_of_it(tmp_path):
-    with stored_run(RunConfig(run_dir=str(tmp_path)), tmp_path, ALONE, "job") as nothing:
+    with remote_run(RunConfig(run_dir=str(tmp_path)), tmp_path, ALONE, "job") as nothing:
         assert nothing is None
 
 
@@ -139,8 +139,8 @@ def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_pa
 @pytest.mark.slow
 def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(through_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
-    monkeypatch.setattr("tfdist.run.stored_run.SILENT_SECONDS", 0.5)
-    monkeypatch.setattr("tfdist.run.stored_run._GIVE_BACK_SECONDS", 1.0)
+    monkeypatch.setattr("tfdist.run.remote_run.SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("tfdist.run.remote_run._GIVE_BACK_SECONDS", 1.0)
     silent = []
     with through_proxy(lambda method, path: "silence" if silent else ""):
         with pytest.raises(CheckpointError, match="does not answer"), stored(tmp_path / "here", timeout=1.0) as run:

@@ -14,15 +14,15 @@ import pytest
 from tests.stores.faulty_proxy import FAULTS
 from tests.stores.s3_server import BUCKET
 from tests.stores.webhdfs_server import webhdfs_server
-from tests.unit.artifacts.test_parts import box
-from tfdist.artifacts import ranges
-from tfdist.artifacts.parts import Shard, boxes_of_range, read_shards
-from tfdist.artifacts.parts_commit import Gathering
+from tests.unit.artifacts.test_sharded_snapshots import box
+from tfdist.artifacts import partial_download
+from tfdist.artifacts.partial_download import PartialDownload
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.ranges import RangedSnapshots
-from tfdist.artifacts.store import SnapshotStore
-from tfdist.artifacts.stored_parts import PARTS, StoredParts, left_parts, send_part
-from tfdist.artifacts.stored_snapshots import StoredSnapshots, bring_for_reading, step_folder
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots, bring_for_reading, step_folder
+from tfdist.artifacts.shard_upload import PARTS, ShardUpload, left_parts, send_part
+from tfdist.artifacts.sharded_commit import ShardedCommit
+from tfdist.artifacts.sharded_snapshots import Shard, boxes_of_range, read_shards
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.storage import object_store
@@ -64,17 +64,17 @@ class Workers:
         self.folders = [tmp_path / f"{machines}-{rank}" for rank in range(size)]
         self.objects = [ObjectStore(url, patience=20.0) for _ in range(size)]
         self.parts = [
-            StoredParts(
+            ShardUpload(
                 self.objects[rank], self.folders[rank], lambda step: None, rank, size, token, allowed=lambda: None
             )
             for rank in range(size)
         ]
-        whole = SnapshotStore(str(self.folders[0] / SNAPSHOTS))
-        self.shelf = StoredSnapshots(self.objects[0], whole, Retention(3))
-        self.gathering = Gathering(self.objects[0], self.parts[0], self.shelf)
+        whole = SnapshotFolder(str(self.folders[0] / SNAPSHOTS))
+        self.remote = RemoteSnapshots(self.objects[0], whole, Retention(3))
+        self.commit = ShardedCommit(self.objects[0], self.parts[0], self.remote)
 
     def write(self, step: int, content: dict[str, np.ndarray] | None = None) -> None:
-        wanted = self.gathering.announce(step)
+        wanted = self.commit.announce(step)
         for rank, each in enumerate(self.parts):
             each.wanted = wanted
             # The fourth has nothing to write, as a replica may not have.
@@ -88,16 +88,16 @@ class Workers:
         for step in steps:
             self.write(step)
             self.send(step)
-            self.gathering._make_first()
-        assert self.gathering.steps() == []
+            self.commit._make_first()
+        assert self.commit.steps() == []
 
     def read(self, rank: int, size: int, folder: Path) -> tuple[int, int]:
         """A worker of `size` reads its part on the machine `folder`. Returns the step and the bytes that came."""
-        chief = RangedSnapshots(self.objects[0], folder.parent / "chief", self.shelf)
+        chief = PartialDownload(self.objects[0], folder.parent / "chief", self.remote)
         snapshot, passed_over = chief.newest_valid()
         assert snapshot and not passed_over, passed_over
-        store = RangedSnapshots(self.objects[rank % len(self.objects)], folder, shelf=None)
-        mine = ranges.Snapshot(store.path(snapshot.step), snapshot.step, snapshot.manifest)
+        store = PartialDownload(self.objects[rank % len(self.objects)], folder, remote=None)
+        mine = partial_download.Snapshot(store.path(snapshot.step), snapshot.step, snapshot.manifest)
         wanted = shards(rank, size, arrays(snapshot.step))
         store.bring(mine, wanted)
         for key in SHAPES:
@@ -108,7 +108,7 @@ class Workers:
 
 
 def is_right(folder: Path, step: int) -> bool:
-    store = SnapshotStore(str(folder / SNAPSHOTS))
+    store = SnapshotFolder(str(folder / SNAPSHOTS))
     found = store.read(store.verify(step))
     return found.keys() == arrays(step).keys() and all(np.array_equal(found[key], a) for key, a in arrays(step).items())
 
@@ -129,7 +129,7 @@ def test_parts_of_machines_of_their_own_become_a_snapshot_like_any_other(url, tm
     workers = Workers(tmp_path, size, url=url)
     workers.save(10, 20)
     assert not any("/part-" in name for name in workers.objects[0].names()), "what it was made of is removed"
-    store = SnapshotStore(str(tmp_path / "reader" / SNAPSHOTS))
+    store = SnapshotFolder(str(tmp_path / "reader" / SNAPSHOTS))
     bring_for_reading(workers.objects[0], store)
     assert store.steps() == [20] and is_right(tmp_path / "reader", 20)
     for rank in range(2):
@@ -141,17 +141,17 @@ def test_there_is_no_snapshot_until_the_last_part_has_come(s3, tmp_path):
     workers.write(10)
     for rank in (2, 0):
         workers.send(10, ranks=[rank])
-        workers.gathering._make_first()
-        assert workers.shelf.steps() == [] and workers.gathering.steps() == [10]
+        workers.commit._make_first()
+        assert workers.remote.steps() == [] and workers.commit.steps() == [10]
     workers.send(10, ranks=[1])
     data = f"runs/one/{step_folder(10)}/state-10.data-00001-of-00003"
     content = s3.content(data)
     s3.remove(data)
-    workers.gathering._make_first()
-    assert workers.shelf.steps() == [], "what it says it has sent must be there"
+    workers.commit._make_first()
+    assert workers.remote.steps() == [], "what it says it has sent must be there"
     s3.change(data, content)
-    workers.gathering._make_first()
-    assert workers.shelf.steps() == [10] and workers.gathering.steps() == []
+    workers.commit._make_first()
+    assert workers.remote.steps() == [10] and workers.commit.steps() == []
 
 
 def test_a_worker_reads_no_more_than_its_part_and_nothing_that_is_here(s3, tmp_path):
@@ -175,10 +175,10 @@ def test_what_is_damaged_is_noticed_and_the_one_before_taken(s3, tmp_path):
     with pytest.raises(CheckpointError, match="state-20.data-00001-of-00002 is damaged: the checksum of bytes"):
         workers.read(1, 2, tmp_path / "elsewhere")
     s3.change(data, content[:-1])
-    chief = RangedSnapshots(workers.objects[0], tmp_path / "chief", workers.shelf)
+    chief = PartialDownload(workers.objects[0], tmp_path / "chief", workers.remote)
     snapshot, (message,) = chief.newest_valid()
     assert snapshot and snapshot.step == 10 and f"has {len(content) - 1} bytes instead of {len(content)}" in message
-    workers.shelf.set_aside(20)
+    workers.remote.set_aside(20)
     assert workers.read(1, 2, tmp_path / "elsewhere")[0] == 10
 
 
@@ -189,28 +189,28 @@ def test_a_step_that_is_written_anew_is_of_the_second_writing_alone(s3, tmp_path
     workers.send(10)
     workers.write(10)
     workers.send(10, ranks=[0])
-    workers.gathering._make_first()
-    assert workers.shelf.steps() == []
+    workers.commit._make_first()
+    assert workers.remote.steps() == []
     workers.send(10, ranks=[1])
-    workers.gathering._make_first()
+    workers.commit._make_first()
     assert workers.read(1, 2, tmp_path / "elsewhere")[0] == 10
     workers.write(10)
-    assert workers.shelf.steps() == [], "before a file of it is replaced it is believed no longer"
+    assert workers.remote.steps() == [], "before a file of it is replaced it is believed no longer"
 
 
 def test_a_store_slower_than_the_saves_gets_what_was_begun_and_the_newest(s3, tmp_path):
     workers = Workers(tmp_path, 2)
     for step in (10, 20, 30, 40):
         workers.write(step)
-    assert workers.gathering.steps() == [10, 30, 40]
+    assert workers.commit.steps() == [10, 30, 40]
     assert sorted(workers.parts[1].steps()) == [10, 30, 40] and workers.parts[1].unsent() == [10, 30, 40]
-    while workers.gathering.steps():
+    while workers.commit.steps():
         for each in workers.parts:
             each._send_next()
-        workers.gathering._make_first()
-    assert workers.shelf.steps() == [10, 30, 40]
+        workers.commit._make_first()
+    assert workers.remote.steps() == [10, 30, 40]
     workers.save(50)
-    assert workers.shelf.steps() == [30, 40, 50] and workers.parts[0].steps() == [40, 50]
+    assert workers.remote.steps() == [30, 40, 50] and workers.parts[0].steps() == [40, 50]
 
 
 def test_a_part_that_cannot_be_written_is_told_and_the_next_snapshot_made(s3, tmp_path):
@@ -224,7 +224,7 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_snapshot_made(s3, tm
         workers.write(10)
     workers.send(10)
     with pytest.raises(StoreError, match="no snapshot of step 10: rank 2: No space left on device"):
-        workers.gathering._make_first()
+        workers.commit._make_first()
     workers.parts[2].before_commit = lambda step: None
     workers.save(20)
     assert not any("step-00000010" in name for name in s3.names()), "what had been sent of it is removed"
@@ -242,7 +242,7 @@ def test_what_a_killed_job_has_left_is_sent_and_made_by_the_next(s3, tmp_path, k
         for step, rank, note in left_parts(folder, "abc", newest=10):
             send_part(second.objects[0], folder / PARTS / f"step-{step:08d}", step, rank, note)
         assert left_parts(folder, "another run", newest=10) == left_parts(folder, "abc", newest=20) == []
-    second.gathering.make_left(newer_than=10)
+    second.commit.make_left(newer_than=10)
     assert second.read(1, 2, tmp_path / "elsewhere")[0] == 20
 
 
@@ -252,10 +252,10 @@ def test_what_has_lost_a_part_is_removed(s3, tmp_path):
     first.write(20)
     first.send(20, ranks=[0, 1])
     second = Workers(tmp_path, 2, token="second", machines="new")
-    second.gathering.make_left(newer_than=10)
-    second.shelf.start()
-    second.shelf.sender.end()
-    assert not any("step-00000020" in name for name in s3.names()) and second.shelf.steps() == [10]
+    second.commit.make_left(newer_than=10)
+    second.remote.start()
+    second.remote.sender.end()
+    assert not any("step-00000020" in name for name in s3.names()) and second.remote.steps() == [10]
 
 
 def test_what_a_commit_had_no_time_to_remove_is_removed_by_the_next_start(s3, tmp_path, monkeypatch):
@@ -265,8 +265,8 @@ def test_what_a_commit_had_no_time_to_remove_is_removed_by_the_next_start(s3, tm
         first.save(10)
     notes = [name for name in s3.names() if "/part-" in name]
     second = Workers(tmp_path, 2, token="second", machines="new")
-    second.shelf.start()
-    second.shelf.sender.end()
+    second.remote.start()
+    second.remote.sender.end()
     assert len(notes) == 4 and not [name for name in s3.names() if "/part-" in name]
     assert second.read(1, 2, tmp_path / "elsewhere")[0] == 10
 
@@ -290,10 +290,10 @@ def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_p
                 workers.write(step, {key: array + 1 for key, array in arrays(step).items()})
                 workers.send(step, ranks=[chance.randrange(2)])
             workers.write(step)
-            while step in workers.gathering.steps():  # a listing may be an old one
+            while step in workers.commit.steps():  # a listing may be an old one
                 for each in workers.parts:
                     each._send_next()
-                workers.gathering._make_first()
+                workers.commit._make_first()
             newest, _ = workers.read(chance.randrange(2), 2, tmp_path / f"elsewhere-{step}")
             assert newest <= step
     manifest = json.loads((ObjectStore(URL).text(f"{step_folder(step)}/manifest.json")) or "{}")

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Self
 
 from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots
 from tfdist.artifacts.run_folder import is_evaluators
-from tfdist.artifacts.sender import Sender, sent_within
+from tfdist.artifacts.shard_upload import PARTS
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.artifacts.status import STATUS_FILE, parse_status, read_status
-from tfdist.artifacts.store import SnapshotStore
-from tfdist.artifacts.stored_parts import PARTS
-from tfdist.artifacts.stored_snapshots import StoredSnapshots
+from tfdist.artifacts.upload_thread import UploadThread, sent_within
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
@@ -47,16 +47,16 @@ _WITHOUT_STATUS = ("logs/", "tensorboard/", "faults/", "doctor-", f"{SNAPSHOTS}/
 
 
 @contextlib.contextmanager
-def stored_run(options: RunConfig, folder: Path, cluster: Cluster, job: str) -> Iterator[StoredRun | None]:
+def remote_run(options: RunConfig, folder: Path, cluster: Cluster, job: str) -> Iterator[RemoteRun | None]:
     """A worker's run in an object store; None if --run_dir is a folder."""
     if not is_url(options.run_dir):
         yield None
         return
-    with StoredRun(options, folder, cluster, job) as stored:
+    with RemoteRun(options, folder, cluster, job) as stored:
         yield stored
 
 
-class StoredRun:
+class RemoteRun:
     """A run in an object store, entered before a worker's session and left after it.
 
     job: what tells attempts of one job from another job (control/lease.py).
@@ -71,7 +71,7 @@ class StoredRun:
         self._lease = StoreLease(self.objects, job, end_worker) if self._is_chief else None
         allowed = self._lease.confirm if self._lease else lambda: None
         self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told, allowed)
-        self._senders: list[Sender] = []  # of snapshots, and of parts of them
+        self._senders: list[UploadThread] = []  # of snapshots, and of parts of them
         self._trouble: StoreError | None = None
         self._alarm = StoreAlarm()
 
@@ -137,11 +137,11 @@ class StoredRun:
                 self.objects.send(self.folder / STATUS_FILE, STATUS_FILE)
         self._mirror.start()
 
-    def sends(self, store: SnapshotStore, retention: Retention) -> StoredSnapshots:
+    def sends(self, store: SnapshotFolder, retention: Retention) -> RemoteSnapshots:
         """Makes what brings and sends the chief's snapshots."""
         assert self._lease  # only the chief sends snapshots
         # Whoever goes on from a snapshot finds the logs up to it.
-        snapshots = StoredSnapshots(
+        snapshots = RemoteSnapshots(
             self.objects, store, retention, allowed=self._lease.confirm, before=self._mirror.send
         )
         self._senders.append(snapshots.sender)
@@ -164,7 +164,7 @@ class StoredRun:
             self.objects.allowed = FollowedLease(self.objects, lease_id, end_worker).confirm
         return self.objects.allowed
 
-    def sends_parts(self, *senders: Sender | None) -> None:
+    def sends_parts(self, *senders: UploadThread | None) -> None:
         """Registers the senders of this worker's parts of snapshots, and, on the chief, of whole snapshots of them."""
         self._senders += filter(None, senders)
 

@@ -5,17 +5,16 @@ which names every file with its size and checksum. It is written under a tempora
 renamed: so a folder of that name is whole or damaged later, and the manifest tells which. Without a valid manifest
 nothing is trusted.
 
-What a run in an object store has there is sent from such a folder (stored_snapshots.py).
+What a run in an object store has there is sent from such a folder (remote_snapshots.py).
 
 Who calls: loop._save -> SessionHooks.save -> Recovery.save -> SnapshotWriter.save; in its thread _write -> _try ->
-SnapshotStore.write -> checkpoint_files.write (of parts: PartedStore.write or StoredParts.write -> save_part ->
-checkpoint_files.write_files).
+SnapshotFolder.write -> checkpoint_files.write (of parts: ShardedSnapshotFolder.write or ShardUpload.write ->
+save_part -> checkpoint_files.write_files).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import uuid
@@ -23,21 +22,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts import checkpoint_files
 from tfdist.artifacts.checkpoint_arrays import ONLY_AS_SAVED, read_boxes
 from tfdist.artifacts.checkpoint_files import SUFFIX
-from tfdist.artifacts.manifest import CRC, FORMAT, MANIFEST, SHA, parse, sealed
+from tfdist.artifacts.file_entry import checksum_of, measure
+from tfdist.artifacts.manifest import CRC, FORMAT, MANIFEST, parse, sealed
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.control.own_files import remove_tree
+from tfdist.control.own_files import flush_to_disk, remove_tree
 from tfdist.control.user_errors import first_line
 
 _NAME = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,18})$")  # up to what a variable can count to
 _TEMPORARY = (".writing-", ".deleting-")
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class FolderOptions:
 OF_A_RUN = FolderOptions()
 
 
-class SnapshotStore:
+class SnapshotFolder:
     """The snapshots of one folder.
 
     before_commit: called with the step when all files are written but nothing is committed yet; for faults on purpose.
@@ -147,25 +145,23 @@ class SnapshotStore:
         self, folder: str, written: Mapping[str, dict[str, Any]], names: Iterable[str]
     ) -> dict[str, dict[str, Any]]:
         """The manifest's entries of files, all of which are on the disk then. written: what is known of some."""
-        known = written if self.direct else {}
-        return {
-            name: known.get(name) or measure(f"{folder}/{name}", self.options.checksum, flush=True) for name in names
-        }
+        known, checksum = written if self.direct else {}, self.options.checksum
+        return {name: known.get(name) or measure(f"{folder}/{name}", checksum, flush=True) for name in names}
 
     def _seal(self, folder: str, step: int, files: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
         """The commit of what is written in `folder`, whose files are named with their sizes and checksums."""
         final, manifest = self.path(step), {"format": FORMAT, "step": step, **fields, "files": files}
         self._write_text(f"{folder}/{MANIFEST}", sealed(manifest))
-        _flush_folder(folder)
+        flush_to_disk(folder)
         if os.path.exists(final):
             self.delete(step)
         os.rename(folder, final)
-        _flush_folder(self.directory)
+        flush_to_disk(self.directory)
 
     def _write_text(self, path: str, text: str) -> None:
         with tf.io.gfile.GFile(path, "w") as file:
             file.write(text)
-        _flush_file(path)
+        flush_to_disk(path)
 
     def _point_to(self, step: int) -> None:
         """Keeps TensorFlow's `checkpoint` file, so that tf.train.latest_checkpoint(directory) finds the newest. The
@@ -282,47 +278,3 @@ def must_be_of(step: int, steps: Sequence[int], place: str) -> None:
         raise CheckpointError(
             f"--at_step={step}: {place} has no snapshot of that step; it has {', '.join(map(str, steps)) or 'none'}."
         )
-
-
-def checksum_of(entry: Mapping[str, Any]) -> str:
-    """The kind of checksum that an entry of a manifest has."""
-    return SHA if SHA in entry else CRC
-
-
-def has_content(path: str, entry: Mapping[str, Any]) -> bool:
-    """Whether there is such a file, with the size and checksum of an entry of a manifest. Raises OSError."""
-    try:
-        return measure(path, checksum_of(entry), flush=False).items() <= entry.items()
-    except FileNotFoundError:
-        return False
-
-
-def measure(path: str, checksum: str, flush: bool) -> dict[str, Any]:
-    """The entry of a file in a manifest: its size and `checksum`. Flushed to the disk first if asked.
-
-    Raises OSError.
-    """
-    if flush:
-        _flush_file(path)
-    sha, crc, size = hashlib.sha256(), 0, 0
-    block = np.empty(_BLOCK, np.uint8)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block.data):
-            size += count
-            if checksum == SHA:
-                sha.update(block[:count].data)
-            else:
-                crc = google_crc32c.extend(crc, block[:count])
-    return {"bytes": size, checksum: sha.hexdigest() if checksum == SHA else f"{crc:08x}"}
-
-
-def _flush_file(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _flush_folder(path: str) -> None:
-    _flush_file(path)  # a folder can be opened and flushed like a file

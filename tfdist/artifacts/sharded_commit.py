@@ -1,4 +1,4 @@
-"""Lets the chief make one snapshot of the parts that all workers have sent to an object store (stored_parts.py).
+"""Lets the chief make one snapshot of the parts that all workers have sent to an object store (shard_upload.py).
 
 It needs their tables of contents and what they say of their files, never the files: those have their final names.
 """
@@ -17,12 +17,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.artifacts.file_entry import has_content, measure
 from tfdist.artifacts.manifest import FORMAT, MANIFEST, SHA, parse, sealed
-from tfdist.artifacts.parts import must_hold_all
-from tfdist.artifacts.sender import Sender
-from tfdist.artifacts.store import has_content, measure
-from tfdist.artifacts.stored_parts import StoredParts, data_file, index_of, note_of
-from tfdist.artifacts.stored_snapshots import StoredSnapshots, step_folder
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder
+from tfdist.artifacts.shard_upload import ShardUpload, data_file, index_of, note_of
+from tfdist.artifacts.sharded_snapshots import must_hold_all
+from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.storage.object_store import ObjectStore
@@ -32,14 +32,14 @@ _LATE_SECONDS = 600.0  # after which a part that has not come is waited for no l
 _SAID_SECONDS = 60.0  # after which that is said
 
 
-class Gathering:
+class ShardedCommit:
     """The chief's: which snapshots are still to be made of parts, and the making.
 
-    parts: the chief's own. shelf: the snapshots in the store, among which each is then.
+    parts: the chief's own. remote: the snapshots in the store, among which each is then.
     """
 
-    def __init__(self, objects: ObjectStore, parts: StoredParts, shelf: StoredSnapshots):
-        self._objects, self._parts, self._shelf = objects, parts, shelf
+    def __init__(self, objects: ObjectStore, parts: ShardUpload, remote: RemoteSnapshots):
+        self._objects, self._parts, self._remote = objects, parts, remote
         self._steps: list[int] = []  # not yet committed, in the order of their saves: the first is being gathered
         self._dropped: set[int] = set()  # of which there may be something in the store
         self._since: dict[int, float] = {}  # step -> when the chief's own part was there (time.monotonic())
@@ -47,7 +47,7 @@ class Gathering:
             threading.Lock(),
             threading.Lock(),
         )  # the second is held for as long as a store takes
-        self.sender = Sender(self.steps, self._make_first)
+        self.sender = UploadThread(self.steps, self._make_first)
 
     def steps(self) -> list[int]:
         """The steps whose snapshots are to be made."""
@@ -57,14 +57,14 @@ class Gathering:
         """A save of a step begins. Returns the steps whose parts are wanted: what is being gathered, for else a store
         that is slower than the saves would never have one; the newest; the last that is there. Raises StoreError.
         """
-        if step in self._steps or step in self._dropped or self._shelf.holds(step):
+        if step in self._steps or step in self._dropped or self._remote.holds(step):
             with self._making:  # it is written anew, after bad numbers
-                self._shelf.withdraw(step)
+                self._remote.withdraw(step)
         with self._lists:
             waiting = [each for each in self._steps if each != step]
             self._steps = [*waiting[:1], *waiting[1:][-1:], step]
             self._dropped = self._dropped.union(waiting) - set(self._steps)
-            newest = self._shelf.newest()
+            newest = self._remote.newest()
             return [*self._steps, *([newest] if newest >= 0 else [])]
 
     def make_left(self, newer_than: int) -> None:
@@ -100,9 +100,9 @@ class Gathering:
         if not missing:
             self._is_over(step, dropped=False)
             for each in list(self._dropped):
-                self._shelf.remove(each)
+                self._remote.remove(each)
                 self._dropped.discard(each)
-            self._shelf.retain()
+            self._remote.retain()
             return
         if (waited := time.monotonic() - began) > _LATE_SECONDS and len(self._steps) > 1:
             self._is_over(step, dropped=True)
@@ -162,7 +162,7 @@ class Gathering:
             text = sealed({"format": FORMAT, "step": step, **fields, "files": files})
             manifest = parse(text, MANIFEST, step)
             self._objects.send(index, f"{step_folder(step)}/{index.name}")
-            self._shelf.commit(step, text, manifest)
+            self._remote.commit(step, text, manifest)
             self._keep_here(step, index)
         for rank in range(len(notes)):
             self._objects.remove(f"{step_folder(step)}/{note_of(rank)}")
@@ -204,7 +204,7 @@ def _is_there(step: int, rank: int, note: Mapping[str, Any], there: Mapping[str,
 
 
 def _is_note(note: Any, rank: int) -> bool:
-    """Whether it is what stored_parts.py writes: an object may be cut off, or anybody's."""
+    """Whether it is what shard_upload.py writes: an object may be cut off, or anybody's."""
     if not (isinstance(note, dict) and isinstance(note.get("stamp"), str) and type(note.get("workers")) is int):
         return False
     files = [note.get("data"), note.get("index")]

@@ -1,30 +1,29 @@
 """The parts of snapshots in an object store, as one of several workers without a common folder writes and reads them.
 
-A state that is divided over the workers is nowhere whole: each sends its own part (artifacts/stored_parts.py), the
-chief makes snapshots of them (parts_commit.py), and each brings only what it needs (ranges.py).
+A state that is divided over the workers is nowhere whole: each sends its own part (artifacts/shard_upload.py), the
+chief makes snapshots of them (sharded_commit.py), and each brings only what it needs (partial_download.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tfdist.artifacts import restore
-from tfdist.artifacts.parts_commit import Gathering
-from tfdist.artifacts.ranges import RangedSnapshots
+from tfdist.artifacts.partial_download import PartialDownload
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots
+from tfdist.artifacts.shard_upload import PARTS, ShardUpload, left_parts, send_part
+from tfdist.artifacts.sharded_commit import ShardedCommit
+from tfdist.artifacts.snapshot_folder import FolderOptions, Snapshot
 from tfdist.artifacts.status import read_status
-from tfdist.artifacts.store import FolderOptions, Snapshot
-from tfdist.artifacts.stored_parts import PARTS, StoredParts, left_parts, send_part
-from tfdist.artifacts.stored_snapshots import StoredSnapshots
 from tfdist.control.exit_codes import CheckpointError, StartupError
-from tfdist.run.stored_run import StoredRun
+from tfdist.control.own_files import lock
+from tfdist.run.remote_run import RemoteRun
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.chief import of_the_chief
 from tfdist.storage.store_errors import StoreError, as_sentence
@@ -34,8 +33,8 @@ _FINE, _DAMAGED, _AWAY = range(3)
 _SENTENCE_BYTES = 400
 
 
-class PartsInStore:
-    """One worker's parts in the store. Made on all workers at once. shelf: the chief's snapshots there.
+class RemoteShards:
+    """One worker's parts in the store. Made on all workers at once. remote: the chief's snapshots there.
 
     Raises TfdistError on all if the chief cannot use the store.
     """
@@ -43,14 +42,14 @@ class PartsInStore:
     def __init__(
         self,
         runtime: Runtime,
-        stored: StoredRun,
+        stored: RemoteRun,
         before_commit: Callable[[int], None],
-        shelf: StoredSnapshots | None,
+        remote: RemoteSnapshots | None,
     ):
-        self._runtime, self._stored, self._shelf = runtime, stored, shelf
+        self._runtime, self._stored, self._remote = runtime, stored, remote
         told = self._agree_to_begin()
         self._newest: int = told["newest"]  # of those in the store
-        self.writes = StoredParts(
+        self.writes = ShardUpload(
             stored.objects,
             stored.folder,
             before_commit,
@@ -60,20 +59,20 @@ class PartsInStore:
             stored.follow(told["lease"]),
         )
         options = FolderOptions(place=stored.snapshots, required=restore.REQUIRED)
-        self.reads = RangedSnapshots(stored.objects, stored.folder, shelf, options)
-        self._gathering = Gathering(stored.objects, self.writes, shelf) if shelf else None
+        self.reads = PartialDownload(stored.objects, stored.folder, remote, options)
+        self._commit = ShardedCommit(stored.objects, self.writes, remote) if remote else None
         self._send_left(told["run_id"])
-        stored.sends_parts(self.writes.sender, self._gathering.sender if self._gathering else None)
+        stored.sends_parts(self.writes.sender, self._commit.sender if self._commit else None)
         self.writes.sender.start()
 
     def _agree_to_begin(self) -> dict[str, Any]:
-        shelf = self._shelf
+        remote = self._remote
 
         def begin() -> dict[str, Any]:
-            if not shelf:
+            if not remote:
                 return {}
             with as_sentence():
-                newest = max(shelf.steps(), default=-1)
+                newest = max(remote.steps(), default=-1)
             run_id = read_status(self._stored.folder).get("run_id") or ""
             return {
                 "token": uuid.uuid4().hex[:8],
@@ -89,28 +88,31 @@ class PartsInStore:
     def _send_left(self, run_id: str) -> None:
         """Sends what earlier processes on this machine had no time to send. A collective. What cannot be sent is no
         part of any snapshot: the run then goes on from an older one."""
-        with contextlib.suppress(StoreError, OSError), _alone(self._stored.folder / PARTS):
-            left = left_parts(self._stored.folder, run_id, self._newest) if run_id else []
-            for step, rank, note in left:
-                send_part(self._stored.objects, Path(self.writes.path(step)), step, rank, note)
-                Path(self.writes.path(step), f"part-{rank:05d}.json").unlink(missing_ok=True)
+        folder = self._stored.folder / PARTS
+        with contextlib.suppress(StoreError, OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with lock(folder / ".lock", wait=True):  # no other worker of this machine at the same time
+                left = left_parts(self._stored.folder, run_id, self._newest) if run_id else []
+                for step, rank, note in left:
+                    send_part(self._stored.objects, Path(self.writes.path(step)), step, rank, note)
+                    Path(self.writes.path(step), f"part-{rank:05d}.json").unlink(missing_ok=True)
         self._runtime.barrier()
 
     def make_left(self) -> None:
         """The chief makes a snapshot of what has been left, if all of it is there. Raises StoreError, OSError."""
-        assert self._gathering
-        self._gathering.make_left(self._newest)
+        assert self._commit
+        self._commit.make_left(self._newest)
 
     def start(self) -> None:
         """Lets the chief make snapshots of parts from now on."""
-        assert self._gathering
-        self._gathering.sender.start()
+        assert self._commit
+        self._commit.sender.start()
 
     def finish_or_drop(self, seconds: float) -> None:
         """Waits so long for what is being gathered, and then drops it: the run is about to go back."""
-        assert self._gathering
-        self._gathering.sender.finish_soon(seconds)
-        self._gathering.drop_all()
+        assert self._commit
+        self._commit.sender.finish_soon(seconds)
+        self._commit.drop_all()
 
     def bring(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
         """Brings what this worker needs of the chief's choice. A collective. Returns why it is damaged, or "": then the
@@ -131,10 +133,10 @@ class PartsInStore:
                     " can be reached from there, and --cache_dir be written."
                 )
         damaged = [f"rank {rank}: {_text(row)}" for rank, row in enumerate(rows) if row[0] == _DAMAGED]
-        if damaged and self._shelf:
-            self._shelf.damaged_there.add(snapshot.step)
+        if damaged and self._remote:
+            self._remote.damaged_there.add(snapshot.step)
             with contextlib.suppress(StoreError):  # then at the next start
-                self._shelf.set_aside(snapshot.step)
+                self._remote.set_aside(snapshot.step)
         return damaged[0] if damaged else ""
 
     def snapshot(self, manifest: Mapping[str, Any]) -> Snapshot:
@@ -147,26 +149,14 @@ class PartsInStore:
         """Tells all, before each save, of which steps the chief wants the parts. A collective. Returns why there can be
         no snapshot of this one, or ""."""
         message: dict[str, Any] = {}
-        if self._gathering:
+        if self._commit:
             try:
-                message = {"wanted": self._gathering.announce(step)}
+                message = {"wanted": self._commit.announce(step)}
             except StoreError as error:
                 message = {"error": str(error)}
         message = self._runtime.broadcast_object(message)
         self.writes.wanted = message.get("wanted", self.writes.wanted)
         return message.get("error", "")
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """A context that no other worker of this machine is in. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _text(row: np.ndarray) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.artifacts.parts import PartedStore, Shard, boxes_of_range, read_shards, runs
-from tfdist.artifacts.store import SnapshotStore
+from tfdist.artifacts.sharded_snapshots import Shard, ShardedSnapshotFolder, boxes_of_range, read_shards, runs
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 
 ARRAYS = {
     "model/0000": np.arange(60, dtype=np.float32).reshape(3, 4, 5),
@@ -62,7 +62,7 @@ def shards(rank, size):
 def write(folder, size, hooks=None, patience=30.0):
     """(stores, what each one's `write` returned or raised)."""
     stores = [
-        PartedStore(str(folder), (hooks or {}).get(rank, lambda step: None), rank, size, "token", patience)
+        ShardedSnapshotFolder(str(folder), (hooks or {}).get(rank, lambda step: None), rank, size, "token", patience)
         for rank in range(size)
     ]
     results = [None] * size
@@ -84,7 +84,7 @@ def write(folder, size, hooks=None, patience=30.0):
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_written_in_parts_read_as_any(tmp_path, size):
     write(tmp_path, size)
-    store = SnapshotStore(str(tmp_path))
+    store = SnapshotFolder(str(tmp_path))
     snapshot = store.verify(12)  # with all checksums
     whole = store.read(snapshot)
     assert whole.keys() == ARRAYS.keys() and all(
@@ -117,18 +117,18 @@ def test_a_part_that_fails_or_does_not_come_leaves_no_snapshot(tmp_path):
     cases = {"full": ({2: full}, 30.0), "other": ({2: other}, 30.0), "late": ({}, 0.2)}
     for name, (hooks, patience) in cases.items():
         if name == "late":
-            late = PartedStore(str(tmp_path / name), lambda step: None, 0, 2, "token", patience)
+            late = ShardedSnapshotFolder(str(tmp_path / name), lambda step: None, 0, 2, "token", patience)
             with pytest.raises(OSError, match="the parts of ranks 1 did not come"):
                 late.write(12, shards(0, 2), FIELDS)
         else:
             _, results = write(tmp_path / name, 3, hooks, patience)
             assert "rank 2: No space left" in str(results[0])
-        assert SnapshotStore(str(tmp_path / name)).steps() == []
+        assert SnapshotFolder(str(tmp_path / name)).steps() == []
 
 
 def test_what_a_slow_worker_leaves_of_a_failed_snapshot_goes_with_the_next(tmp_path):
     """It makes the folder anew that the chief has removed."""
-    chief, slow = (PartedStore(str(tmp_path), lambda step: None, rank, 2, "token", 0.1) for rank in range(2))
+    chief, slow = (ShardedSnapshotFolder(str(tmp_path), lambda step: None, rank, 2, "token", 0.1) for rank in range(2))
     with pytest.raises(OSError, match="did not come"):
         chief.write(11, shards(0, 2), FIELDS)
     slow.write(11, shards(1, 2), FIELDS)
@@ -148,5 +148,5 @@ def test_a_part_that_was_changed_is_noticed(tmp_path):
     content = bytearray((path / victim).read_bytes())
     content[0] ^= 1
     (path / victim).write_bytes(content)
-    snapshot, reasons = SnapshotStore(str(tmp_path)).newest_valid()
+    snapshot, reasons = SnapshotFolder(str(tmp_path)).newest_valid()
     assert snapshot is None and victim in reasons[0]
