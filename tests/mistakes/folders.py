@@ -36,6 +36,7 @@ ENTRIES = (
     "files",
     "consumed",
     "skipped_samples",
+    "passed_over",
     "config_digest",
     "identity",
     "workers",

@@ -24,6 +24,7 @@ _TYPES: dict[str, Any] = {
     "files": dict,
     "consumed": int,
     "skipped_samples": int,
+    "passed_over": int,
     "samples": dict,
     "config_digest": str,
     "identity": dict,

@@ -16,7 +16,8 @@ from typing import Any
 
 from tfdist.artifacts.snapshot_folder import Snapshot, SnapshotFolder
 from tfdist.config import Config
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.config.run_options import RunConfig
+from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 # What a run must find in a manifest to go on from it.
 REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "generators", "clock")
@@ -90,6 +91,18 @@ def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int)
             f"The snapshot has consumed {manifest['consumed']} samples, not a multiple of"
             f" --global_batch={global_batch}: keep --global_batch={manifest['identity']['global_batch']}, with which it"
             " was saved, or take another divisor of that number."
+        )
+
+
+def check_epochs(run: RunConfig, trained: int, step: int, global_batch: int, size: int | None) -> None:
+    """Raises ConfigError if --epochs is to say where a run of `size` samples ends whose steps were of another size
+    before: it does not come to the steps that it stands for. trained: samples in `step` steps."""
+    if size and not run.steps and trained != step * global_batch:
+        end = step + max(0, math.ceil((run.epochs * size - trained) / global_batch))
+        raise ConfigError(
+            f"--epochs={run.epochs:g} with --global_batch={global_batch}: this run was begun with another batch, and"
+            f" has trained on {trained:,} samples in {step:,} steps. Say where it ends by --steps={end}, which makes"
+            f" {run.epochs:g} epochs in all."
         )
 
 

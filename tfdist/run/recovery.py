@@ -18,6 +18,7 @@ from tfdist.artifacts import restore, state
 from tfdist.artifacts.policy import TimePolicy
 from tfdist.build import Job
 from tfdist.config import Config
+from tfdist.config.run_options import RunConfig
 from tfdist.control.exit_codes import DivergedError
 from tfdist.control.faults import Faults
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
@@ -77,12 +78,25 @@ class Recovery:
         self._samples = SampleIdentity(job.train_split)
         self.stream_cut = job.stream_cut  # or that of the run that is gone on with
         self._saved_step = self._copied_step = -1
-        self._skipped = 0  # samples that rollbacks have passed over
+        self._skipped = 0  # samples consumed less step x global batch: with another batch before, not those passed over
+        self._passed_over = 0  # samples, by rollbacks
         self._rollbacks = 0
 
     def position(self, step: int) -> int:
         """Samples consumed when `step` steps are done."""
         return step * self.job.plan.global_batch + self._skipped
+
+    def trained(self, step: int) -> int:
+        """Samples trained on when `step` steps are done."""
+        return self.position(step) - self._passed_over
+
+    def epoch(self, step: int) -> float | None:
+        """Passes over the data when `step` steps are done; None of a stream."""
+        return self.trained(step) / size if (size := self.job.train_split.size) else None
+
+    def check_epochs(self, run: RunConfig, step: int) -> None:
+        """See restore.check_epochs; `run`: as it was given."""
+        restore.check_epochs(run, self.trained(step), step, self.job.plan.global_batch, self.job.train_split.size)
 
     def learning_rate(self) -> float:
         return float(self.job.schedule(self.job.optimizer.iterations.value))
@@ -171,6 +185,7 @@ class Recovery:
         state.restore_generator_states(manifest["generators"])
         # With another global batch (allowed by --allow_config_change) the position stays where it was.
         self._skipped = manifest["consumed"] - step * plan.global_batch
+        self._passed_over = manifest.get("passed_over", manifest.get("skipped_samples", 0))
         self.evaluation, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
         kept = (
             self.stream_cut != self.job.stream_cut
@@ -195,6 +210,7 @@ class Recovery:
         messages, restored = self.restore(self.config.replace(resume="auto"))
         passed = position - self.position(restored)
         self._skipped += passed
+        self._passed_over += passed
         # The snapshot, and the copy, of this step lead back to the bad batches.
         self._saved_step = self._copied_step = -1
         messages.append(
@@ -270,6 +286,7 @@ class Recovery:
             "consumed": self.position(step),
             "stream_cut": self.stream_cut,
             "skipped_samples": self._skipped,
+            "passed_over": self._passed_over,
             "samples": self._samples.found if self.chief else {},
             "config_digest": self.config.digest(),
             "identity": self.config.identity(),

@@ -161,6 +161,7 @@ class Session:
         with self.monitor.watchdog.section("restore"):
             messages, self.first_step = self.recovery.restore(checkpoint=self.memory and self.memory.checkpoint)
         self.announcement.restored(messages)
+        self.recovery.check_epochs(self.start.config.run, self.first_step)
         check_weights(self.runtime, self.recovery.state.held(), "at the start")
         self.identity = identify(self.runtime, self.folder)
         self.recovery.run_id = self.identity.run_id
@@ -168,7 +169,7 @@ class Session:
     def _observe(self) -> None:
         if self.stored:
             self.stored.bring_own()
-        identity, size = self.identity, self.job.train_split.size
+        identity = self.identity
         run = Run(
             self.folder,
             identity.run_id,
@@ -180,9 +181,8 @@ class Session:
             weights=lambda: by_path(self.job.model.trainable_variables),
             step=self._counter,
         )
-        epoch = size / self.job.plan.global_batch if size else None
         self.observer = build_observers(
-            self.config.telemetry, run, total_steps=self.config.run.steps, steps_per_epoch=epoch
+            self.config.telemetry, run, total_steps=self.config.run.steps, epoch_at=self.recovery.epoch
         )
         self.opened.callback(self.observer.close)
         self.opened.on_failure(self._tell_of_failure)

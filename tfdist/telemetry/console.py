@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 
 from tfdist.control.terminal import without_control
 from tfdist.telemetry.events import Event
 
 _NOT_METRICS = ("train/learning_rate", "train/gradient_norm", "train/loss_scale", "train/skipped_steps")
 
+EpochAt = Callable[[int], float | None]  # step -> passes over the data by then; None: not known
+
 
 class PlainConsole:
     """Prints a line per event."""
 
-    def __init__(self, total_steps: int, steps_per_epoch: float | None):
-        self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+    def __init__(self, total_steps: int, epoch_at: EpochAt):
+        self.total_steps, self.epoch_at = total_steps, epoch_at
         self._evaluated: int | None = None  # samples in an evaluation; None: not known
         self._weighted = False  # whether they come with weights
 
@@ -49,8 +52,8 @@ class PlainConsole:
     def train_parts(self, event: Event) -> list[str]:
         """The pieces of a train line, those that there are."""
         values, parts = event.values, []
-        if self.steps_per_epoch:
-            parts.append(f"epoch {event.step / self.steps_per_epoch:.2f}")
+        if (epoch := self.epoch_at(event.step)) is not None:
+            parts.append(f"epoch {epoch:.2f}")
         parts += [
             f"{name.removeprefix('train/')} {_number(value)}"
             for name, value in values.items()
@@ -73,10 +76,10 @@ class PlainConsole:
 class BarConsole(PlainConsole):
     """The console on a terminal: train events move a bar, the others are lines above it."""
 
-    def __init__(self, total_steps: int, steps_per_epoch: float | None):
+    def __init__(self, total_steps: int, epoch_at: EpochAt):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        super().__init__(total_steps, steps_per_epoch)
+        super().__init__(total_steps, epoch_at)
         # Standard error stays what it is where it is a file: errors must not end up on standard output.
         self._bar = Progress(
             TextColumn("step"),
@@ -103,12 +106,12 @@ class BarConsole(PlainConsole):
         self._bar.stop()
 
 
-def make_console(progress: str, total_steps: int, steps_per_epoch: float | None) -> PlainConsole | None:
+def make_console(progress: str, total_steps: int, epoch_at: EpochAt) -> PlainConsole | None:
     """The console of --progress; None for none."""
     if progress == "none":
         return None
     bar = progress == "bar" or (progress == "auto" and sys.stdout.isatty())
-    return (BarConsole if bar else PlainConsole)(total_steps, steps_per_epoch)
+    return (BarConsole if bar else PlainConsole)(total_steps, epoch_at)
 
 
 def _number(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfdist.config import TelemetryConfig, parse_profile_steps
 from tfdist.control.ranks import parse_ranks
 from tfdist.telemetry import profiler
-from tfdist.telemetry.console import make_console
+from tfdist.telemetry.console import EpochAt, make_console
 from tfdist.telemetry.events import FanOut, Observer
 from tfdist.telemetry.jsonl import JsonlObserver
 from tfdist.telemetry.opentelemetry import Spans
@@ -13,7 +13,7 @@ from tfdist.telemetry.prometheus import PrometheusEndpoint
 from tfdist.telemetry.trackers import Run, make_trackers
 
 
-def build_observers(config: TelemetryConfig, run: Run, *, total_steps: int, steps_per_epoch: float | None) -> FanOut:
+def build_observers(config: TelemetryConfig, run: Run, *, total_steps: int, epoch_at: EpochAt) -> FanOut:
     """Every rank writes JSONL and may have an endpoint, spans and traces; the chief also shows progress and has the
     trackers.
     """
@@ -21,7 +21,7 @@ def build_observers(config: TelemetryConfig, run: Run, *, total_steps: int, step
     trackers = make_trackers(config.trackers, run) if run.rank == 0 else []
     observers: list[Observer | None] = [
         JsonlObserver(run.log, run_id=run.run_id, attempt=run.attempt, rank=run.rank),
-        make_console(config.progress, total_steps, steps_per_epoch) if run.rank == 0 else None,
+        make_console(config.progress, total_steps, epoch_at) if run.rank == 0 else None,
         *trackers,
         PrometheusEndpoint(config.prometheus_port, run) if config.prometheus_port else None,
         Spans(run) if config.opentelemetry else None,

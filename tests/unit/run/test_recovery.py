@@ -15,7 +15,7 @@ from tfdist.artifacts.restore import LossContinuity
 from tfdist.config import Config
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import CheckpointError, DivergedError
+from tfdist.control.exit_codes import CheckpointError, ConfigError, DivergedError
 from tfdist.control.faults import Faults
 from tfdist.data.sources.split import missing
 from tfdist.run.in_memory_checkpoint import WorkerMemory
@@ -132,6 +132,28 @@ def test_a_changed_learning_rate_is_refused_or_said(tmp_path):
         recovery_of(tmp_path, learning_rate=0.5).restore()
     messages, step = recovery_of(tmp_path, learning_rate=0.5, allow_config_change=True).restore()
     assert step == 5 and "the learning rate jumps from 0.01 to 0.5" in messages[-1]
+
+
+def test_with_another_batch_samples_are_counted_on_and_epochs_are_refused(tmp_path):
+    """--epochs would come to steps of the new batch from the beginning: it would end too early, or too late."""
+    saved(tmp_path, 6)
+    recovery = recovery_of(tmp_path)
+    batch, size = recovery.job.plan.global_batch, recovery.job.train_split.size
+    assert recovery.restore()[1] == 6
+    recovery.check_epochs(RunConfig(epochs=2.0), 6)
+    changed = recovery_of(tmp_path, global_batch=2 * batch, allow_config_change=True)
+    assert changed.restore()[1] == 6 and changed.trained(6) == 6 * batch and changed.trained(8) == 10 * batch
+    assert changed.epoch(6) == 6 * batch / size
+    end = 6 + math.ceil((9 * size - 6 * batch) / (2 * batch))
+    with pytest.raises(
+        ConfigError, match=f"--epochs=9 .* trained on {6 * batch:,} samples in 6 .*--steps={end}, .* 9 "
+    ):
+        changed.check_epochs(RunConfig(epochs=9.0), 6)
+    changed.check_epochs(RunConfig(steps=end), 6)
+    changed.save(8)
+    changed.files.finish()
+    again = recovery_of(tmp_path, global_batch=2 * batch, allow_config_change=True)
+    assert again.restore()[1] == 8 and again.trained(8) == 10 * batch
 
 
 def test_a_damaged_snapshot_is_passed_over_and_set_aside(tmp_path):

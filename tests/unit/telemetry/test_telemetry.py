@@ -17,6 +17,10 @@ from tfdist.telemetry.timer import Clock
 from tfdist.telemetry.trackers import Run
 
 
+def _no_epoch(step):
+    return None
+
+
 def train_event(step, loss=1.0, **values):
     return Event(
         "train",
@@ -92,7 +96,10 @@ def test_tensorboard_is_one_run_over_restarts(tmp_path):
 
     def observers(resumed):
         return build_observers(
-            TelemetryConfig(progress="none"), Run(tmp_path, "r", 0, resumed, 0), total_steps=40, steps_per_epoch=None
+            TelemetryConfig(progress="none"),
+            Run(tmp_path, "r", 0, resumed, 0),
+            total_steps=40,
+            epoch_at=_no_epoch,
         )
 
     first = observers(0)
@@ -119,7 +126,10 @@ def test_tensorboard_forgets_an_attempt_that_died_before_its_first_snapshot(tmp_
 
     for attempt, steps in enumerate([(10, 20, 30), (10, 20)]):
         observers = build_observers(
-            TelemetryConfig(progress="none"), Run(tmp_path, "r", attempt, 0, 0), total_steps=40, steps_per_epoch=None
+            TelemetryConfig(progress="none"),
+            Run(tmp_path, "r", attempt, 0, 0),
+            total_steps=40,
+            epoch_at=_no_epoch,
         )
         for step in steps:
             observers(train_event(step, loss=step + attempt / 2))
@@ -129,7 +139,7 @@ def test_tensorboard_forgets_an_attempt_that_died_before_its_first_snapshot(tmp_
 
 
 def test_other_ranks_write_their_log_only(tmp_path):
-    observers = build_observers(TelemetryConfig(), Run(tmp_path, "r", 0, 0, 2), total_steps=40, steps_per_epoch=None)
+    observers = build_observers(TelemetryConfig(), Run(tmp_path, "r", 0, 0, 2), total_steps=40, epoch_at=_no_epoch)
     observers(train_event(1))
     observers.close()
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [
@@ -138,7 +148,7 @@ def test_other_ranks_write_their_log_only(tmp_path):
 
 
 def test_lines():
-    console = PlainConsole(500, steps_per_epoch=40.0)
+    console = PlainConsole(500, epoch_at=lambda step: step / 40.0)
     assert (
         console.line(train_event(100))
         == "step 100/500 | epoch 2.50 | loss 1.0000 | accuracy 0.5000 | lr 1.0e-03 | 4,312 samples/s | eta 0:03:20"

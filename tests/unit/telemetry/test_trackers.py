@@ -28,7 +28,7 @@ def attempt(folder, trackers, number, resumed, steps, *, evaluate=(), ending="ki
         TelemetryConfig(progress="none", trackers=trackers),
         Run(folder, "run5", number, resumed, **run),
         total_steps=60,
-        steps_per_epoch=None,
+        epoch_at=lambda step: None,
     )
     observers(Event("start", resumed, {"flags": "--steps=60", "config_digest": "d"}))
     for step in steps:
