@@ -6,7 +6,6 @@ Everything here works whatever the runtime is, and goes on working when TensorFl
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from tfdist.control.beacons import ENDPOINT_BYTES, Beacons
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode, PeerLostError, TfdistError, error_line, say_last_words
 from tfdist.control.signals import SignalRequests
+from tfdist.control.terminal import say
 from tfdist.control.watchdog import Watchdog, all_stacks
 from tfdist.runtime import preemption
 from tfdist.runtime.base import Runtime
@@ -143,11 +143,9 @@ def take_signals(options: ClusterConfig) -> SignalRequests:
     requests = SignalRequests().install()
 
     def on_notice() -> None:
-        print(
-            f"tfdist: --preemption_notice={options.preemption_notice}: this machine is about to be taken away; saving,"
-            f" then ending with exit code {ExitCode.PREEMPTED.value}.",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"--preemption_notice={options.preemption_notice}: this machine is about to be taken away; saving,"
+            f" then ending with exit code {ExitCode.PREEMPTED.value}."
         )
         requests.stop = True
 
