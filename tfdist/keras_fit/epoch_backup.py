@@ -32,7 +32,7 @@ from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.variables import of_model
 from tfdist.runtime.base import Runtime
-from tfdist.runtime.chief import of_the_chief
+from tfdist.runtime.decisions import of_the_chief
 from tfdist.runtime.host import host_view
 
 _ENTRIES = {

@@ -9,8 +9,6 @@ import os
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from tfdist.config import ClusterConfig, Config
 from tfdist.control import faults
 from tfdist.control.beacons import ENDPOINT_BYTES, Beacons
@@ -21,6 +19,7 @@ from tfdist.control.terminal import say
 from tfdist.control.watchdog import Watchdog, all_stacks
 from tfdist.runtime import preemption
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import texts_of_all
 from tfdist.runtime.errors import explain, explain_own_code
 
 _START_UPS = 4  # start-up as a whole (runtime, data, model, restore) may take this many times --startup_timeout
@@ -63,8 +62,7 @@ class HealthMonitor:
         """Connects this worker's beacons with those of the others. A collective."""
 
         def exchange(endpoint: str) -> list[str]:
-            rows = runtime.all_gather(np.frombuffer(endpoint.encode().ljust(ENDPOINT_BYTES), np.uint8))
-            return [row.tobytes().decode().strip() for row in rows]
+            return texts_of_all(runtime, endpoint, ENDPOINT_BYTES)
 
         if self.cluster.peers:
             self.beacons = Beacons(self.cluster, self.watchdog, exchange, runtime.waiting_for)

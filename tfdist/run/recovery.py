@@ -25,7 +25,7 @@ from tfdist.run.moving_statistics import sync_moving_statistics
 from tfdist.run.sample_identity import SampleIdentity
 from tfdist.run.snapshot_files import SnapshotFiles
 from tfdist.run.stored_run import StoredRun
-from tfdist.runtime.chief import of_the_chief
+from tfdist.runtime.decisions import of_the_chief
 from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.timer import Clock
 

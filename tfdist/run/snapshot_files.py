@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tfdist.artifacts import restore
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.manifest import SHA
@@ -34,6 +32,7 @@ from tfdist.run.parts_in_store import PartsInStore
 from tfdist.run.stored_backup import StoredBackup
 from tfdist.run.stored_run import StoredRun
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import every_worker
 from tfdist.storage.store_errors import as_sentence
 from tfdist.training.parallel.sharded_state import ShardedState
 
@@ -167,7 +166,7 @@ class SnapshotFiles:
             directory.mkdir(parents=True, exist_ok=True)
             mark.touch()
         runtime.barrier()
-        seen_by_all = runtime.all_gather(np.array([mark.exists()], np.int32)).all()
+        seen_by_all = every_worker(runtime, mark.exists())
         if self._writes:
             mark.unlink(missing_ok=True)
         if seen_by_all:

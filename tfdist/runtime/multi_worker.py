@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import tensorflow_cluster
@@ -23,6 +22,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.collective_timeout import Overdue
 from tfdist.runtime.collectives import Group
+from tfdist.runtime.decisions import texts_of_all
 from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.mirrored import StrategyRuntime, communication_options
 from tfdist.runtime.operations import OUR_RING, Collective, of_group, through_tensorflow
@@ -55,8 +55,7 @@ class MultiWorker(StrategyRuntime):
         patience = config.cluster.heartbeat_timeout
 
         def exchange(endpoint: str) -> list[str]:
-            rows = self.all_gather(np.frombuffer(endpoint.encode().ljust(_LONGEST_ENDPOINT), np.uint8))
-            return [row.tobytes().decode().strip() for row in rows]
+            return texts_of_all(self, endpoint, _LONGEST_ENDPOINT)
 
         def is_alive(rank: int) -> bool:
             return tensorflow_cluster.is_healthy(cluster.task(rank), patience)

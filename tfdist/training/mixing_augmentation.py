@@ -26,6 +26,7 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.reading import Reading
 from tfdist.data.sources.split import Split
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import any_worker
 from tfdist.training.added_losses import take_rows
 from tfdist.training.loss_probe import generators_kept
 from tfdist.training.row_trials import come_in_parts
@@ -49,7 +50,7 @@ def whole_batches(config: Config, runtime: Runtime, split: Split, plan: BatchPla
         with contextlib.suppress(Exception):  # of the user's own making, and told when it is traced
             found = _mixes(augment.load_augmentation(name), split, config.run.seed)
         tf.random.set_seed(config.run.seed)  # as it was; a dataset that draws without a seed draws the same
-    if not runtime.all_gather(np.array([found], np.int64)).any():
+    if not any_worker(runtime, found):
         return split
     if config.model.row_mixing == "refuse" and come_in_parts(config, runtime, plan):
         raise ConfigError(

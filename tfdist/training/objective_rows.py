@@ -19,6 +19,7 @@ from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import any_worker
 from tfdist.runtime.host import known_dims
 from tfdist.training.added_losses import take_rows
 from tfdist.training.loss_probe import ROWS, generators_kept
@@ -41,7 +42,7 @@ def refuse(
     found = False
     with generators_kept(), contextlib.suppress(Exception):  # of the user's own making
         found = mixes(objective, model, batch())
-    if runtime.all_gather(np.array([found], np.int64)).any():
+    if any_worker(runtime, found):
         raise ConfigError(
             f"--objective={name}: what it gives for a sample depends on the other samples of its batch (in-batch"
             " negatives) or on their number, but workers and micro-batches have some of the samples each, so that they"
