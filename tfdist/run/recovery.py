@@ -276,10 +276,7 @@ class Recovery:
             "workers": self.runtime.size,
             "replicas": self.runtime.replicas,
             "strategy": self.runtime.name,
-            "versions": {
-                name: flags.metadata_version(name) or flags.metadata_version(f"{name}-cpu")
-                for name in ("tensorflow", "keras", "numpy")
-            },
+            "versions": flags.package_versions(),
             "variables": self.state.table(),
             "generators": state.generator_states(),
             "clock": self.clock.state(),

@@ -26,8 +26,8 @@ from tfdist.control.lease_owner import end_worker
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.control.terminal import say
+from tfdist.control.time_limit import for_at_most
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
-from tfdist.storage.in_threads import for_at_most
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
 from tfdist.storage.store_lease import StoreLease

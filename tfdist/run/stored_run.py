@@ -30,8 +30,8 @@ from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import SNAPSHOTS, is_url
 from tfdist.control.terminal import say
+from tfdist.control.time_limit import for_at_most
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
-from tfdist.storage.in_threads import for_at_most
 from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence

@@ -30,7 +30,7 @@ from tfdist.runtime.orderly_exit import say_goodbye
 from tfdist.runtime.reducer import RingReducer
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_connections import Patience
-from tfdist.runtime.ring_error import MARK, RingError, user_error
+from tfdist.runtime.ring_error import RingError, overdue, user_error
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 
@@ -106,11 +106,7 @@ class MultiWorker(StrategyRuntime):
         """Makes it an error, from now on, if a collective does not end in `timeout` seconds; 0: never."""
 
         def give_up() -> None:
-            tensorflow_cluster.abort_collectives(
-                f"{MARK}rank {self.rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks"
-                f" {', '.join(str(rank) for rank in range(self.size) if rank != self.rank)}, which is stuck or much"
-                " slower.",
-            )
+            tensorflow_cluster.abort_collectives(overdue(self.rank, self.size, timeout))
 
         if timeout and self.size > 1:
             self._overdue = Overdue(timeout, give_up)

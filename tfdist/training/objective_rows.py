@@ -24,7 +24,7 @@ from tfdist.runtime.host import known_dims
 from tfdist.training.added_losses import take_rows
 from tfdist.training.loss_probe import ROWS, generators_kept
 from tfdist.training.scores import Scores
-from tfdist.training.trial_values import differ, spread
+from tfdist.training.trial_values import any_differ, differ, spread
 
 _TOLERANCE = 1e-4  # of the largest number of a sample's own
 # Scales of the outputs of each sample: limits lie between two of them.
@@ -92,4 +92,4 @@ def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: Any) -> bo
         for one, other in zip(together, those, strict=True)
     )
     # What draws random numbers tells nothing.
-    return found and not any(differ(one, other, _TOLERANCE) for one, other in zip(together, scores(every), strict=True))
+    return found and not any_differ(together, scores(every), _TOLERANCE)
