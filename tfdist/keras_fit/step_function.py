@@ -113,7 +113,7 @@ class StepFunction:
         model = self._with.model
         self._batches = Batches(self._with.runtime, self.loop.call_name)
         wanted = _Traced(
-            (keras_trainer.compile_identity(model), model.run_eagerly, bool(model.jit_compile)),
+            keras_trainer.traced_for(model),
             tuple(model.trainable_variables),
             tuple(model.non_trainable_variables),
         )
