@@ -140,10 +140,7 @@ def write_flagfile(config: Config, path: Path, command: str) -> None:
             " --run_dir=ELSEWHERE` repeats it."
         ),
         f"# Configuration digest {config.digest()}. Python {platform.python_version()}, "
-        + ", ".join(
-            f"{name} {metadata_version(name) or metadata_version(name + '-cpu')}"
-            for name in ("tensorflow", "keras", "numpy")
-        ),
+        + ", ".join(f"{name} {version}" for name, version in package_versions().items()),
     ]
     if command:
         lines.append(f"# Command: {command}")
@@ -172,8 +169,12 @@ def format_flag(name: str, value: Any) -> str:
     return f"--{name}={value!r}" if isinstance(value, float) else f"--{name}={value}"
 
 
-def metadata_version(distribution: str) -> str | None:
-    """The installed version of a distribution, or None. Does not import it."""
+def package_versions() -> dict[str, str | None]:
+    """The installed versions of what computes; None: not known. Imports nothing of it."""
+    return {name: _version(name) or _version(f"{name}-cpu") for name in ("tensorflow", "keras", "numpy")}
+
+
+def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

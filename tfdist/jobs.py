@@ -31,7 +31,6 @@ from tfdist.control.run_address import is_url
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, with room for -workers-0-N
 _NOT_NAMES = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")  # which YAML takes for something else
-_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?|")
 _SBATCH_VALUE = r"[\w.,:%+@/=~\[\]-]*"
 _PORT = 2222
 
@@ -65,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 def slurm(options: argparse.Namespace, config: Config, train: list[str]) -> str:
     """Makes a batch script for sbatch."""
-    for name in ("time", "partition", "account", "memory", "log"):
+    for name in ("partition", "account", "log"):
         if not re.fullmatch(_SBATCH_VALUE, getattr(options, name)):
             raise ConfigError(
                 f"--{name}={getattr(options, name)!r} cannot stand on a line of #SBATCH: write it without spaces,"
@@ -121,8 +120,6 @@ def tfjob(options: argparse.Namespace, config: Config, train: list[str]) -> str:
 
 def _with_fence(template: str, options: argparse.Namespace, config: Config, pod: str) -> str:
     """A template for Kubernetes, with what keeps strangers out."""
-    if not _NAMESPACE.fullmatch(options.namespace):
-        raise ConfigError(f"--namespace={options.namespace} is no name of a namespace: use up to 63 of a-z, 0-9 and -.")
     values = {
         **vars(options),
         **_quoted(options),

@@ -49,7 +49,7 @@ from tfdist.control.ray_job import RayJob
 from tfdist.control.run_address import backup_folder
 from tfdist.control.signals import StopSignals, on_hangup
 from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_saved_step
-from tfdist.control.terminal import say_at_once
+from tfdist.control.terminal import say, say_at_once
 from tfdist.control.worker_count import WorkerCount
 from tfdist.data.batch_plan import plan_batch
 
@@ -276,10 +276,12 @@ def run(supervisor: Supervisor, logs: Path) -> int:
     if result.last_lines:
         print("tfdist: the last lines of the worker that failed:", *result.last_lines, sep="\n  ", file=sys.stderr)
     if result.cause:
-        hint = "tfdist: a SIGKILL that nobody sent means that memory ran out\n" if "(SIGKILL)" in result.cause else ""
-        print(f"tfdist: {result.cause}\n{hint}tfdist: logs are in {logs}", file=sys.stderr)
+        say(result.cause)
+        if "(SIGKILL)" in result.cause:
+            say("a SIGKILL that nobody sent means that memory ran out")
+        say(f"logs are in {logs}")
     if at_once:
-        print("tfdist: ended at once by a second signal.", file=sys.stderr)
+        say("ended at once by a second signal.")
         return ExitCode.INTERRUPTED
     return result.code
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tfdist.control import exit_codes, token
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.terminal import say
 
 
 def main(argv: list[str]) -> int:
@@ -49,12 +50,10 @@ def _say_if_alone(script: Path) -> None:
         return
     cluster = resolve_cluster(os.environ)
     if cluster.size > 1 and cluster.is_chief:
-        print(
-            f"tfdist: {script} has ended without a call of tfdist.fit, evaluate, predict or spread: unless it divides"
+        say(
+            f"{script} has ended without a call of tfdist.fit, evaluate, predict or spread: unless it divides"
             f" the work in a way of its own, each of the {cluster.size} workers has done all of it alone. Write"
-            " tfdist.fit(model, ...) in place of model.fit(...).",
-            file=sys.stderr,
-            flush=True,
+            " tfdist.fit(model, ...) in place of model.fit(...)."
         )
 
 

@@ -11,7 +11,6 @@ the batches of the pass that goes on are.
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import tensorflow as tf
 from tfdist.compat import keras_epochs, tensorflow_data, tensorflow_random
 from tfdist.compat.keras_epochs import EpochIterator
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.terminal import say
 
 # Datasets whose iterators begin anew, whatever iterators before them have read. Not `repeat`: a shuffle in it draws an
 # order whenever a pass ends. Not `cache`: it keeps the order of the first pass.
@@ -176,12 +176,10 @@ class _Passes:
         if goes_on and not self.reads and self._pass is not None and self._pass is present:
             _read(self._pass, self._unread)
         if goes_on and (self._unread or self.reads) and _has_no_seed(self.iterator.data_adapter):
-            print(
-                "tfdist: the data is shuffled without a seed: what is left of the pass in which the run ended comes in"
+            say(
+                "the data is shuffled without a seed: what is left of the pass in which the run ended comes in"
                 " another order, so samples of it may come twice or not at all. Call keras.utils.set_random_seed before"
-                " the data is made.",
-                file=sys.stderr,
-                flush=True,
+                " the data is made."
             )
 
 

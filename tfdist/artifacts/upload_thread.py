@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 
+from tfdist.control.terminal import say
 from tfdist.storage.store_errors import StoreError
 
 _LOOK_SECONDS = 0.5
@@ -74,5 +74,5 @@ def sent_within(sender: UploadThread, place: str, deadline: float) -> list[int]:
         if time.monotonic() >= deadline or not sender.is_at_work():
             break
         steps = ", ".join(map(str, left))
-        print(f"tfdist: sending the snapshots of steps {steps} to {place} ...", file=sys.stderr)
+        say(f"sending the snapshots of steps {steps} to {place} ...")
     return left

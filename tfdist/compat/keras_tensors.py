@@ -87,6 +87,16 @@ def as_called(output: Any) -> Any:
     return output[0] if isinstance(output, list | tuple) and len(output) == 1 else output
 
 
+def outputs_of(model: keras.Model, x_spec: Any) -> Any:
+    """Symbols of what the model returns. x_spec: nest of TensorSpec, of one sample. Raises what the call raises of a
+    model that does not know its outputs."""
+    try:
+        return as_called(model.outputs if isinstance(model, keras.Sequential) else model.output)
+    except (AttributeError, ValueError):
+        symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
+        return model.compute_output_spec(symbols)
+
+
 def inputs_in_order(functional: Any, inputs: Any) -> list[tf.Tensor]:
     """A functional model's inputs as a list in the order of its own, whatever structure they come in. Relies on
     `Functional._standardize_inputs`; without it models of several inputs could not be recomputed.

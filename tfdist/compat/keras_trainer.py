@@ -96,6 +96,12 @@ def compile_identity(model: keras.Model) -> Any:
     return model._compile_config if model.compiled else None
 
 
+def traced_for(model: keras.Model) -> tuple:
+    """What makes a function that was traced of the model stale once it is another: how the model was compiled, and how
+    it is run."""
+    return compile_identity(model), model.run_eagerly, bool(model.jit_compile)
+
+
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss | None]:
     """The losses that `compile` was given, flat; None for outputs without one. Relies on `Trainer._compile_loss` and
     `CompileLoss._flat_losses`; without them every worker gathers all outputs.

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from tfdist.control.terminal import as_line, open_closed_streams, outlive_reader
+from tfdist.control.time_limit import for_at_most
 from tfdist.control.user_errors import first_line
 
 _SAYING_SECONDS = 5.0
@@ -197,13 +198,7 @@ def say_last_words(text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody is there any more
             print(text, file=sys.stderr, flush=True)
 
-    _for_a_while(say)
-
-
-def _for_a_while(say: Callable[[], None]) -> None:
-    saying = threading.Thread(target=say, daemon=True)  # a pipe that is full and not read would hold us for ever
-    saying.start()
-    saying.join(_SAYING_SECONDS)
+    for_at_most(_SAYING_SECONDS, say)
 
 
 def _end_with(decided: list[int]) -> None:
@@ -216,7 +211,7 @@ def _end(code: int) -> NoReturn:
     if code == ExitCode.OK:  # results are waited for by who reads them slowly
         _flush()
     else:
-        _for_a_while(_flush)
+        for_at_most(_SAYING_SECONDS, _flush)
     os._exit(code)
 
 

@@ -7,13 +7,13 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import time
 import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from tfdist.control.exit_codes import ConfigError, ExitCode, end_process
+from tfdist.control.terminal import say
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,9 @@ class Watched:
     def _say_once(self, owner: Owner) -> None:
         if not self._said:
             self._said = True
-            print(
-                f"tfdist: {self._place} names {owner.describe()}; looking for at most {self._patience.dead:g} s whether"
-                " it still lives.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"{self._place} names {owner.describe()}; looking for at most {self._patience.dead:g} s whether"
+                " it still lives."
             )
 
 

@@ -7,12 +7,12 @@ does not mind.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from tfdist.control.preflight import answers, did_not_appear
+from tfdist.control.terminal import say
 
 _PAUSE_SECONDS = 0.2
 _REPORT_SECONDS = 10.0
@@ -56,6 +56,6 @@ def await_all(addresses: Mapping[str, str], timeout: float, give_up: Callable[[]
             raise did_not_appear(names, len(missing), timeout)
         if missing and now - reported > _REPORT_SECONDS:
             reported = now
-            print(f"tfdist: waiting for {names}, {now - start:.0f} s of {timeout:g} s.", file=sys.stderr, flush=True)
+            say(f"waiting for {names}, {now - start:.0f} s of {timeout:g} s.")
         if missing:
             time.sleep(_PAUSE_SECONDS)

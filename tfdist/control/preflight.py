@@ -12,7 +12,6 @@ import contextlib
 import errno
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import StartupError, TfdistError
+from tfdist.control.terminal import say
 
 _PROBE_SECONDS = 2.0  # for one attempt to connect
 _PAUSE_SECONDS = 0.1  # between attempts
@@ -29,10 +29,6 @@ _PROBES_ACCEPTED_AT_ONCE = 4096
 # How long the port goes on answering, after all peers have answered, for those that have not probed it yet: nothing may
 # listen there later. Those that are further (see above) do not.
 _LINGER_SECONDS = 3.0
-
-
-def _print_to_stderr(line: str) -> None:
-    print(f"tfdist: {line}", file=sys.stderr, flush=True)
 
 
 class PortReservation:
@@ -98,7 +94,7 @@ def wait_for_peers(
     *,
     until: threading.Event | None = None,
     given_up: threading.Event | None = None,
-    report: Callable[[str], None] = _print_to_stderr,
+    report: Callable[[str], None] = say,
 ) -> None:
     """Returns when every peer has answered at its address, and `until` (if given) is set; early if `given_up` is set.
 

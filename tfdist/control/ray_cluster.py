@@ -8,11 +8,11 @@ with what there is, and learns that there is room for more from groups that have
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 
 from tfdist.control.exit_codes import StartupError, UnsupportedError
+from tfdist.control.terminal import say
 
 _ASK_EVERY_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
@@ -86,7 +86,7 @@ class RayPlacements:
         ]
         self.count = self._placed_count = len(self.places)
         if self.count < self.most:
-            _say(f"Ray has room for {self.count} of {self.most} workers: {describe_cluster()}.")
+            say(f"Ray has room for {self.count} of {self.most} workers: {describe_cluster()}.")
         return self.count
 
     def wanted(self) -> int:
@@ -136,7 +136,7 @@ class RayPlacements:
                 return False
             if now - reported > _REPORT_SECONDS:
                 reported = now
-                _say(
+                say(
                     f"waiting for Ray to place {self.least} workers of {_amount(self.bundle)}, {now - start:.0f} s of"
                     f" {timeout:g} s: {describe_cluster()}."
                 )
@@ -151,10 +151,6 @@ class RayPlacements:
             f" --placement_timeout={self.timeout:g} s, since {describe_cluster()}: add nodes, or lower {fewer}{more} or"
             " --cpus_per_worker."
         )
-
-
-def _say(text: str) -> None:
-    print(f"tfdist: {text}", file=sys.stderr, flush=True)
 
 
 def _is_placed(group) -> bool:

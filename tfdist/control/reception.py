@@ -5,12 +5,12 @@ from __future__ import annotations
 import hmac
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tfdist.control import wire
+from tfdist.control.terminal import say
 
 _PATIENCE = 5.0  # seconds for a stranger to prove that it is none
 _MOST_STRANGERS = 512  # at a time; the oldest makes room
@@ -106,7 +106,7 @@ class Reception:
         stranger.connection.close()
         if note and note not in self.notes and len(self.notes) < _MOST_NOTES:
             self.notes[note] = None
-            print(f"tfdist: {note}", file=sys.stderr, flush=True)
+            say(note)
 
     def _wanted(self, stranger: _Stranger) -> int:
         """Bytes that it may have sent by now in all."""

@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.job import Job
 from tfdist.control.run_address import SNAPSHOTS
+from tfdist.control.terminal import say
 from tfdist.control.worker_count import WorkerSupply
 from tfdist.control.workers import JobResult
 
@@ -114,7 +114,7 @@ class Supervisor:
             self.restarts += 1
             where = f"from {self.counted} {step}" if step >= 0 else "from the beginning"
             fewer = f" with {self.workers.count} workers" if self.workers.count != count else ""
-            _say(f"{result.cause}; restart number {self.restarts}{fewer} in {wait:.1f} s, {where}.")
+            say(f"{result.cause}; restart number {self.restarts}{fewer} in {wait:.1f} s, {where}.")
             self._sleep(wait)
             if self._stopped:
                 return result
@@ -131,7 +131,7 @@ class Supervisor:
                     count = wanted
                     continue
                 resized = True
-                _say(f"from {count} to {self.workers.count} workers: the job saves and is started again.")
+                say(f"from {count} to {self.workers.count} workers: the job saves and is started again.")
                 job.request_stop()
             time.sleep(0.05)
         return result, resized
@@ -164,7 +164,3 @@ def newest_saved_step(run_dir: Path, backup_folder: str) -> int:
         with contextlib.suppress(OSError):
             names += os.listdir(folder)
     return max((int(match.group(1)) for match in map(_SNAPSHOT.match, names) if match), default=-1)
-
-
-def _say(text: str) -> None:
-    print(f"tfdist: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The raw output of workers as lines fit for a terminal."""
+"""The raw output of workers as lines fit for a terminal, and what tfdist itself says there."""
 
 from __future__ import annotations
 
@@ -106,6 +106,11 @@ def outlive_reader() -> None:
     and ends as it would have."""
     for name in ("stdout", "stderr"):
         _outlive_reader_of(name)
+
+
+def say(sentence: str) -> None:
+    """Says something to the user, as tfdist, on standard error: standard output is for what a program asks for."""
+    print(f"tfdist: {sentence}", file=sys.stderr, flush=True)
 
 
 def say_at_once(line: str) -> None:

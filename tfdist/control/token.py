@@ -14,12 +14,12 @@ import ipaddress
 import os
 import secrets
 import stat
-import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.terminal import say
 
 if TYPE_CHECKING:
     from tfdist.control.cluster import Cluster
@@ -115,10 +115,8 @@ def with_token(cluster: Cluster, environment: MutableMapping[str, str], file: st
     """
     secret, peers = read(environment, file), cluster.peers
     if cluster.is_chief and len(peers) > 1 and not secret and not all(is_loopback(host_of(peer)) for peer in peers):
-        print(
-            f"tfdist: warning: this job has no token, so whoever reaches {host_of(peers[0])} and the other workers can"
-            f" join it: give all the same --job_token_file or {VARIABLE} (docs/security.md).",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"warning: this job has no token, so whoever reaches {host_of(peers[0])} and the other workers can"
+            f" join it: give all the same --job_token_file or {VARIABLE} (docs/security.md)."
         )
     return replace(cluster, secret=secret)

@@ -34,6 +34,11 @@ def stream_cut(split: Split, plan: BatchPlan) -> int:
     return plan.replicas if can else 1
 
 
+def cut_of_old_runs(split: Split, replicas: int) -> int:
+    """The cut of a run whose snapshot does not tell it: it is of a version that always cut if it could."""
+    return replicas if split.size is None and (split.records or replicas <= split.stream_shards) else 1
+
+
 def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
     """The micro-batches of a stream: numbered samples, the replica's own among them, cut to the plan's lengths."""
     seed, shuffle, augment = reading.seed, reading.shuffle, reading.augment

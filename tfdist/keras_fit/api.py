@@ -4,7 +4,6 @@ run on every worker over a model that computes a part of each batch (model.py)."
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import tensorflow as tf
 from tfdist.compat import keras_epochs, keras_optimizers, keras_trainer
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError, TfdistError
+from tfdist.control.terminal import say
 from tfdist.control.user_errors import failure
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit import lost_state, silent_lookups
@@ -252,11 +252,9 @@ def _spread_over(runtime: Runtime, model: keras.Model, purpose: str, loop: Calla
             return _alone(model, purpose, loop)
     refuse_unsupported(model)
     if runtime.rank == 0:
-        print(
-            f"tfdist: {purpose} over {runtime.size} workers: each reads every global batch and computes an equal,"
-            " contiguous part of its rows.",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"{purpose} over {runtime.size} workers: each reads every global batch and computes an equal,"
+            " contiguous part of its rows."
         )
     if purpose == "fit" or model not in _compared:  # not before each of many predictions
         settings = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import held as lease_of_folder
 from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import check_address, is_url
+from tfdist.control.terminal import say
 from tfdist.keras_fit import backup_file
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
@@ -137,11 +137,9 @@ class _Objects:
                 backup_file.write(file, value)
                 self._objects.send(file, name)
         except OSError as error:  # also of the disk here
-            print(
-                f"tfdist: THE BACKUP OF EPOCH {value['epoch']} WAS NOT SENT: {error}. Training goes on; the next epoch"
-                " tries again.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"THE BACKUP OF EPOCH {value['epoch']} WAS NOT SENT: {error}. Training goes on; the next epoch"
+                " tries again."
             )
             return False
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.control.terminal import say
 from tfdist.runtime.base import PeerRuntime
 
 END = object()  # of the data
@@ -80,11 +80,9 @@ class Batches:
         stamps = self._runtime.all_gather(np.array([stamp], np.uint32))
         self._from_chief = bool((stamps != stamps[0]).any())
         if self._from_chief and self._runtime.rank == 0:
-            print(
-                "tfdist: the workers read different batches (a shuffle without a seed?): all take the chief's, over the"
-                " network. Call keras.utils.set_random_seed before the data is made to let each read for itself.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                "the workers read different batches (a shuffle without a seed?): all take the chief's, over the"
+                " network. Call keras.utils.set_random_seed before the data is made to let each read for itself."
             )
 
     def _of_the_chief(self, batch: Any) -> Any:

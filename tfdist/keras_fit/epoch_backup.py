@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,13 @@ from tfdist.control import backup_count
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.terminal import say
 from tfdist.keras_fit import backup_file, callback_state, data_identity
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.variables import of_model
 from tfdist.runtime.base import Runtime
-from tfdist.runtime.chief import of_the_chief
+from tfdist.runtime.decisions import of_the_chief
 from tfdist.runtime.host import host_view
 
 _ENTRIES = {
@@ -62,11 +62,9 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> 
         often, not_so = found[0].save_freq, ""
         if often != "epoch":
             not_so = f" (save_freq={often} does not count: what is killed goes on from the last epoch)"
-        print(
-            f"tfdist: BackupAndRestore is replaced by that of tfdist.fit: one file in {folder} after each epoch,"
-            f" written by the chief{not_so}.",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"BackupAndRestore is replaced by that of tfdist.fit: one file in {folder} after each epoch,"
+            f" written by the chief{not_so}."
         )
     backup = EpochBackup(folder, runtime, others, delete=found[0].delete_checkpoint)
     if backup.epoch:
@@ -188,7 +186,7 @@ class EpochBackup(FitCallback):
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if self._state["stopped"] else self.epoch)
         if self._runtime.rank == 0:
-            print(f"tfdist: resumed after epoch {self.epoch} from {self._place.name}.", file=sys.stderr, flush=True)
+            say(f"resumed after epoch {self.epoch} from {self._place.name}.")
         if not self._state["stopped"]:
             self._find_the_place_in_the_data(self._state)
 
@@ -203,22 +201,18 @@ class EpochBackup(FitCallback):
         names = [name for name in dict.fromkeys(found) if name not in self._told]
         self._told.extend(names)
         if names and self._runtime.rank == 0:
-            print(
-                f"tfdist: BackupAndRestore does not hold {', '.join(names)}: in a fit that is resumed they begin anew."
-                " Keep numbers, arrays of numbers, texts and containers of them, or variables as attributes.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"BackupAndRestore does not hold {', '.join(names)}: in a fit that is resumed they begin anew."
+                " Keep numbers, arrays of numbers, texts and containers of them, or variables as attributes."
             )
         return states
 
     def _find_the_place_in_the_data(self, state: dict[str, Any]) -> None:
         if RunningFit.of(self.fitted).go_to(self.epoch, state["ends"]):
             if self._runtime.rank == 0:
-                print(
-                    "tfdist: the data of these epochs was read again, as what comes next may depend on it (repeat,"
-                    " cache, a PyDataset, a generator).",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    "the data of these epochs was read again, as what comes next may depend on it (repeat,"
+                    " cache, a PyDataset, a generator)."
                 )
         else:  # what reading draws from the generators of the process it has drawn just now
             host_state.restore_generator_states(state["generators"])

@@ -17,6 +17,7 @@ from typing import NoReturn
 from tfdist.compat import tensorflow_cluster
 from tfdist.control import lease
 from tfdist.control.machine_shares import visible_gpus
+from tfdist.control.terminal import say
 
 CHOICES = ("all", "one")
 
@@ -31,11 +32,11 @@ def use_all(choice: str) -> None:
         return
     argv = started_again(sys.modules["__main__"], sys.argv)
     if argv and not tensorflow_cluster.has_computed():
-        _say(f"{count} GPUs are here: this script starts anew on a worker for each; local_gpus='one' takes one.")
+        say(f"{count} GPUs are here: this script starts anew on a worker for each; local_gpus='one' takes one.")
         _become_launcher(count, argv)
     early = "call tfdist.init() at the top of the script, or " if argv else ""
     script = Path(argv[0]).name if argv else "script.py"
-    _say(f"{count} GPUs are here and one is used: {early}start it by `tfdist launch --workers={count} -- {script}`.")
+    say(f"{count} GPUs are here and one is used: {early}start it by `tfdist launch --workers={count} -- {script}`.")
 
 
 def started_again(main: object, argv: list[str]) -> list[str]:
@@ -59,7 +60,3 @@ def _become_launcher(workers: int, argv: list[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "tfdist.launch", f"--workers={workers}", "--", *argv])
-
-
-def _say(sentence: str) -> None:
-    print(f"tfdist: {sentence}", file=sys.stderr, flush=True)

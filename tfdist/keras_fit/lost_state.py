@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
@@ -18,6 +17,7 @@ from tfdist.compat import keras_layers, keras_trainer, tensorflow_graphs
 from tfdist.compat.keras_random import global_seed_generator
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.terminal import say
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.variables import of_model
 from tfdist.training import unsaved_state_checks
@@ -55,11 +55,9 @@ class _Backup:
             )
         if found.drawn and self._tells and not self._is_told:
             self._is_told = True
-            print(
-                f"tfdist: the step {found.drawn}: a fit that is resumed draws others than one that is not. If that"
-                f" matters, {unsaved_state_checks.DRAW}.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"the step {found.drawn}: a fit that is resumed draws others than one that is not. If that"
+                f" matters, {unsaved_state_checks.DRAW}."
             )
 
 

@@ -39,7 +39,7 @@ def told(model: keras.Model) -> Iterator[None]:
 
 def _kept(model: keras.Model) -> dict[str, Any]:
     """The functions that were made inside before, while the model was compiled as it is now."""
-    made_for = (keras_trainer.compile_identity(model), model.run_eagerly, bool(model.jit_compile))
+    made_for = keras_trainer.traced_for(model)
     kept = model.__dict__.get(_KEPT_AS)
     if kept is None or kept[0] != made_for:
         kept = made_for, {}

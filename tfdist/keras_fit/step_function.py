@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.terminal import say
 from tfdist.keras_fit import lost_state, own_rows
 from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.forward import DistributedCall
@@ -113,7 +113,7 @@ class StepFunction:
         model = self._with.model
         self._batches = Batches(self._with.runtime, self.loop.call_name)
         wanted = _Traced(
-            (keras_trainer.compile_identity(model), model.run_eagerly, bool(model.jit_compile)),
+            keras_trainer.traced_for(model),
             tuple(model.trainable_variables),
             tuple(model.non_trainable_variables),
         )
@@ -192,11 +192,9 @@ class StepFunction:
         with call.alone():
             suits = own_rows.suits(model, batch) and all(call.of_the_batch(((_inputs(batch),), {})))
         if suits and self._with.runtime.rank == 0:
-            print(
-                f"tfdist: {self.loop.value}: the outputs of a batch are more than {own_rows.LARGEST >> 20} MiB, so each"
-                " worker computes loss and metrics of its own rows, and sums are reduced.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"{self.loop.value}: the outputs of a batch are more than {own_rows.LARGEST >> 20} MiB, so each"
+                " worker computes loss and metrics of its own rows, and sums are reduced."
             )
         return Rows.OWN if suits else Rows.ALL
 

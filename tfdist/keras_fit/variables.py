@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import keras
@@ -11,6 +10,7 @@ import tensorflow as tf
 from tfdist.artifacts import state
 from tfdist.artifacts.hidden_state import hidden_state, hidden_variables, state_beside_layers
 from tfdist.compat.keras_random import is_seed_state
+from tfdist.control.terminal import say
 from tfdist.runtime import first_values
 from tfdist.runtime.base import PeerRuntime
 
@@ -36,9 +36,7 @@ def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
     """
     weights = [variable for variable in model.variables if not is_seed_state(variable)]
     if take_the_chiefs(runtime, [*weights, *hidden_variables(model)]) and runtime.rank == 0:
-        print(
-            "tfdist: the workers' weights had drifted apart in this epoch (a layer that keeps statistics of its rows,"
-            " or a callback that sets weights by numbers of its own?); all took the chief's.",
-            file=sys.stderr,
-            flush=True,
+        say(
+            "the workers' weights had drifted apart in this epoch (a layer that keeps statistics of its rows,"
+            " or a callback that sets weights by numbers of its own?); all took the chief's."
         )

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
+from tfdist.compat.keras_tensors import outputs_of
 from tfdist.config import ModelConfig, parse_args
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.user_errors import without_internals
@@ -153,12 +154,8 @@ def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) ->
 def _check_output_types(name: str, model: keras.Model, x_spec: Any) -> None:
     """Raises ConfigError if the last layer is not float32 under float16 or bfloat16, as the loss takes exponentials, or
     gives whole numbers, which have no gradient."""
-    try:
-        output = model.output  # functional and Sequential models know it
-    except (AttributeError, ValueError):
-        symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
-        with own_code("model", name):
-            output = model.compute_output_spec(symbols)
+    with own_code("model", name):
+        output = outputs_of(model, x_spec)
     types = {keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(output)}
     if not any("float" in dtype for dtype in types):
         raise ConfigError(

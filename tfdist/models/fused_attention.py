@@ -7,7 +7,6 @@ It also keeps less memory and rounds less: scores and weights stay in float32 wi
 from __future__ import annotations
 
 import functools
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_attention, tensorflow_xla
+from tfdist.control.terminal import say
 from tfdist.control.user_errors import first_line
 from tfdist.models.cudnn_attention import DTYPES, Scores, attention_by_formula, cudnn_attention, distance
 from tfdist.runtime.host import known_dims
@@ -140,10 +140,8 @@ def _is_right(
     except Exception as error:  # whatever cuDNN, XLA or TensorFlow say, there is another way
         wrong = f"fails: {first_line(error):.200}"
     if wrong:
-        print(
-            f"tfdist: warning: cuDNN's attention of {queries} x {keys} positions, {width} wide, in {dtype.name}"
-            f" {wrong}: the formula is taken, which is slower and takes more memory.",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"warning: cuDNN's attention of {queries} x {keys} positions, {width} wide, in {dtype.name}"
+            f" {wrong}: the formula is taken, which is slower and takes more memory."
         )
     return not wrong

@@ -13,6 +13,7 @@ from tfdist.artifacts.status import read_status
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import texts_of_all
 from tfdist.telemetry.jsonl import next_attempt
 
 # Options that do not change what a step computes, but which step is the last and what all workers do together between
@@ -51,7 +52,7 @@ def identify(runtime: Runtime, folder: Path) -> RunIdentity:
 
 def must_agree(runtime: Runtime, what: str, identity: str, fix: str) -> None:
     """Raises ConfigError on all workers unless `identity` (of the same length everywhere) is the same on all."""
-    found = [row.tobytes().decode() for row in runtime.all_gather(np.frombuffer(identity.encode(), np.uint8))]
+    found = texts_of_all(runtime, identity, len(identity))
     for rank, other in enumerate(found):
         if other != found[0]:
             raise ConfigError(f"Rank {rank} has {what} {other}, rank 0 has {found[0]}: {fix}.")

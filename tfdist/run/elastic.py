@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 
 import keras
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ExitCode, PeerLostError, StartupError
 from tfdist.control.membership import Member
+from tfdist.control.terminal import say
 from tfdist.control.token import Secret
 from tfdist.run import session
 from tfdist.run.health import take_signals
@@ -57,7 +57,7 @@ def run(config: Config, command: str, secret: Secret) -> ExitCode:
             if in_a_row >= _MOST_IN_A_ROW and not memory.member.broken:
                 raise
             where = f"step {step}, which is in memory" if memory.checkpoint else "the newest snapshot"
-            print(f"tfdist: {error} Going on from {where}, when there is a new group.", file=sys.stderr, flush=True)
+            say(f"{error} Going on from {where}, when there is a new group.")
         _forget()
 
 

@@ -6,11 +6,8 @@ Everything here works whatever the runtime is, and goes on working when TensorFl
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
-
-import numpy as np
 
 from tfdist.config import ClusterConfig, Config
 from tfdist.control import faults
@@ -18,9 +15,11 @@ from tfdist.control.beacons import ENDPOINT_BYTES, Beacons
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode, PeerLostError, TfdistError, error_line, say_last_words
 from tfdist.control.signals import SignalRequests
+from tfdist.control.terminal import say
 from tfdist.control.watchdog import Watchdog, all_stacks
 from tfdist.runtime import preemption
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import texts_of_all
 from tfdist.runtime.errors import explain, explain_own_code
 
 _START_UPS = 4  # start-up as a whole (runtime, data, model, restore) may take this many times --startup_timeout
@@ -63,8 +62,7 @@ class HealthMonitor:
         """Connects this worker's beacons with those of the others. A collective."""
 
         def exchange(endpoint: str) -> list[str]:
-            rows = runtime.all_gather(np.frombuffer(endpoint.encode().ljust(ENDPOINT_BYTES), np.uint8))
-            return [row.tobytes().decode().strip() for row in rows]
+            return texts_of_all(runtime, endpoint, ENDPOINT_BYTES)
 
         if self.cluster.peers:
             self.beacons = Beacons(self.cluster, self.watchdog, exchange, runtime.waiting_for)
@@ -143,11 +141,9 @@ def take_signals(options: ClusterConfig) -> SignalRequests:
     requests = SignalRequests().install()
 
     def on_notice() -> None:
-        print(
-            f"tfdist: --preemption_notice={options.preemption_notice}: this machine is about to be taken away; saving,"
-            f" then ending with exit code {ExitCode.PREEMPTED.value}.",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"--preemption_notice={options.preemption_notice}: this machine is about to be taken away; saving,"
+            f" then ending with exit code {ExitCode.PREEMPTED.value}."
         )
         requests.stop = True
 

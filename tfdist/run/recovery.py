@@ -21,12 +21,13 @@ from tfdist.config import Config
 from tfdist.config.run_options import RunConfig
 from tfdist.control.exit_codes import DivergedError
 from tfdist.control.faults import Faults
+from tfdist.data import streams
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
 from tfdist.run.moving_statistics import sync_moving_statistics
 from tfdist.run.remote_run import RemoteRun
 from tfdist.run.sample_identity import SampleIdentity
 from tfdist.run.snapshot_files import SnapshotFiles
-from tfdist.runtime.chief import of_the_chief
+from tfdist.runtime.decisions import of_the_chief
 from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.timer import Clock
 
@@ -179,9 +180,7 @@ class Recovery:
         warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
         self.clock.restore(manifest["clock"])
         self.losses = restore.LossContinuity(manifest.get("losses", ()))
-        replicas = manifest["replicas"]  # a manifest without a cut is of a version that always cut
-        always = replicas if split.size is None and (split.records or replicas <= split.stream_shards) else 1
-        self.stream_cut = manifest.get("stream_cut", always)
+        self.stream_cut = manifest.get("stream_cut") or streams.cut_of_old_runs(split, manifest["replicas"])
         state.restore_generator_states(manifest["generators"])
         # With another global batch (allowed by --allow_config_change) the position stays where it was.
         self._skipped = manifest["consumed"] - step * plan.global_batch
@@ -261,10 +260,7 @@ class Recovery:
 
     def weights(self) -> dict[str, np.ndarray]:
         """key -> array of each of the model's variables, and of those that its layers keep without Keras' knowing, with
-        the moving averages if there are any: on the chief.
-
-        A collective.
-        """
+        the moving averages if there are any: on the chief. A collective."""
         with self.job.step.update.averaged():
             return self.state.to_host(wanted=self.chief, only=state.COMPARED)
 
@@ -272,14 +268,13 @@ class Recovery:
         """Steps between two backups; 0: none."""
         if self.files.backup is None:
             return 0
-        size = self.job.train_split.size
-        return self.config.checkpoint.backup_every or (math.ceil(size / self.job.plan.global_batch) if size else 0)
+        an_epoch = math.ceil((self.job.train_split.size or 0) / self.job.plan.global_batch)
+        return self.config.checkpoint.backup_every or an_epoch
 
     def settle_statistics(self) -> None:
         """Sets moving statistics to the first worker's before use: those not synchronised drift apart."""
-        if self.config.model.sync_batchnorm or not self.is_copied:
-            return
-        sync_moving_statistics(self.job.model, self.state, self.runtime)
+        if not self.config.model.sync_batchnorm and self.is_copied:
+            sync_moving_statistics(self.job.model, self.state, self.runtime)
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {
@@ -293,10 +288,7 @@ class Recovery:
             "workers": self.runtime.size,
             "replicas": self.runtime.replicas,
             "strategy": self.runtime.name,
-            "versions": {
-                name: flags.metadata_version(name) or flags.metadata_version(f"{name}-cpu")
-                for name in ("tensorflow", "keras", "numpy")
-            },
+            "versions": flags.package_versions(),
             "variables": self.state.table(),
             "generators": state.generator_states(),
             "clock": self.clock.state(),

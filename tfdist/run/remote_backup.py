@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +25,9 @@ from tfdist.control.lease import job_identity
 from tfdist.control.lease_owner import end_worker
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import SNAPSHOTS
+from tfdist.control.terminal import say
+from tfdist.control.time_limit import for_at_most
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
-from tfdist.storage.in_threads import for_at_most
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
 from tfdist.storage.store_lease import StoreLease
@@ -97,7 +97,7 @@ class RemoteBackup:
         """Waits until the last one is sent, at most so long; else --store_timeout."""
         sender, seconds = self._remote.sender, self._timeout if seconds is None else seconds
         if self._begun and sent_within(sender, self._url, time.monotonic() + seconds):
-            self._say(f"THE LAST BACKUP WAS NOT SENT to {self._url} ({sender.trouble() or 'it takes too long'})")
+            say(f"THE LAST BACKUP WAS NOT SENT to {self._url} ({sender.trouble() or 'it takes too long'}).")
 
     def end_with(self, deletion: bool) -> None:
         """Sets what `close` does first. deletion: the run has finished, and nothing will go on from the backup."""
@@ -120,7 +120,7 @@ class RemoteBackup:
             self._objects.patience = min(self._timeout, _GIVE_BACK_SECONDS)
             for_at_most(self._timeout, remove)
             if failed:
-                self._say(f"THE BACKUP WAS NOT DELETED ({failed[0]}); the run has finished, and needs it no more")
+                say(f"THE BACKUP WAS NOT DELETED ({failed[0]}); the run has finished, and needs it no more.")
 
     def close(self) -> None:
         """Sends no more, and gives the place back."""
@@ -131,9 +131,6 @@ class RemoteBackup:
     def _give_back(self) -> None:
         self._objects.patience = _GIVE_BACK_SECONDS / 2
         for_at_most(_GIVE_BACK_SECONDS, self._lease.give_back)
-
-    def _say(self, sentence: str) -> None:
-        print(f"tfdist: {sentence}.", file=sys.stderr, flush=True)
 
 
 def _run_of(manifest: str) -> str:

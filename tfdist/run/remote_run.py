@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,8 +29,9 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import SNAPSHOTS, is_url
+from tfdist.control.terminal import say
+from tfdist.control.time_limit import for_at_most
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
-from tfdist.storage.in_threads import for_at_most
 from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
@@ -103,11 +103,9 @@ class RemoteRun:
                 if entry.name not in ("logs", LEASE) and not entry.name.startswith((_SET_ASIDE, ".")):
                     entry.rename(aside / entry.name)
             what = "another run" if there else "no run"
-            print(
-                f"tfdist: {self.objects.url} holds {what}: what its working copy {self.folder} held is set aside in"
-                f" {aside.name} there.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"{self.objects.url} holds {what}: what its working copy {self.folder} held is set aside in"
+                f" {aside.name} there."
             )
 
     def _must_hold_nothing_else(self) -> None:

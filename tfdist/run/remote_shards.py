@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tfdist.artifacts import restore
 from tfdist.artifacts.partial_download import PartialDownload
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots
@@ -25,11 +23,11 @@ from tfdist.control.exit_codes import CheckpointError, StartupError
 from tfdist.control.own_files import lock
 from tfdist.run.remote_run import RemoteRun
 from tfdist.runtime.base import Runtime
-from tfdist.runtime.chief import of_the_chief
+from tfdist.runtime.decisions import of_the_chief, texts_of_all
 from tfdist.storage.store_errors import StoreError, as_sentence
 from tfdist.training.parallel.sharded_state import ShardedState
 
-_FINE, _DAMAGED, _AWAY = range(3)
+_FINE, _DAMAGED, _AWAY = "f", "d", "a"  # one byte each
 _SENTENCE_BYTES = 400
 
 
@@ -124,15 +122,16 @@ class RemoteShards:
             verdict, sentence = _DAMAGED, str(error)
         except OSError as error:
             verdict, sentence = _AWAY, str(error)
-        told = bytes([verdict]) + sentence.encode()[: _SENTENCE_BYTES - 1].ljust(_SENTENCE_BYTES - 1)
-        rows = self._runtime.all_gather(np.frombuffer(told, np.uint8))
-        for rank, row in enumerate(rows):
-            if row[0] == _AWAY:
+        told = [
+            (text[0], text[1:].strip()) for text in texts_of_all(self._runtime, verdict + sentence, _SENTENCE_BYTES)
+        ]
+        for rank, (verdict, sentence) in enumerate(told):
+            if verdict == _AWAY:
                 raise StartupError(
-                    f"Rank {rank} could not bring its part of {snapshot.path} ({_text(row)}): look whether the store"
+                    f"Rank {rank} could not bring its part of {snapshot.path} ({sentence}): look whether the store"
                     " can be reached from there, and --cache_dir be written."
                 )
-        damaged = [f"rank {rank}: {_text(row)}" for rank, row in enumerate(rows) if row[0] == _DAMAGED]
+        damaged = [f"rank {rank}: {sentence}" for rank, (verdict, sentence) in enumerate(told) if verdict == _DAMAGED]
         if damaged and self._remote:
             self._remote.damaged_there.add(snapshot.step)
             with contextlib.suppress(StoreError):  # then at the next start
@@ -157,7 +156,3 @@ class RemoteShards:
         message = self._runtime.broadcast_object(message)
         self.writes.wanted = message.get("wanted", self.writes.wanted)
         return message.get("error", "")
-
-
-def _text(row: np.ndarray) -> str:
-    return row[1:].tobytes().decode("utf-8", "replace").strip()

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tfdist.artifacts import restore
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.manifest import CRC, SHA
@@ -35,6 +33,7 @@ from tfdist.run.remote_backup import RemoteBackup
 from tfdist.run.remote_run import RemoteRun
 from tfdist.run.remote_shards import RemoteShards
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import every_worker
 from tfdist.storage.store_errors import as_sentence
 from tfdist.training.parallel.sharded_state import ShardedState
 
@@ -169,7 +168,7 @@ class SnapshotFiles:
             directory.mkdir(parents=True, exist_ok=True)
             mark.touch()
         runtime.barrier()
-        seen_by_all = runtime.all_gather(np.array([mark.exists()], np.int32)).all()
+        seen_by_all = every_worker(runtime, mark.exists())
         if self._writes:
             mark.unlink(missing_ok=True)
         if seen_by_all:

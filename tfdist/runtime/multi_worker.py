@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import tensorflow_cluster
@@ -23,6 +22,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.collective_timeout import Overdue
 from tfdist.runtime.collectives import Group
+from tfdist.runtime.decisions import texts_of_all
 from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.mirrored import StrategyRuntime, communication_options
 from tfdist.runtime.operations import OUR_RING, Collective, of_group, through_tensorflow
@@ -30,7 +30,7 @@ from tfdist.runtime.orderly_exit import say_goodbye
 from tfdist.runtime.reducer import RingReducer
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_connections import Patience
-from tfdist.runtime.ring_error import MARK, RingError, user_error
+from tfdist.runtime.ring_error import RingError, overdue, user_error
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 
@@ -55,8 +55,7 @@ class MultiWorker(StrategyRuntime):
         patience = config.cluster.heartbeat_timeout
 
         def exchange(endpoint: str) -> list[str]:
-            rows = self.all_gather(np.frombuffer(endpoint.encode().ljust(_LONGEST_ENDPOINT), np.uint8))
-            return [row.tobytes().decode().strip() for row in rows]
+            return texts_of_all(self, endpoint, _LONGEST_ENDPOINT)
 
         def is_alive(rank: int) -> bool:
             return tensorflow_cluster.is_healthy(cluster.task(rank), patience)
@@ -107,11 +106,7 @@ class MultiWorker(StrategyRuntime):
         """Makes it an error, from now on, if a collective does not end in `timeout` seconds; 0: never."""
 
         def give_up() -> None:
-            tensorflow_cluster.abort_collectives(
-                f"{MARK}rank {self.rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks"
-                f" {', '.join(str(rank) for rank in range(self.size) if rank != self.rank)}, which is stuck or much"
-                " slower.",
-            )
+            tensorflow_cluster.abort_collectives(overdue(self.rank, self.size, timeout))
 
         if timeout and self.size > 1:
             self._overdue = Overdue(timeout, give_up)

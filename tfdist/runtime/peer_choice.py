@@ -9,7 +9,6 @@ auto      nccl if every worker has a GPU, else socket
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from tfdist.compat import tensorflow_cluster
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.terminal import say
 from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.peers import Peers
 from tfdist.runtime.sockets import Sockets
@@ -53,7 +53,7 @@ class ConnectedPeers:
         workers = [Worker(*json.loads(bytes(each))) for each in told]
         way, remark = choose(workers)
         if remark and cluster.rank == 0:
-            print(f"tfdist: {remark}", file=sys.stderr, flush=True)
+            say(remark)
         if way == "socket":
             return Sockets(config, cluster, control)
         return TensorflowPeers(config, cluster, control, nccl=way == "nccl")

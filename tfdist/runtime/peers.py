@@ -6,7 +6,6 @@ not ask whether TensorFlow has been used before. One replica per process, on its
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.terminal import printable
+from tfdist.control.terminal import printable, say
 from tfdist.runtime import batch_norm
 from tfdist.runtime.array_bytes import from_bytes, to_bytes
 from tfdist.runtime.control_ring import ControlRing
@@ -121,8 +120,7 @@ def warn_about_gpus(rank: int) -> None:
     """Says that a worker uses one GPU only."""
     gpus = tf.config.list_physical_devices("GPU")
     if len(gpus) > 1 and rank == 0:
-        print(
-            f"tfdist: each worker computes on one GPU, but sees {len(gpus)}: start one worker per GPU, with `tfdist"
-            f" launch --workers={len(gpus)}`, which divides them.",
-            file=sys.stderr,
+        say(
+            f"each worker computes on one GPU, but sees {len(gpus)}: start one worker per GPU, with `tfdist"
+            f" launch --workers={len(gpus)}`, which divides them."
         )

@@ -24,6 +24,15 @@ def user_error(text: str) -> TfdistError:
     return PeerLostError(f"{sentence} Look at the log of that worker for the cause, then start all workers again.")
 
 
+def overdue(rank: int, size: int, timeout: float) -> str:
+    """The text of the error, on this rank of `size`, about a collective that has not ended in so many seconds."""
+    others = ", ".join(str(other) for other in range(size) if other != rank)
+    return (
+        f"{MARK}rank {rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks {others},"
+        " which is stuck or much slower."
+    )
+
+
 def held_differently(rank: int, other: int, what: str) -> RingError:
     """The error about data that all ranks must hold alike."""
     return RingError(

@@ -31,7 +31,7 @@ from tfdist.runtime.host import on_host
 from tfdist.runtime.operations import Collective, of_group
 from tfdist.runtime.peer_watch import PeerWatch
 from tfdist.runtime.peers import Peers
-from tfdist.runtime.ring_error import MARK
+from tfdist.runtime.ring_error import overdue
 from tfdist.runtime.row_exchange import RowExchange
 from tfdist.runtime.wire_types import joined, of_one_type, off_wire, on_wire
 
@@ -58,13 +58,9 @@ class TensorflowPeers(Peers):
         self._rows = RowExchange(control, Group(range(self.size), self.rank, tasks=tasks, nccl=nccl, salt="rows "))
         self._group.meet(config.cluster.startup_timeout)
         timeout = config.strategy.collective_timeout
-        others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
         self._overdue = Overdue(
             timeout,
-            lambda: tensorflow_cluster.abort_collectives(
-                f"{MARK}rank {self.rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks"
-                f" {others}, which is stuck or much slower."
-            ),
+            lambda: tensorflow_cluster.abort_collectives(overdue(self.rank, self.size, timeout)),
         )
         self._watch = PeerWatch(control.lost, self._overdue.is_waiting, tensorflow_cluster.abort_collectives)
 

@@ -13,7 +13,6 @@ import fcntl
 import functools
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from fnmatch import fnmatchcase
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.control.own_files import lock, locked, replaced
 from tfdist.control.run_address import cache_folder, check_address, folder_name
+from tfdist.control.terminal import say
 from tfdist.storage.copies import IN_USE, OBJECTS, STATE, digest, make_room
 from tfdist.storage.in_threads import in_threads
 from tfdist.storage.object_copy import ObjectCopy, remove_parts
@@ -179,11 +179,9 @@ class _Progress:
         if self._fetched and time.monotonic() - self._said > _PROGRESS_SECONDS:
             self._said, self._fetched = time.monotonic(), False
             total = sum(self._sizes.values())
-            print(
-                f"tfdist: bringing {self._url}: {len(self._sizes) - len(self._left)} of {len(self._sizes)} objects,"
-                f" {(total - sum(self._left.values())) / _GB:.3g} of {total / _GB:.3g} GB",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"bringing {self._url}: {len(self._sizes) - len(self._left)} of {len(self._sizes)} objects,"
+                f" {(total - sum(self._left.values())) / _GB:.3g} of {total / _GB:.3g} GB"
             )
 
 

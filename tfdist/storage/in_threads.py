@@ -34,10 +34,3 @@ def in_threads(deed: Callable[..., None], arguments: Iterable[tuple]) -> None:
         thread.join()
     if failures:
         raise failures[0]
-
-
-def for_at_most(seconds: float, deed: Callable[[], None]) -> None:
-    """Does something in a thread, which is left alone after some time: a store that is silent holds nobody else up."""
-    thread = threading.Thread(target=deed, name="tfdist-store-end", daemon=True)
-    thread.start()
-    thread.join(seconds)

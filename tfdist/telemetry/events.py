@@ -27,11 +27,12 @@ error    instead of end, if there was time: message
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from tfdist.control.terminal import say
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,4 @@ class FanOut:
             getattr(observer, "close", lambda: None)()
         name = getattr(observer, "__qualname__", type(observer).__name__)
         with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
-            print(
-                f"tfdist: WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training"
-                " goes on.",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training goes on.")

@@ -198,7 +198,7 @@ def memory(run: RunLog) -> str:
     figure, axis = one_plot(5.4, 3.1)
     for number, (name, points) in enumerate(run.memory.items()):
         draw_line(
-            axis, sorted(points.items()), color=color(number), label=name.replace("bytes_text", "").replace("_", " ")
+            axis, sorted(points.items()), color=color(number), label=name.removesuffix("_bytes").replace("_", " ")
         )
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: bytes_text(value)))
     axis.set(xlabel="optimizer step", ylabel="memory")

@@ -27,7 +27,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.user_errors import first_line
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
-from tfdist.runtime.chief import of_the_chief
+from tfdist.runtime.decisions import of_the_chief
 from tfdist.training import row_gradients
 from tfdist.training.dtypes import at_least_float32
 from tfdist.training.loss_probe import MEAN, OTHER, ROWS, SUM, UNKNOWN, Key, Probe, Take, generators_kept

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
-from tfdist.compat.keras_tensors import as_called, call_again, functional_of, node_of
+from tfdist.compat.keras_tensors import call_again, functional_of, node_of, outputs_of
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.batch_plan import BatchPlan
@@ -136,11 +136,7 @@ def _takes(wanted: list[int | None], given: list[int]) -> bool:
 
 def output_shape(flag: str, model: keras.Model, x_spec: Any) -> tuple[int | None, ...]:
     """The shape of the outputs for one sample. Raises ConfigError if they are several tensors, or named."""
-    try:
-        output = model.outputs[0] if isinstance(model, keras.Sequential) else as_called(model.output)
-    except (AttributeError, ValueError):
-        symbols = tf.nest.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape), spec.dtype.name), x_spec)
-        output = model.compute_output_spec(symbols)
+    output = outputs_of(model, x_spec)
     if isinstance(output, dict | list | tuple):
         raise ConfigError(
             f"{flag} returns a {type(output).__name__} of {len(output)}, but losses of ours take one tensor: give"

@@ -26,10 +26,11 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.reading import Reading
 from tfdist.data.sources.split import Split
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import any_worker
 from tfdist.training.added_losses import take_rows
 from tfdist.training.loss_probe import generators_kept
 from tfdist.training.row_trials import come_in_parts
-from tfdist.training.trial_values import differ
+from tfdist.training.trial_values import any_differ, differ
 
 _ROWS = 8  # that are tried
 _TOLERANCE = 1e-5  # of the largest value
@@ -49,7 +50,7 @@ def whole_batches(config: Config, runtime: Runtime, split: Split, plan: BatchPla
         with contextlib.suppress(Exception):  # of the user's own making, and told when it is traced
             found = _mixes(augment.load_augmentation(name), split, config.run.seed)
         tf.random.set_seed(config.run.seed)  # as it was; a dataset that draws without a seed draws the same
-    if not runtime.all_gather(np.array([found], np.int64)).any():
+    if not any_worker(runtime, found):
         return split
     if config.model.row_mixing == "refuse" and come_in_parts(config, runtime, plan):
         raise ConfigError(
@@ -79,7 +80,7 @@ def _mixes(function: augment.Augmentation | None, split: Split, seed: int) -> bo
 
     stateless, every = False, range(_ROWS)
     together = outputs(every, 0)
-    stateless = not _any_differ(together, outputs(every, 1))
+    stateless = not any_differ(together, outputs(every, 1), _TOLERANCE)
     return _depends_on_others(outputs, together) or (stateless and _depends_on_its_place(outputs, together))
 
 
@@ -90,7 +91,7 @@ def _depends_on_others(outputs: Outputs, together: Sequence[np.ndarray]) -> bool
         for whole, alone in zip(together, outputs([place] * _ROWS, 0), strict=True)
     )
     # What cannot be repeated tells nothing.
-    return found and not _any_differ(together, outputs(range(_ROWS), 0))
+    return found and not any_differ(together, outputs(range(_ROWS), 0), _TOLERANCE)
 
 
 def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
@@ -99,7 +100,3 @@ def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray]) -> b
     return any(
         differ(whole[places], moved, _ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True)
     )
-
-
-def _any_differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
-    return any(differ(one, other, _TOLERANCE) for one, other in zip(some, others, strict=True))

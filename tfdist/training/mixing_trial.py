@@ -23,7 +23,7 @@ from tfdist.compat.keras_tensors import mask_of
 from tfdist.training import random_mixing, row_gradients
 from tfdist.training.loss_probe import ROWS, Probe
 from tfdist.training.random_mixing import Draws, of_rows
-from tfdist.training.trial_values import differ, shortened, sound, spread
+from tfdist.training.trial_values import any_differ, differ, shortened, sound, spread
 
 _TOLERANCE = 1e-5  # of the largest output
 _ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe
@@ -188,7 +188,7 @@ def _depends_on_others(
         return False
     # Only where something differs: most models do not mix rows.
     repeated = outputs(list(range(number)))
-    if any(differ(a, b, _TOLERANCE) for a, b in zip(together, repeated, strict=True)):
+    if any_differ(together, repeated, _TOLERANCE):
         raise _Unrepeatable
     return True
 
@@ -209,4 +209,4 @@ def _depends_on_its_place(
     ):
         return False
     redrawn = (outputs(list(range(number)), draw) for draw in random_mixing.REDRAWN)
-    return not any(differ(a, b, _TOLERANCE) for each in redrawn for a, b in zip(together, each, strict=True))
+    return not any(any_differ(together, each, _TOLERANCE) for each in redrawn)

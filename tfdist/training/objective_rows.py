@@ -19,11 +19,12 @@ from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import any_worker
 from tfdist.runtime.host import known_dims
 from tfdist.training.added_losses import take_rows
 from tfdist.training.loss_probe import ROWS, generators_kept
 from tfdist.training.scores import Scores
-from tfdist.training.trial_values import differ, spread
+from tfdist.training.trial_values import any_differ, differ, spread
 
 _TOLERANCE = 1e-4  # of the largest number of a sample's own
 # Scales of the outputs of each sample: limits lie between two of them.
@@ -41,7 +42,7 @@ def refuse(
     found = False
     with generators_kept(), contextlib.suppress(Exception):  # of the user's own making
         found = mixes(objective, model, batch())
-    if runtime.all_gather(np.array([found], np.int64)).any():
+    if any_worker(runtime, found):
         raise ConfigError(
             f"--objective={name}: what it gives for a sample depends on the other samples of its batch (in-batch"
             " negatives) or on their number, but workers and micro-batches have some of the samples each, so that they"
@@ -91,4 +92,4 @@ def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: Any) -> bo
         for one, other in zip(together, those, strict=True)
     )
     # What draws random numbers tells nothing.
-    return found and not any(differ(one, other, _TOLERANCE) for one, other in zip(together, scores(every), strict=True))
+    return found and not any_differ(together, scores(every), _TOLERANCE)

@@ -23,6 +23,7 @@ from tfdist.compat.tensorflow_random import draws_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import any_worker
 from tfdist.training.added_losses import take_rows
 from tfdist.training.calm_layers import holds_own_function
 from tfdist.training.loss_probe import Probe, Take, generators_kept
@@ -137,7 +138,7 @@ def found_together(
         x = rows() if share.index >= 0 else None
         with contextlib.suppress(Exception):  # of the user's own making
             found = share.index >= 0 and mixes(model, x, take, count, share, proofs)
-    return bool(runtime.all_gather(np.array([found], np.int64)).any())
+    return any_worker(runtime, found)
 
 
 def sentence(model: keras.Model, fix: str) -> str:

@@ -25,6 +25,7 @@ from tfdist.compat import keras_layers
 from tfdist.compat.code_origin import package_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
+from tfdist.runtime.decisions import texts_of_all
 from tfdist.training.own_values import LIBRARIES, own_value
 
 # Parts of Keras' configurations that may differ: names count what a process has made so far, seeds are random or
@@ -53,14 +54,13 @@ Facts = list[Fact]
 
 def must_be_same_model(runtime: Runtime, facts: Facts) -> None:
     """Raises ConfigError on all workers, naming the first difference, unless they are the same. A collective."""
-    text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    text = json.dumps(facts)  # of one byte a character
     sums = [fact.checksum for fact in facts]  # without what names them: a layer may be the worker's second dense
-    rows = runtime.all_gather(np.array([zlib.crc32(repr(sums).encode()), text.size], np.int64))
+    rows = runtime.all_gather(np.array([zlib.crc32(repr(sums).encode()), len(text)], np.int64))
     if (rows[:, 0] == rows[0, 0]).all():
         return
-    padded = np.zeros(int(rows[:, 1].max()), np.uint8)
-    padded[: text.size] = text
-    found = [[Fact(*fact) for fact in json.loads(row.tobytes().rstrip(b"\0"))] for row in runtime.all_gather(padded)]
+    texts = texts_of_all(runtime, text, int(rows[:, 1].max()))
+    found = [[Fact(*fact) for fact in json.loads(other)] for other in texts]
     for rank, other in enumerate(found):
         if (what := _first_difference(found[0], other)) is not None:
             raise ConfigError(

@@ -87,6 +87,11 @@ def differ(one: np.ndarray, other: np.ndarray, tolerance: float, sizes: np.ndarr
     return bool(np.any(np.abs(apart) > tolerance * largest))
 
 
+def any_differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray], tolerance: float) -> bool:
+    """Whether two of them, in order, are apart."""
+    return any(differ(one, other, tolerance) for one, other in zip(some, others, strict=True))
+
+
 def differ_beyond_noise(one: np.ndarray, other: np.ndarray, tolerance: float, noise: float) -> bool:
     """Whether numbers are further apart than `tolerance`, in parts of the largest finite one of `one`, and `noise`. NaN
     tells nothing.

@@ -357,6 +357,10 @@ def _containers(node):
         (["slurm", "--python='python"], "--python"),
         (["slurm", "--name=true"], "--name"),
         (["kubernetes", "--image=i", "--namespace=a;b"], "--namespace"),
+        (["kubernetes", "--image=i", "--namespace=a.b"], "--namespace"),
+        (["tfjob", "--image=i", f"--namespace={'a' * 64}"], "--namespace"),
+        (["slurm", "--time=1:00 x"], "--time"),
+        (["slurm", "--memory=64G'"], "--memory"),
     ],
 )
 def test_what_cannot_be_quoted_is_refused(argv, word):

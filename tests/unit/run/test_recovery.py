@@ -73,7 +73,7 @@ class Worker(OneDevice):
 
 def recovery_of(folder, memory=None, runtime=None, samples=(7, 8), size=80, stored=None, **flags):
     """samples: checksums of what the data hold; a function that tells them."""
-    config = Config().replace(run_dir=str(folder), steps=100, global_batch=8, **flags)
+    config = Config().replace(**{"run_dir": str(folder), "steps": 100, "global_batch": 8, **flags})
     contents = samples if callable(samples) else lambda: [*samples]
     state = State()
     update = SimpleNamespace(averaged=contextlib.nullcontext)
@@ -150,6 +150,7 @@ def test_with_another_batch_samples_are_counted_on_and_epochs_are_refused(tmp_pa
     ):
         changed.check_epochs(RunConfig(epochs=9.0), 6)
     changed.check_epochs(RunConfig(steps=end), 6)
+    changed.state.go_to(8)
     changed.save(8)
     changed.files.finish()
     again = recovery_of(tmp_path, global_batch=2 * batch, allow_config_change=True)

@@ -13,6 +13,7 @@ from tests.unit.telemetry.test_goodput import TWO_KILLS, record
 from tfdist.control.exit_codes import ConfigError
 from tfdist.report import main, read_runs
 from tfdist.storage.reader_copy import ReadRun
+from tfdist.telemetry.report_plots import memory
 from tfdist.telemetry.run_log import RunLog, duration, quantile, with_unit
 
 VOID = {"meta", "br"}
@@ -252,6 +253,14 @@ def test_curves_hold_the_kept_history_alone(tmp_path):
     )
     assert run.series["train/loss"] == {5: 1.0, 8: 3.0}
     assert run.flags == {"source": "text", "sequence_length": "128", "shuffle": "false"}
+
+
+def test_values_of_memory_are_named_without_their_unit(tmp_path):
+    """Which stands on the axis."""
+    values = {"memory/host_bytes": 2e9, "memory/device_peak_bytes": 3e9}
+    history = [(1, 0, "start", 0, {}), (2, 0, "train", 1, values), (3, 0, "train", 2, values)]
+    drawn = memory(RunLog(write_run(tmp_path / "run", history), name=""))
+    assert re.findall(r">(rank 0: [^<]*)</text>", drawn) == ["rank 0: host", "rank 0: device peak"]
 
 
 def test_what_is_no_run_folder_is_said(tmp_path):

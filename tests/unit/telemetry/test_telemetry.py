@@ -179,9 +179,9 @@ def test_lines():
 
 
 def test_bar_on_a_terminal_lines_elsewhere(monkeypatch, capsys):
-    assert make_console("none", 10, None) is None and type(make_console("auto", 10, None)) is PlainConsole
+    assert make_console("none", 10, _no_epoch) is None and type(make_console("auto", 10, _no_epoch)) is PlainConsole
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    console = make_console("auto", 10, None)
+    console = make_console("auto", 10, _no_epoch)
     assert type(console) is BarConsole
     console(Event("start", 4, {}))
     assert console._bar.tasks[0].completed == 4

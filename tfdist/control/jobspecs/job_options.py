@@ -10,6 +10,7 @@ from tfdist.control.command_parser import CommandParser, check_least
 from tfdist.control.exit_codes import ConfigError
 
 _NAME = (r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", "small letters, digits, - and ., as Kubernetes wants names")
+_NAMESPACE = (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "the name of a namespace, up to 63 of a-z, 0-9 and -")
 _QUANTITY = (r"\d+(\.\d+)?([KMGTP]i|[kMGTP])?", "an amount such as 16Gi")
 _WORD = (r"[^\s\"'$`\\]+", "one word, such as registry/tfdist:latest")
 # kind of file -> flag -> (what it must look like, in words)
@@ -18,8 +19,8 @@ _FORMS = {
         "time": (r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", "minutes, 12:00:00 or 2-12:00:00"),
         "memory": (r"\d+[KMGT]?", "an amount such as 64G"),
     },
-    "kubernetes": {"namespace": _NAME, "claim": _NAME, "memory": _QUANTITY, "image": _WORD},
-    "tfjob": {"namespace": _NAME, "claim": _NAME, "memory": _QUANTITY, "image": _WORD},
+    "kubernetes": {"namespace": _NAMESPACE, "claim": _NAME, "memory": _QUANTITY, "image": _WORD},
+    "tfjob": {"namespace": _NAMESPACE, "claim": _NAME, "memory": _QUANTITY, "image": _WORD},
     "dockerfile": {"base": _WORD, "image": _WORD},
 }
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
+from tfdist.runtime.decisions import any_worker, every_worker
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.loss_probe import generators_kept
@@ -61,7 +62,7 @@ class CutTrial:
             whole, again = self._computed(traced), self._computed(traced)
             if not self._difference(whole, again, {}):
                 self._whole = whole
-        if not runtime.all_gather(np.array([self._whole is not None], np.int64)).all():
+        if not every_worker(runtime, self._whole is not None):
             self._whole = None
 
     def check(self, parts: Mapping[int, VariablePart], partial: frozenset[int]) -> int | None:
@@ -175,7 +176,7 @@ class CutTrial:
 
     def _refuse(self, problem: str) -> None:
         """Raises ConfigError on all workers if one of them has a problem."""
-        if not self._runtime.all_gather(np.array([bool(problem)], np.int64)).any():
+        if not any_worker(self._runtime, bool(problem)):
             return
         why = (
             "What stands between two layers that are cut must treat every channel on its own, as in"

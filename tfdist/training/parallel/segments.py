@@ -167,9 +167,8 @@ def _cut(model: keras.Model, ends: Mapping[str, Any]) -> Cut:
     """The model in segments, of which each ends in one of `ends`, in order, and the last in what the model gives.
 
     A segment makes all that its end needs and that none before it has made, so whatever is made before a cut and used
-    behind it
-    goes across: the end, and also masks (of what goes across, as Keras leaves it to tensors to carry them from layer to
-    layer), inputs that come late, outputs that come early.
+    behind it goes across: the end, and also masks (of what goes across, as Keras leaves it to tensors to carry them
+    from layer to layer), inputs that come late, outputs that come early.
     """
     ends = {**ends, "outputs": None}
     made_in = {id(tensor): -1 for tensor in model.inputs}  # id of a tensor -> the number of its segment

@@ -1,9 +1,11 @@
-"""What one worker finds out for all."""
+"""What one worker finds out for all, and what each tells the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
+
+import numpy as np
 
 from tfdist.control import exit_codes
 from tfdist.control.exit_codes import ConfigError, TfdistError
@@ -31,3 +33,28 @@ def of_the_chief(runtime: Runtime, find: Callable[[], _Found]) -> _Found:
     name, sentence = message
     kind = getattr(exit_codes, name, None)
     raise failure or (kind if isinstance(kind, type) and issubclass(kind, TfdistError) else ConfigError)(sentence)
+
+
+def any_worker(runtime: Runtime, flag: bool) -> bool:
+    """Whether the flag is set on one of the workers. A collective."""
+    return bool(_flags(runtime, flag).any())
+
+
+def every_worker(runtime: Runtime, flag: bool) -> bool:
+    """Whether the flag is set on all workers. A collective."""
+    return bool(_flags(runtime, flag).all())
+
+
+def texts_of_all(runtime: Runtime, text: str, size: int) -> list[str]:
+    """The text of each worker, in the order of ranks, without white space at its end. A collective.
+
+    size: bytes for each, the same on all workers; what is longer is cut.
+    """
+    own = text.encode()[:size].ljust(size)
+    return [
+        row.tobytes().decode("utf-8", "replace").rstrip() for row in runtime.all_gather(np.frombuffer(own, np.uint8))
+    ]
+
+
+def _flags(runtime: Runtime, flag: bool) -> np.ndarray:
+    return runtime.all_gather(np.array([flag], np.int64))

@@ -1,0 +1,14 @@
+"""What is given so long and no longer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+def for_at_most(seconds: float, deed: Callable[[], None]) -> None:
+    """Does something in a thread, which is left alone after some time: a store that is silent, or a pipe that is full
+    and not read, holds nobody else up."""
+    thread = threading.Thread(target=deed, name="tfdist-for-at-most", daemon=True)
+    thread.start()
+    thread.join(seconds)
