@@ -603,6 +603,20 @@ FAULTS: dict[str, Fault] = {
         "(found == found[0]).any(axis=(0, 2))",
         ("tests/unit/runtime/test_first_values.py",),
     ),
+    "stream files": Fault(
+        "each worker reads its own files of a stream, whatever they hold",
+        "data/sources/tfrecord.py",
+        'len(paths) if options["by_file"] else 1',
+        "len(paths)",
+        ("tests/unit/data/test_source_tfrecord.py",),
+    ),
+    "epochs of another batch": Fault(
+        "a run that goes on with another batch ends where --epochs would have it from the beginning",
+        "artifacts/restore.py",
+        "    if size and not run.steps and trained != step * global_batch:\n",
+        "    if size and not run.steps and trained < 0:\n",
+        ("tests/unit/run/test_recovery.py",),
+    ),
     "stream order": Fault(
         "a stream skips a file of the store",
         "data/sources/tfrecord.py",
