@@ -38,7 +38,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.environment import prepare_environment
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh_runtime import on_mesh
-from tfdist.training import compatibility, composition_checks, connected, mixing_augmentation, row_trials
+from tfdist.training import compatibility, composition_checks, connected
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.measured_step import MeasuredStep
@@ -48,6 +48,7 @@ from tfdist.training.parallel import segments
 from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.precision import LossScale, set_policy
+from tfdist.training.row_checks import mixing_augmentation, row_trials
 from tfdist.training.schedule import Schedule
 from tfdist.training.seeds import with_generator
 from tfdist.training.step import TrainStep

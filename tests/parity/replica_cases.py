@@ -27,11 +27,11 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime import batch_norm
 from tfdist.runtime.mirrored import StrategyRuntime
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training.added_losses import found_by_the_chief
 from tfdist.training.objectives import regression
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel.segments import recompute
 from tfdist.training.precision import LossScale
+from tfdist.training.row_checks.added_losses import found_by_the_chief
 from tfdist.training.schedule import Schedule
 from tfdist.training.step import TrainStep
 from tfdist.training.step_options import Parallelism, StepOptions

@@ -5,7 +5,7 @@ int32 [n, 2], one a sample, made of nothing but (run seed, position). So a sampl
 number of workers, and anew in each epoch. How many there are, and which ones, must not matter: where that is cheaper
 they are several micro-batches of a replica in one go. One that mixes samples (mixup) is found out by trying, and
 refused where a batch comes in parts (workers, --accumulation). With --row_mixing=replica, or on one device, it has a
-whole micro-batch at a time (training/mixing_augmentation.py).
+whole micro-batch at a time (training/row_checks/mixing_augmentation.py).
 It is traced in a tf.data map and must be stateless: draw from `order.uniform(seeds, k)`, or a sample at a time from
 `tf.map_fn` and `tf.image.stateless_*(..., seed=seed)`.
 AutoGraph is off there: decorate the function with @tf.function if it has Python branches on tensors.

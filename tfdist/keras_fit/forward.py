@@ -29,9 +29,9 @@ from tfdist.models.compiled_functions import in_steps
 from tfdist.models.nested_functions import traced_anew
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
-from tfdist.training import row_mixing
-from tfdist.training.added_losses import SUM
-from tfdist.training.row_proof import Proofs
+from tfdist.training.row_checks import row_mixing
+from tfdist.training.row_checks.added_losses import SUM
+from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.stateless_call import Arguments
 
 

@@ -25,7 +25,7 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.host import as_list
 from tfdist.runtime.own_gradient import dense
-from tfdist.training.added_losses import SUM
+from tfdist.training.row_checks.added_losses import SUM
 
 _ELEMENTS = 1024  # of an input that are compared, about
 _COMPARED = 16  # inputs, at most

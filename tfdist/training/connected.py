@@ -18,8 +18,8 @@ from tfdist.config import Config
 from tfdist.models.model_names import MODELS
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
-from tfdist.training.loss_probe import generators_kept
 from tfdist.training.objectives import Objective
+from tfdist.training.row_checks.loss_probe import generators_kept
 
 _NAMED = 5
 

@@ -14,9 +14,9 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.models import missing_rows
 from tfdist.models.compiled_functions import in_steps
 from tfdist.runtime.base import Runtime
-from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.backward_order import weights_first
 from tfdist.training.dtypes import as_summands, with_zeros
+from tfdist.training.row_checks.added_losses import SumsAsMeans
 from tfdist.training.seeds import draw_from, drawing, reseed, seed_states
 from tfdist.training.step_options import Parallelism, StepOptions
 from tfdist.training.total_loss import Total, TotalLoss, rows_of

@@ -19,7 +19,7 @@ from tfdist.compat.keras_random import (
 )
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
-from tfdist.training.calm_layers import has_own_code
+from tfdist.training.row_checks.calm_layers import has_own_code
 
 # TensorFlow's stubs know it as one of whole numbers.
 _fold_in: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.random.fold_in  # type: ignore[assignment]

@@ -22,9 +22,9 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.decisions import any_worker, every_worker
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training.loss_probe import generators_kept
 from tfdist.training.parallel.tensor import VariablePart, share
-from tfdist.training.trial_values import differ_beyond_noise
+from tfdist.training.row_checks.loss_probe import generators_kept
+from tfdist.training.row_checks.trial_values import differ_beyond_noise
 
 ROWS = 2
 # What is wrong is wrong by a large part; what is right is summed in another order.

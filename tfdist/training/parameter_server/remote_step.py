@@ -24,13 +24,13 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.models import missing_rows
 from tfdist.training import unsaved_state_checks
-from tfdist.training.added_losses import SumsAsMeans
 from tfdist.training.connected import Connected
 from tfdist.training.dtypes import as_summands, global_norm, with_zeros
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.parameter_server.contained_batch import ContainedBatch
 from tfdist.training.parameter_server.parameters import Parameters
 from tfdist.training.parameter_server.slice_values import SliceValues
+from tfdist.training.row_checks.added_losses import SumsAsMeans
 from tfdist.training.seeds import seed_values
 from tfdist.training.stateless_call import stateless_call
 from tfdist.training.step_output import FIRST_SUMS, Fields

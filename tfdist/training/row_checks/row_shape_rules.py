@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdist.training.row_rules import (
+from tfdist.training.row_checks.row_rules import (
     FREE,
     MIXED,
     RULES,

@@ -18,10 +18,10 @@ from tfdist.compat import keras_layers, keras_random, keras_variables, tensorflo
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.runtime.scopes import ThreadScope
-from tfdist.training.calm_layers import calmed
+from tfdist.training.row_checks.calm_layers import calmed
+from tfdist.training.row_checks.trial_values import APART, disturbed, shortened, sound, spread, with_rows_apart
 from tfdist.training.seeds import states_beside
 from tfdist.training.stateless_call import stateless_call
-from tfdist.training.trial_values import APART, disturbed, shortened, sound, spread, with_rows_apart
 
 MEAN, SUM = "mean", "sum"
 UNKNOWN, _WEAK, OTHER = "0 on all rows", "the same on all rows", "other"

@@ -24,12 +24,12 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import any_worker
-from tfdist.training.added_losses import take_rows
-from tfdist.training.calm_layers import holds_own_function
-from tfdist.training.loss_probe import Probe, Take, generators_kept
-from tfdist.training.mixing_trial import ATTEMPTS, Attempt, Trial
-from tfdist.training.row_proof import Proofs
-from tfdist.training.trial_values import disturbed
+from tfdist.training.row_checks.added_losses import take_rows
+from tfdist.training.row_checks.calm_layers import holds_own_function
+from tfdist.training.row_checks.loss_probe import Probe, Take, generators_kept
+from tfdist.training.row_checks.mixing_trial import ATTEMPTS, Attempt, Trial
+from tfdist.training.row_checks.row_proof import Proofs
+from tfdist.training.row_checks.trial_values import disturbed
 
 
 def may_mix(model: keras.Model) -> bool:

@@ -28,11 +28,11 @@ from tfdist.control.user_errors import first_line
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import of_the_chief
-from tfdist.training import row_gradients
 from tfdist.training.dtypes import at_least_float32
-from tfdist.training.loss_probe import MEAN, OTHER, ROWS, SUM, UNKNOWN, Key, Probe, Take, generators_kept
-from tfdist.training.row_proof import Proofs
-from tfdist.training.trial_values import disturbed
+from tfdist.training.row_checks import row_gradients
+from tfdist.training.row_checks.loss_probe import MEAN, OTHER, ROWS, SUM, UNKNOWN, Key, Probe, Take, generators_kept
+from tfdist.training.row_checks.row_proof import Proofs
+from tfdist.training.row_checks.trial_values import disturbed
 
 _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of one value for each row"
 

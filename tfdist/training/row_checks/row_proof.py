@@ -24,11 +24,11 @@ from tfdist.compat.keras_tensors import mask_of
 from tfdist.compat.tensorflow_graphs import captured_by, function_graph, makers_of_gradients, operation_number
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.runtime import batch_norm
-from tfdist.training.calm_layers import calmed
-from tfdist.training.loss_probe import ROWS, Take
-from tfdist.training.random_mixing import Draws, what_is_drawn
-from tfdist.training.row_rules import FREE, MIXED, SIZES, Kind, Rows, shape_of
-from tfdist.training.row_shape_rules import RULES
+from tfdist.training.row_checks.calm_layers import calmed
+from tfdist.training.row_checks.loss_probe import ROWS, Take
+from tfdist.training.row_checks.random_mixing import Draws, what_is_drawn
+from tfdist.training.row_checks.row_rules import FREE, MIXED, SIZES, Kind, Rows, shape_of
+from tfdist.training.row_checks.row_shape_rules import RULES
 from tfdist.training.stateless_call import stateless_call
 
 _TRIED, _PARTS = 64, 4  # a forward pass keeps less than a step does

@@ -20,10 +20,10 @@ import tensorflow as tf
 
 from tfdist.compat import tensorflow_random
 from tfdist.compat.keras_tensors import mask_of
-from tfdist.training import random_mixing, row_gradients
-from tfdist.training.loss_probe import ROWS, Probe
-from tfdist.training.random_mixing import Draws, of_rows
-from tfdist.training.trial_values import any_differ, differ, shortened, sound, spread
+from tfdist.training.row_checks import random_mixing, row_gradients
+from tfdist.training.row_checks.loss_probe import ROWS, Probe
+from tfdist.training.row_checks.random_mixing import Draws, of_rows
+from tfdist.training.row_checks.trial_values import any_differ, differ, shortened, sound, spread
 
 _TOLERANCE = 1e-5  # of the largest output
 _ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe

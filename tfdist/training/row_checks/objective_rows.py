@@ -21,10 +21,10 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import any_worker
 from tfdist.runtime.host import known_dims
-from tfdist.training.added_losses import take_rows
-from tfdist.training.loss_probe import ROWS, generators_kept
+from tfdist.training.row_checks.added_losses import take_rows
+from tfdist.training.row_checks.loss_probe import ROWS, generators_kept
+from tfdist.training.row_checks.trial_values import any_differ, differ, spread
 from tfdist.training.scores import Scores
-from tfdist.training.trial_values import any_differ, differ, spread
 
 _TOLERANCE = 1e-4  # of the largest number of a sample's own
 # Scales of the outputs of each sample: limits lie between two of them.

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training import objective_rows
 from tfdist.training.own_objective import own_objective
+from tfdist.training.row_checks import objective_rows
 from tfdist.training.scores import Scores
 
 RANDOM = np.random.default_rng(0)

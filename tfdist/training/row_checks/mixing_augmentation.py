@@ -27,10 +27,10 @@ from tfdist.data.reading import Reading
 from tfdist.data.sources.split import Split
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import any_worker
-from tfdist.training.added_losses import take_rows
-from tfdist.training.loss_probe import generators_kept
-from tfdist.training.row_trials import come_in_parts
-from tfdist.training.trial_values import any_differ, differ
+from tfdist.training.row_checks.added_losses import take_rows
+from tfdist.training.row_checks.loss_probe import generators_kept
+from tfdist.training.row_checks.row_trials import come_in_parts
+from tfdist.training.row_checks.trial_values import any_differ, differ
 
 _ROWS = 8  # that are tried
 _TOLERANCE = 1e-5  # of the largest value

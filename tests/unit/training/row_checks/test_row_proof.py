@@ -6,12 +6,12 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.unit.training.row_programs import TOKENS, WIDTH, Program
-from tests.unit.training.test_row_mixing import APART, MIXING, Own, X, model_of
-from tfdist.training import row_mixing
-from tfdist.training.added_losses import take_rows
-from tfdist.training.random_mixing import Draws
-from tfdist.training.row_proof import Proof, Proofs
+from tests.unit.training.row_checks.row_programs import TOKENS, WIDTH, Program
+from tests.unit.training.row_checks.test_row_mixing import APART, MIXING, Own, X, model_of
+from tfdist.training.row_checks import row_mixing
+from tfdist.training.row_checks.added_losses import take_rows
+from tfdist.training.row_checks.random_mixing import Draws
+from tfdist.training.row_checks.row_proof import Proof, Proofs
 
 PROGRAMS = 100
 

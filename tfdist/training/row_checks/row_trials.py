@@ -10,11 +10,11 @@ import keras
 from tfdist.config import Config
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.base import Runtime
-from tfdist.training import objective_rows, row_mixing
-from tfdist.training.added_losses import SumsAsMeans, found_by_the_chief
-from tfdist.training.loss_probe import ROWS
 from tfdist.training.objectives import Objective
-from tfdist.training.row_proof import Proofs
+from tfdist.training.row_checks import objective_rows, row_mixing
+from tfdist.training.row_checks.added_losses import SumsAsMeans, found_by_the_chief
+from tfdist.training.row_checks.loss_probe import ROWS
+from tfdist.training.row_checks.row_proof import Proofs
 
 
 def come_in_parts(config: Config, runtime: Runtime, plan: BatchPlan) -> bool:

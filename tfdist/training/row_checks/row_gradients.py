@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from tfdist.compat import tensorflow_tapes
 from tfdist.runtime.host import known_dims
-from tfdist.training.loss_probe import MEAN, ROWS, SUM, Key, Probe
-from tfdist.training.random_mixing import REDRAWN
-from tfdist.training.trial_values import differ_beyond_noise, sound, spread
+from tfdist.training.row_checks.loss_probe import MEAN, ROWS, SUM, Key, Probe
+from tfdist.training.row_checks.random_mixing import REDRAWN
+from tfdist.training.row_checks.trial_values import differ_beyond_noise, sound, spread
 
 _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
 _ROUNDED = 1e-3  # of the largest number of a gradient

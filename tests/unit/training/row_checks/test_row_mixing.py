@@ -13,8 +13,8 @@ from tests.fuzz.layers import BatchMask, RowMask
 from tfdist.compat import tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training import added_losses, loss_probe, row_mixing
-from tfdist.training.row_proof import Proofs
+from tfdist.training.row_checks import added_losses, loss_probe, row_mixing
+from tfdist.training.row_checks.row_proof import Proofs
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.compat.tensorflow_graphs import draws, kinds_of_operations
 from tfdist.compat.tensorflow_random import draws_undone, moved, seeded_graphs
-from tfdist.training.trial_values import any_differ, differ
+from tfdist.training.row_checks.trial_values import any_differ, differ
 
 REDRAWN = (1, 2, 3)  # more than one: a coin can fall alike
 _MOST_RUNS, _FEWEST_RUNS = 200, 8  # a step of fifty is in 200 runs with a chance of 98 %

@@ -12,12 +12,12 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.reading import Reading
 from tfdist.data.sources.split import array_split
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training.mixing_augmentation import whole_batches
+from tfdist.training.row_checks.mixing_augmentation import whole_batches
 
 X = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
 SPLIT = array_split("own/train", (X, X[:, :2]))
 PARTS, WHOLE = BatchPlan(4, 2, 1), BatchPlan(8, 1, 1)  # of a global batch of 8
-HERE = "tests.unit.training.test_mixing_augmentation"
+HERE = "tests.unit.training.row_checks.test_mixing_augmentation"
 
 
 def roll(x, y, seeds):
