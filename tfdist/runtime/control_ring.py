@@ -1,7 +1,7 @@
 """Messages between workers beside tensors, over authenticated connections, and whether the neighbours are there.
 
 Workers meet at the chief's TF_CONFIG address (rendezvous.py). One ring carries what is gathered, one the pulse
-(liveness.py).
+(heartbeat.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime import rendezvous
 from tfdist.runtime.array_bytes import to_bytes
-from tfdist.runtime.liveness import Heartbeat
+from tfdist.runtime.heartbeat import Heartbeat
 from tfdist.runtime.ring_connections import Patience, RingConnections
 from tfdist.runtime.ring_error import MARK, RingError, held_differently, user_error
 from tfdist.runtime.rounding import are_same
@@ -100,7 +100,7 @@ class ControlRing:
         self._ring.say_goodbye()
 
     def close(self) -> None:
-        """Stops the pulse."""
+        """Stops the heartbeats."""
         if self._heartbeat:
             self._heartbeat.close()
 

@@ -18,8 +18,8 @@ from tfdist.compat.tensorflow_cluster import wait_until_computed
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
-from tfdist.control.liveness_probe import Watch, await_all
 from tfdist.control.packet_filter import own_address_only
+from tfdist.control.probes import Prober, await_all
 from tfdist.control.signals import on_hangup
 from tfdist.control.terminal import say_at_once
 from tfdist.runtime.base import Runtime
@@ -38,7 +38,7 @@ class ParameterServer(OneDevice):
         self.compute_workers = len(cluster.spec["worker"])
         self.devices = [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(len(cluster.spec["ps"]))]
         await_all(cluster.others("ps", "worker"), config.cluster.startup_timeout)
-        self._watch = Watch(cluster.others("ps", "worker"))
+        self._watch = Prober(cluster.others("ps", "worker"))
         self._missing: set[str] = set()  # workers
         tf.get_logger().setLevel("CRITICAL")  # who is lost is told in a sentence; TensorFlow would add pages
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -173,7 +173,7 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
     )
     chief = cluster.others("chief")
     await_all(chief, threads.startup_timeout, lambda: bool(asked))
-    watch = Watch(chief)
+    watch = Prober(chief)
     while not watch.gone():
         time.sleep(0.1)
     if asked:

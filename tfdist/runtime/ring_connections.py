@@ -228,7 +228,7 @@ class RingConnections:
         self.waiting_for = silent
         timeout, ask_after = self.patience.timeout, self.patience.ask_after
         # Looked at more than once in that time, or a neighbour that is silent since a moment after the last look, or
-        # whose last pulse came late, would be found out after twice as long.
+        # whose last heartbeat came late, would be found out after twice as long.
         look = 1000 * min(ask_after / _LOOKS, timeout or ask_after)
         while not poll.poll(look):
             if timeout and time.monotonic() - start >= timeout:

@@ -8,8 +8,8 @@ exactly the one-device value however samples, padding and weights fall on the wo
 at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample is weighted.
 
 What layers add (regularizers, `add_loss`) has no weights: of n of the N rows of a global batch it counts n / N (sums
-were made means before, see row_checks/added_losses.py). Where samples are weighted and it depends on them it is differentiated by
-itself, to be multiplied by W / E, once W is known, before the reduction.
+were made means before, see row_checks/added_losses.py). Where samples are weighted and it depends on them it is
+differentiated by itself, to be multiplied by W / E, once W is known, before the reduction.
 
 `_one_step` calls the stages in the order of the first line. How long they take is measured from outside
 (measured_step.py), but for the compute seconds, which the workers tell each other.

@@ -14,7 +14,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, StartupError
 from tfdist.control.preflight import PortReservation
 from tfdist.control.token import Secret
-from tfdist.runtime.liveness import Heartbeat
+from tfdist.runtime.heartbeat import Heartbeat
 from tfdist.runtime.rendezvous import exchange
 from tfdist.runtime.ring import Ring
 from tfdist.runtime.ring_connections import Patience

@@ -1,7 +1,7 @@
 """Whether those with whom a worker has connections still run: it sends each of them a byte now and then.
 
 A process that ends closes its connections, which the others notice at once. One that is stopped (SIGSTOP), or whose
-machine or network is gone, does not: its pulse stops.
+machine or network is gone, does not: its heartbeats stop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BEATS = 4  # in the time after which silence counts as death
 
 
 class Heartbeat:
-    """Sends and hears the pulse over a ring of its own.
+    """Sends and hears heartbeats over a ring of its own.
 
     `patience`: seconds of silence after which a rank is dead.
     """
@@ -31,7 +31,7 @@ class Heartbeat:
             for distance, connection in connections.items()
         ]
         self._heard = {rank: time.monotonic() for _, rank in self._connections}
-        threading.Thread(target=self._beat, name="tfdist-pulse", daemon=True).start()
+        threading.Thread(target=self._beat, name="tfdist-heartbeat", daemon=True).start()
 
     def is_alive(self, rank: int) -> bool:
         """Whether a rank to which there is a connection has been heard lately."""

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tfdist.control.exit_codes import StartupError
-from tfdist.control.liveness_probe import Watch, await_all
+from tfdist.control.probes import Prober, await_all
 
 
 def listener():
@@ -24,7 +24,7 @@ def until(condition):
 def test_who_goes_is_missed_and_who_comes_back_is_not():
     first, here = listener()
     second, there = listener()
-    watch = Watch({"ps 0": here, "ps 1": there}, interval=0.01)
+    watch = Prober({"ps 0": here, "ps 1": there}, interval=0.01)
     with first:
         second.close()
         until(lambda: watch.gone() == ["ps 1"])

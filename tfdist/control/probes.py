@@ -19,7 +19,7 @@ _REPORT_SECONDS = 10.0
 _FAILED_PROBES = 3  # that stay unanswered, in a row, before somebody counts as gone
 
 
-class Watch:
+class Prober:
     """Probes `addresses` (name -> host:port) every `interval` seconds, in a thread."""
 
     def __init__(self, addresses: Mapping[str, str], interval: float = 0.5):
