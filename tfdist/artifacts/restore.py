@@ -23,7 +23,7 @@ from tfdist.control.exit_codes import CheckpointError, ConfigError
 REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "generators", "clock")
 
 
-def choose(
+def pick_snapshot(
     store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = ()
 ) -> tuple[Snapshot | None, list[str]]:
     """The snapshot to resume from (None: start anew), from one of the `others` only if it is newer; and messages for

@@ -115,7 +115,7 @@ class Recovery:
         self.faults.at("restore", 0)
         messages: list[str] = []
         while True:
-            found = self._agreed_choice(config or self.config, checkpoint)
+            found = self._picked_by_chief(config or self.config, checkpoint)
             messages += found.messages
             if found.manifest is None:
                 return messages, 0
@@ -127,16 +127,16 @@ class Recovery:
             messages[-1] = f"passed over the snapshot of step {found.manifest['step']}: {damage}"
         return messages + self._adopt(found.manifest), found.manifest["step"]
 
-    def _agreed_choice(self, config: Config, checkpoint: InMemoryCheckpoint | None) -> _Found:
+    def _picked_by_chief(self, config: Config, checkpoint: InMemoryCheckpoint | None) -> _Found:
         """The chief's, on all workers. Raises what it raises there, on all."""
         chosen = _Found([])
 
-        def choose() -> dict[str, Any]:
+        def pick() -> dict[str, Any]:
             nonlocal chosen
-            chosen = self._recall(checkpoint) if checkpoint else self._choose(config)
+            chosen = self._from_memory(checkpoint) if checkpoint else self._from_files(config)
             return chosen.without_arrays()
 
-        return _Found(**of_the_chief(self.runtime, choose), arrays=chosen.arrays)
+        return _Found(**of_the_chief(self.runtime, pick), arrays=chosen.arrays)
 
     def _take_over(self, arrays: Mapping[str, np.ndarray] | None) -> None:
         """Gives all workers the arrays of the chief."""
@@ -147,7 +147,7 @@ class Recovery:
         keys = sorted(arrays)
         self.state.assign(dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
 
-    def _recall(self, checkpoint: InMemoryCheckpoint) -> _Found:
+    def _from_memory(self, checkpoint: InMemoryCheckpoint) -> _Found:
         """The chief's part, from memory. Raises what a store does not do."""
         self.files.begin_to_send()
         message = (
@@ -156,10 +156,10 @@ class Recovery:
         )
         return _Found([message], {**checkpoint.manifest, "in_memory": True}, arrays=checkpoint.arrays)
 
-    def _choose(self, config: Config) -> _Found:
+    def _from_files(self, config: Config) -> _Found:
         """Chooses from files what to go on from. Called on the chief."""
         files = self.files
-        snapshot, messages = files.choose(config)
+        snapshot, messages = files.bring_and_pick(config)
         if snapshot is None:
             return _Found(messages)
         self.state.check(files.store.table(snapshot))

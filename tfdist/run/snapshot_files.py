@@ -3,6 +3,9 @@
 Only the chief touches the files, unless the state is divided over a mesh and all workers see the same folder, or the
 run is in an object store: then everyone writes and reads its own part (artifacts/sharded_snapshots.py,
 remote_shards.py).
+
+Who calls, where a run goes on: Session._restore -> Recovery.restore -> _picked_by_chief -> _from_files ->
+SnapshotFiles.bring_and_pick -> restore.pick_snapshot -> SnapshotFolder.newest_valid.
 """
 
 from __future__ import annotations
@@ -70,8 +73,8 @@ class SnapshotFiles:
         self._sent = stored.sends(self.store, self._retention()) if stored and writes else None
         self._sends = False  # the thread that sends has begun
 
-    def choose(self, config: Config) -> tuple[Snapshot | None, list[str]]:
-        """Chooses the snapshot to go on from, as restore.choose does, among those here and in the run's object store if
+    def bring_and_pick(self, config: Config) -> tuple[Snapshot | None, list[str]]:
+        """Chooses the snapshot to go on from, as restore.pick_snapshot does, among those here and in the run's object store if
         it has one. Called on the chief. Raises CheckpointError, and what a store does not do."""
         self.store.clean()
         brought = self._begin_backup()
@@ -80,15 +83,15 @@ class SnapshotFiles:
             if not self._stored_backup:
                 self.backup.store.clean()
         if self._in_store:
-            snapshot, messages = self._choose_of_parts(self._in_store, config)
+            snapshot, messages = self._pick_of_parts(self._in_store, config)
             return snapshot, brought + messages
         # Later, after bad numbers, all that this run has written is here, and a store that is away must end nothing.
         brought += [] if self._sends else self._bring_newest()
-        snapshot, messages = restore.choose(self.store, config, self.stores()[1:])
+        snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:])
         self._set_aside_damaged(snapshot)
         return snapshot, brought + messages
 
-    def _choose_of_parts(self, in_store: RemoteShards, config: Config) -> tuple[Snapshot | None, list[str]]:
+    def _pick_of_parts(self, in_store: RemoteShards, config: Config) -> tuple[Snapshot | None, list[str]]:
         """Chooses from the store, after bad numbers, too: no machine has all of a snapshot."""
         assert self._sent
         with as_sentence():
@@ -96,7 +99,7 @@ class SnapshotFiles:
                 in_store.finish_or_drop(_FINISH_SECONDS)
             else:
                 in_store.make_left()
-            snapshot, messages = restore.choose(in_store.reads, config, self.stores())
+            snapshot, messages = restore.pick_snapshot(in_store.reads, config, self.stores())
             self._set_aside_damaged(snapshot)
             if not self._sends:
                 self.begin_to_send()

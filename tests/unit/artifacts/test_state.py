@@ -110,26 +110,26 @@ def stored(tmp_path, config=CONFIG, **fields):
 
 
 def test_choice(tmp_path):
-    assert restore.choose(SnapshotFolder(tmp_path / "none"), CONFIG) == (None, [])
+    assert restore.pick_snapshot(SnapshotFolder(tmp_path / "none"), CONFIG) == (None, [])
     with pytest.raises(CheckpointError, match="--resume=must"):
-        restore.choose(SnapshotFolder(tmp_path / "none"), CONFIG.replace(resume="must"))
+        restore.pick_snapshot(SnapshotFolder(tmp_path / "none"), CONFIG.replace(resume="must"))
     store = stored(tmp_path)
-    assert restore.choose(store, CONFIG)[0].step == 5
+    assert restore.pick_snapshot(store, CONFIG)[0].step == 5
     with pytest.raises(CheckpointError, match="--resume=never"):
-        restore.choose(store, CONFIG.replace(resume="never"))
+        restore.pick_snapshot(store, CONFIG.replace(resume="never"))
 
 
 def test_another_configuration_is_refused_with_the_fields_that_differ(tmp_path):
     store = stored(tmp_path)
     other = CONFIG.replace(seed=3, learning_rate=0.5, run_dir="elsewhere")
     with pytest.raises(CheckpointError) as error:
-        restore.choose(store, other)
+        restore.pick_snapshot(store, other)
     assert (
         "--seed: 0 there, 3 now" in str(error.value)
         and "--learning_rate" in str(error.value)
         and "run_dir:" not in str(error.value)
     )
-    assert restore.choose(store, other.replace(allow_config_change=True))[0].step == 5
+    assert restore.pick_snapshot(store, other.replace(allow_config_change=True))[0].step == 5
 
 
 def test_a_refusal_names_the_flag_of_what_is_refused(tmp_path):
@@ -137,7 +137,7 @@ def test_a_refusal_names_the_flag_of_what_is_refused(tmp_path):
     backup = SnapshotFolder(backup.directory, options=FolderOptions(flag="--backup_dir"))
     for config in (CONFIG.replace(seed=3), CONFIG.replace(resume="never")):
         with pytest.raises(CheckpointError, match="choose another --backup_dir"):
-            restore.choose(SnapshotFolder(tmp_path / "none"), config, [backup])
+            restore.pick_snapshot(SnapshotFolder(tmp_path / "none"), config, [backup])
 
 
 def test_an_inconsistent_snapshot_is_not_trusted():
