@@ -74,8 +74,8 @@ class SnapshotFiles:
         self._sends = False  # the thread that sends has begun
 
     def bring_and_pick(self, config: Config) -> tuple[Snapshot | None, list[str]]:
-        """Chooses the snapshot to go on from, as restore.pick_snapshot does, among those here and in the run's object store if
-        it has one. Called on the chief. Raises CheckpointError, and what a store does not do."""
+        """Picks the snapshot to go on from, as restore.pick_snapshot does, among those here and in the run's object
+        store if it has one. Called on the chief. Raises CheckpointError, and what a store does not do."""
         self.store.clean()
         brought = self._begin_backup()
         if self.backup:  # else one may be read that is just being replaced, and which one was chance
