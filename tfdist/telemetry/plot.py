@@ -54,7 +54,7 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None)
     figure.suptitle(log.resolve().parent.parent.name, fontsize=12)
     figure.tight_layout()
     try:
-        with written_whole(picture, "wb") as file:
+        with written_whole(picture, "wb", aside=f".{picture.name}.writing") as file:
             figure.savefig(file, format="png")
     except OSError as error:  # a picture is no reason to fail at the end of a training
         return f"no picture: {error}"
