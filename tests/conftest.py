@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import botocore.retries.standard
+import hypothesis
 import pytest
 
 from tests.stores.azure_server import azure_environment, azure_server, azurite
@@ -28,6 +29,10 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 # scripts/test.sh has what is compiled here kept; processes of tests read it, and leave no files in folders of tests.
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+# Hypothesis gives each example 200 ms of time, which say nothing where other tests run beside.
+hypothesis.settings.register_profile("tfdist", deadline=None)
+hypothesis.settings.load_profile("tfdist")
 
 
 # Building Horovod takes three minutes alone, and took more than ten beside other tests on a slow Xeon. A test that is

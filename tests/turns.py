@@ -28,7 +28,7 @@ WAITING = tuple(
         "unit/control/test_preflight",
         "unit/runtime/test_rendezvous",
         "e2e/test_doctor",
-        "e2e/test_remote_backup",
+        "e2e/test_stored_backup",
         "e2e/test_plan_memory",
         "unit/diagnosis/test_store_speed",
         "unit/control/test_lease",
