@@ -188,7 +188,8 @@ class Attacker:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as voice:
             while not self._stop.is_set() and time.monotonic() < self._end:
                 tcp, udp = ports(self.root)
-                self.tcp, self.udp = self.tcp | tcp, self.udp | udp
+                self.tcp.update(tcp)  # in place: both threads do, and neither must lose what the other has seen
+                self.udp.update(udp)
                 for port in tcp:
                     for words in self.words(rng):
                         with contextlib.suppress(OSError):
