@@ -32,6 +32,8 @@ def _rows_as_arrays(value: Any) -> Any:
     """Lists of texts and numbers, which models with a `fit` of their own take, as arrays."""
     if isinstance(value, tuple):
         return tuple(_rows_as_arrays(each) for each in value)
+    if isinstance(value, dict):
+        return {name: _rows_as_arrays(each) for name, each in value.items()}
     rows = isinstance(value, list) and all(isinstance(row, (str, bytes, int, float)) for row in value)
     return np.array(value, object) if rows else value
 

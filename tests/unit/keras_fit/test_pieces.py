@@ -422,6 +422,8 @@ def test_texts_in_lists_are_known_again():
     assert not what_changed(known, identity_of(texts)) and [len(leaves) for leaves in known.values()] == [1, 1, 2]
     for name, other in (("x", ["ab", "b"]), ("y", [2, 1]), ("validation_data", (["d"], [0.5]))):
         assert what_changed(known, identity_of(texts | {name: other})) == name
+    asked = identity_of({"x": {"prompts": ["a", "bb"]}})
+    assert what_changed(asked, identity_of({"x": {"prompts": ["a", "bc"]}})) == "x" and len(asked["x"]) == 1
 
 
 def test_what_is_compared_is_spread_over_all_rows_and_inputs():

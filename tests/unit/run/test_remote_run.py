@@ -116,6 +116,15 @@ def test_a_second_job_is_refused_and_nothing_of_the_first_touched(s3, tmp_path, 
         assert s3.content("runs/one/lease.json") == lease
 
 
+def first_said(run: RemoteRun) -> list[str]:
+    """What the run says first of its store, within 30 seconds."""
+    deadline, said = time.monotonic() + 30, []
+    while not said and time.monotonic() < deadline:
+        said = list(run.messages())
+        time.sleep(0.02)
+    return said
+
+
 @pytest.mark.slow
 def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
@@ -128,10 +137,7 @@ def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_pa
             assert list(run.messages()) == []
             away.append(True)
             (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
-            deadline, said = time.monotonic() + 30, []
-            while not said and time.monotonic() < deadline:
-                said = list(run.messages())
-                time.sleep(0.02)
+            said = first_said(run)
             assert len(said) == 1 and said[0].startswith(f"NOT SENT: {URL}")
             assert list(run.messages()) == []
 
@@ -148,10 +154,7 @@ def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(thro
             run.start()
             silent.append(True)
             (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
-            deadline, said = time.monotonic() + 30, []
-            while not said and time.monotonic() < deadline:
-                said = list(run.messages())
-                time.sleep(0.02)
+            said = first_said(run)
             assert len(said) == 1 and "writing logs/rank-0.jsonl has taken" in said[0]
             ending = time.monotonic()
         assert time.monotonic() - ending < 15
