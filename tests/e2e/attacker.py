@@ -87,6 +87,8 @@ class Attacker:
         self._end, self._stop = time.monotonic() + seconds, threading.Event()
         self._overheard: deque[tuple[int, bytes]] = deque(maxlen=200)  # (port, datagram)
         self._threads = [threading.Thread(target=self._attack, args=(seed,), daemon=True) for seed in range(2)]
+        # A round may take seconds where a door that is full lets connections wait; others are open for one second.
+        self._threads.append(threading.Thread(target=self._attack, args=(2,), kwargs={"new_only": True}, daemon=True))
         self._threads.append(threading.Thread(target=self._listen, daemon=True))
 
     def __enter__(self) -> Attacker:
@@ -183,26 +185,37 @@ class Attacker:
                     if packet[9] == _UDP and port in self.udp and int.from_bytes(udp[:2]) in self.udp:
                         self._overheard.append((port, udp[8:]))
 
-    def _attack(self, seed: int) -> None:
+    def _attack(self, seed: int, new_only: bool = False) -> None:
+        """Attacks the ports that are open, round after round; with `new_only` each once, as soon as it is there."""
         rng, held = random.Random(seed), []
+        done_tcp, done_udp = set(), set()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as voice:
             while not self._stop.is_set() and time.monotonic() < self._end:
                 tcp, udp = ports(self.root)
-                self.tcp.update(tcp)  # in place: both threads do, and neither must lose what the other has seen
+                self.tcp.update(tcp)  # in place: all threads do, and none must lose what another has seen
                 self.udp.update(udp)
-                for port in tcp:
-                    for words in self.words(rng):
-                        with contextlib.suppress(OSError):
-                            connection = socket.create_connection(("127.0.0.1", port), timeout=0.5)
-                            held.append(connection)
-                            connection.sendall(words)
-                    while len(held) > _MOST_HELD:
-                        held.pop(rng.randrange(len(held))).close()
-                for port in udp:
-                    for data in self.datagrams(rng) * 5:
-                        with contextlib.suppress(OSError):
-                            voice.sendto(data, ("127.0.0.1", port))
-                self.rounds += 1
+                for port in tcp - done_tcp:
+                    self._attack_tcp(port, rng, held)
+                for port in udp - done_udp:
+                    self._attack_udp(port, rng, voice)
+                if new_only:
+                    done_tcp, done_udp = done_tcp | tcp, done_udp | udp
+                else:
+                    self.rounds += 1
                 self._stop.wait(self.pause)
         for connection in held:
             connection.close()
+
+    def _attack_tcp(self, port: int, rng: random.Random, held: list[socket.socket]) -> None:
+        for words in self.words(rng):
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(("127.0.0.1", port), timeout=0.5)
+                held.append(connection)
+                connection.sendall(words)
+        while len(held) > _MOST_HELD:
+            held.pop(rng.randrange(len(held))).close()
+
+    def _attack_udp(self, port: int, rng: random.Random, voice: socket.socket) -> None:
+        for data in self.datagrams(rng) * 5:
+            with contextlib.suppress(OSError):
+                voice.sendto(data, ("127.0.0.1", port))

@@ -63,7 +63,7 @@ class Diagnosis:
             seed=config.run.seed,
             shuffle=config.data.shuffle,
             cut=self.recovery.stream_cut,
-            first=self.recovery.position(first),
+            first=self.recovery.progress.consumed(first),
             count=steps * job.plan.global_batch,
             choices=choices,
         )

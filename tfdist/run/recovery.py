@@ -24,6 +24,7 @@ from tfdist.control.faults import Faults
 from tfdist.data import streams
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
 from tfdist.run.moving_statistics import sync_moving_statistics
+from tfdist.run.progress import Progress
 from tfdist.run.remote_run import RemoteRun
 from tfdist.run.sample_identity import SampleIdentity
 from tfdist.run.snapshot_files import SnapshotFiles
@@ -76,28 +77,16 @@ class Recovery:
         self.losses = restore.LossContinuity()
         self.evaluation: dict[str, float] = {}
         self.run_id = ""
+        self.progress = Progress(job.plan.global_batch, job.train_split.size)
         self._samples = SampleIdentity(job.train_split)
         self.stream_cut = job.stream_cut  # or that of the run that is gone on with
         self._saved_step = self._copied_step = -1
-        self._skipped = 0  # samples consumed less step x global batch: with another batch before, not those passed over
-        self._passed_over = 0  # samples, by rollbacks
         self._rollbacks = 0
-
-    def position(self, step: int) -> int:
-        """Samples consumed when `step` steps are done."""
-        return step * self.job.plan.global_batch + self._skipped
-
-    def trained(self, step: int) -> int:
-        """Samples trained on when `step` steps are done."""
-        return self.position(step) - self._passed_over
-
-    def epoch(self, step: int) -> float | None:
-        """Passes over the data when `step` steps are done; None of a stream."""
-        return self.trained(step) / size if (size := self.job.train_split.size) else None
 
     def check_epochs(self, run: RunConfig, step: int) -> None:
         """See restore.check_epochs; `run`: as it was given."""
-        restore.check_epochs(run, self.trained(step), step, self.job.plan.global_batch, self.job.train_split.size)
+        progress = self.progress
+        restore.check_epochs(run, progress.trained(step), step, progress.global_batch, progress.size)
 
     def learning_rate(self) -> float:
         return float(self.job.schedule(self.job.optimizer.iterations.value))
@@ -175,16 +164,14 @@ class Recovery:
 
     def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
         """Checks a restored snapshot against its manifest and takes over what is not a variable. Returns messages."""
-        step, plan, split = int(self.job.step.counter.numpy()), self.job.plan, self.job.train_split
-        restore.check_consistency(manifest, step, plan.global_batch)
+        step, split = int(self.job.step.counter.numpy()), self.job.train_split
+        restore.check_consistency(manifest, step, self.progress.global_batch)
         warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
         self.clock.restore(manifest["clock"])
         self.losses = restore.LossContinuity(manifest.get("losses", ()))
         self.stream_cut = manifest.get("stream_cut") or streams.cut_of_old_runs(split, manifest["replicas"])
         state.restore_generator_states(manifest["generators"])
-        # With another global batch (allowed by --allow_config_change) the position stays where it was.
-        self._skipped = manifest["consumed"] - step * plan.global_batch
-        self._passed_over = manifest.get("passed_over", manifest.get("skipped_samples", 0))
+        self.progress.restore(manifest, step)
         self.evaluation, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
         kept = (
             self.stream_cut != self.job.stream_cut
@@ -204,12 +191,11 @@ class Recovery:
                 f" (--max_rollbacks={limit}): lower --learning_rate or set --clip_norm."
             )
         self._rollbacks += 1
-        position = self.position(step)
+        position = self.progress.consumed(step)
         self.files.finish()
         messages, restored = self.restore(self.config.replace(resume="auto"))
-        passed = position - self.position(restored)
-        self._skipped += passed
-        self._passed_over += passed
+        passed = position - self.progress.consumed(restored)
+        self.progress.pass_over(passed)
         # The snapshot, and the copy, of this step lead back to the bad batches.
         self._saved_step = self._copied_step = -1
         messages.append(
@@ -278,10 +264,8 @@ class Recovery:
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {
-            "consumed": self.position(step),
+            **self.progress.manifest_fields(step),
             "stream_cut": self.stream_cut,
-            "skipped_samples": self._skipped,
-            "passed_over": self._passed_over,
             "samples": self._samples.found if self.chief else {},
             "config_digest": self.config.digest(),
             "identity": self.config.identity(),

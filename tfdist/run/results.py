@@ -42,7 +42,7 @@ class Figures:
 def run_summary(job: Job, recovery: Recovery, figures: Figures) -> dict[str, Any]:
     """The values of the summary that tell of the training."""
     result, clock, losses = figures.result, figures.clock, recovery.losses.losses
-    samples = recovery.trained(result.step)
+    samples = recovery.progress.trained(result.step)
     return {
         "steps": result.step,
         "workers": job.runtime.size,

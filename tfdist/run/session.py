@@ -182,7 +182,7 @@ class Session:
             step=self._counter,
         )
         self.observer = build_observers(
-            self.config.telemetry, run, total_steps=self.config.run.steps, epoch_at=self.recovery.epoch
+            self.config.telemetry, run, total_steps=self.config.run.steps, epoch_at=self.recovery.progress.epochs
         )
         self.opened.callback(self.observer.close)
         self.opened.on_failure(self._tell_of_failure)
@@ -213,7 +213,9 @@ class Session:
             parse_profile_steps(self.config.telemetry.profile_steps),
         )
         self.trainer = self.start.make_trainer(
-            TrainerInputs(self.job, self.first_step, schedule, self.recovery.position, self.clock, self.observer)
+            TrainerInputs(
+                self.job, self.first_step, schedule, self.recovery.progress.consumed, self.clock, self.observer
+            )
         )
         self.opened.callback(self.trainer.close)
         self.monitor.explain_with(self.trainer.cause)

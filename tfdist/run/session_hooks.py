@@ -42,7 +42,7 @@ class SessionHooks:
             iterators=self._iterators(first_step) if first_step < config.run.steps else [],
             schedule=trainer.schedule,
             global_batch=self.job.plan.global_batch,
-            position=recovery.position,
+            position=recovery.progress.consumed,
             clock=self.clock,
             observer=self._observe,
             extra_values=self._extra_values,
@@ -77,7 +77,7 @@ class SessionHooks:
             self.observer(Event(kind, step, values))
 
     def _iterators(self, step: int) -> Sequence:
-        return self.trainer.iterators(self.recovery.position(step), self.recovery.stream_cut)
+        return self.trainer.iterators(self.recovery.progress.consumed(step), self.recovery.stream_cut)
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         self.recovery.settle_statistics()

@@ -111,7 +111,7 @@ def test_a_run_goes_on_from_its_newest_snapshot(tmp_path):
     saved(tmp_path, 5, 9)
     recovery = recovery_of(tmp_path)
     messages, step = recovery.restore()
-    assert step == 9 and recovery.position(9) == 72 and (recovery.state.arrays["model/0000"] == 9).all()
+    assert step == 9 and recovery.progress.consumed(9) == 72 and (recovery.state.arrays["model/0000"] == 9).all()
     assert "resumed from" in messages[0] and "step 9, 72 samples consumed" in messages[0]
     recovery.save(9)  # there is one
     assert recovery.files.finish() == "" and recovery.files.writer.stats.saves == 0
@@ -142,8 +142,12 @@ def test_with_another_batch_samples_are_counted_on_and_epochs_are_refused(tmp_pa
     assert recovery.restore()[1] == 6
     recovery.check_epochs(RunConfig(epochs=2.0), 6)
     changed = recovery_of(tmp_path, global_batch=2 * batch, allow_config_change=True)
-    assert changed.restore()[1] == 6 and changed.trained(6) == 6 * batch and changed.trained(8) == 10 * batch
-    assert changed.epoch(6) == 6 * batch / size
+    assert (
+        changed.restore()[1] == 6
+        and changed.progress.trained(6) == 6 * batch
+        and changed.progress.trained(8) == 10 * batch
+    )
+    assert changed.progress.epochs(6) == 6 * batch / size
     end = 6 + math.ceil((9 * size - 6 * batch) / (2 * batch))
     with pytest.raises(
         ConfigError, match=f"--epochs=9 .* trained on {6 * batch:,} samples in 6 .*--steps={end}, .* 9 "
@@ -154,7 +158,7 @@ def test_with_another_batch_samples_are_counted_on_and_epochs_are_refused(tmp_pa
     changed.save(8)
     changed.files.finish()
     again = recovery_of(tmp_path, global_batch=2 * batch, allow_config_change=True)
-    assert again.restore()[1] == 8 and again.trained(8) == 10 * batch
+    assert again.restore()[1] == 8 and again.progress.trained(8) == 10 * batch
 
 
 def test_a_damaged_snapshot_is_passed_over_and_set_aside(tmp_path):
@@ -180,7 +184,9 @@ def test_bad_numbers_lead_back_and_past_their_samples_but_not_for_ever(tmp_path)
     recovery.state.go_to(8)
     messages, step = recovery.rollback(8)
     assert step == 5 and (recovery.state.arrays["model/0000"] == 5).all()
-    assert recovery.position(5) == 64 and recovery.position(6) == 72  # as if steps 5 to 8 had been made
+    assert (
+        recovery.progress.consumed(5) == 64 and recovery.progress.consumed(6) == 72
+    )  # as if steps 5 to 8 had been made
     assert messages[-1] == (
         "NaN or infinite values before step 8: went back to step 5 and past 24 samples, which are not trained on"
         " (rollback 1 of 2)"
@@ -188,8 +194,8 @@ def test_bad_numbers_lead_back_and_past_their_samples_but_not_for_ever(tmp_path)
     recovery.save(5)  # anew: the one on disk leads back to the bad batches
     recovery.files.finish()
     again = recovery_of(tmp_path, on_nan="rollback", max_rollbacks=2)
-    assert again.restore()[1] == 5 and again.position(5) == 64
-    assert recovery.rollback(6)[1] == 5 and recovery.position(5) == 72
+    assert again.restore()[1] == 5 and again.progress.consumed(5) == 64
+    assert recovery.rollback(6)[1] == 5 and recovery.progress.consumed(5) == 72
     with pytest.raises(DivergedError, match=r"after 2 rollbacks \(--max_rollbacks=2\)"):
         recovery.rollback(7)
 

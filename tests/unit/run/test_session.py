@@ -11,6 +11,7 @@ from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, ExitCode, PeerLostError
 from tfdist.run import session
+from tfdist.run.progress import Progress
 from tfdist.run.session import GroupChange, Start
 from tfdist.run.trainer import Trainer
 from tfdist.telemetry.events import Event
@@ -140,10 +141,8 @@ class World:
             restore=lambda checkpoint: self.at("restore") or ([], 0),
             state=SimpleNamespace(held=lambda: []),
             backup_period=lambda: 0,
-            position=lambda step: 4 * step,
+            progress=Progress(4, None),
             check_epochs=lambda run, step: None,
-            trained=lambda step: 4 * step,
-            epoch=lambda step: None,
             stream_cut=1,
             save=lambda step: self.at("save"),
             back_up=None,
