@@ -1,4 +1,4 @@
-"""The names of the models, and how a name, or package.module:function, becomes a built Keras model.
+"""How a name of model_names.py, or package.module:function, becomes a built Keras model.
 
 A new model is a function in a file of this folder, `builder(*, x_spec, num_outputs, **options) -> keras.Model`, and one
 line in model_names.py. It is imported when it is asked for. A model returns logits in float32 and is made of layers and

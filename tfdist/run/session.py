@@ -220,14 +220,12 @@ class Session:
         self.opened.callback(self.trainer.close)
         self.monitor.explain_with(self.trainer.cause)
         self.hooks = SessionHooks(
-            self.job,
             self.recovery,
             self.trainer,
             self.diagnosis,
             self.observer,
             self.monitor,
             self.signals,
-            self.clock,
             self.memory,
         )
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tfdist.build import Job
 from tfdist.control.signals import SignalRequests
 from tfdist.run.diagnosis import Diagnosis
 from tfdist.run.health import HealthMonitor
@@ -14,7 +13,6 @@ from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.recovery import Recovery
 from tfdist.run.trainer import Trainer
 from tfdist.telemetry.events import Event, FanOut
-from tfdist.telemetry.timer import Clock
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.loop_hooks import LoopHooks
 from tfdist.training.step_output import Requests
@@ -24,26 +22,25 @@ from tfdist.training.step_output import Requests
 class SessionHooks:
     """The session's functions for the loop, on one worker."""
 
-    job: Job
     recovery: Recovery
     trainer: Trainer
     diagnosis: Diagnosis
     observer: FanOut
     monitor: HealthMonitor
     signals: SignalRequests
-    clock: Clock
     memory: WorkerMemory | None
 
     def for_loop(self, first_step: int) -> LoopHooks:
         """Makes the `LoopHooks` of the session. Called on all workers."""
-        config, recovery, trainer, evaluator = self.job.config, self.recovery, self.trainer, self.job.evaluator()
+        recovery, trainer, job = self.recovery, self.trainer, self.recovery.job
+        config, evaluator = job.config, job.evaluator()
         return LoopHooks(
             step=trainer.step,
             iterators=self._iterators(first_step) if first_step < config.run.steps else [],
             schedule=trainer.schedule,
-            global_batch=self.job.plan.global_batch,
+            global_batch=job.plan.global_batch,
             position=recovery.progress.consumed,
-            clock=self.clock,
+            clock=recovery.clock,
             observer=self._observe,
             extra_values=self._extra_values,
             evaluate=(lambda: self._evaluate(evaluator)) if evaluator else None,
@@ -110,7 +107,7 @@ class SessionHooks:
         self.monitor.faults.at("step", step)
         self.diagnosis.called_at = step
         self.tell_of_saves(step)
-        due = self.job.runtime.rank == 0 and self.recovery.time_policy.due()
+        due = self.recovery.runtime.rank == 0 and self.recovery.time_policy.due()
         save, self.signals.save = self.signals.save or due, False
         if self.memory is None:
             return Requests(save, self.signals.stop)

@@ -23,6 +23,7 @@ from tfdist.control.own_files import lock, locked, replaced
 from tfdist.control.run_address import cache_folder, check_address, folder_name
 from tfdist.control.terminal import say
 from tfdist.storage.copies import IN_USE, OBJECTS, STATE, digest, make_room
+from tfdist.storage.folder_walk import is_plain
 from tfdist.storage.in_threads import in_threads
 from tfdist.storage.object_copy import ObjectCopy, remove_parts
 from tfdist.storage.object_store import ObjectStore
@@ -49,7 +50,7 @@ class DataCache:
             for each in (self.folder, self._state):
                 each.mkdir(0o700, parents=True, exist_ok=True)
             self._objects = ObjectStore(url)
-            self.entries = {name: entry for name, entry in self._objects.entries().items() if _is_plain(name)}
+            self.entries = {name: entry for name, entry in self._objects.entries().items() if is_plain(name)}
         self._in_use: int | None = None
         self._needed: set[str] = set()  # names of those that are read at random
         self._one_at_a_time = threading.Lock()
@@ -199,8 +200,3 @@ _OPEN: dict[str, DataCache] = {}
 def cache_of(folder: str) -> DataCache | None:
     """The one whose copies are in a folder; None if this is a folder of files that are there."""
     return _OPEN.get(folder)
-
-
-def _is_plain(name: str) -> bool:
-    """Whether it is a file's, and no hidden one's."""
-    return bool(name) and not any(part in ("", "..") or part.startswith(".") for part in name.split("/"))

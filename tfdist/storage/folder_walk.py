@@ -1,13 +1,16 @@
-"""Lists all below a folder of a store that has folders. fsspec's own `find` leaves out the folders that it cannot list
-(a lost connection, no permission): then what is there would count as gone."""
+"""What is below a folder of a store, and which names there are a file's of ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def files_below(system: Any, folder: str) -> dict[str, dict[str, Any]]:
-    """path -> what fsspec's `system` says of it, of all files. Raises what its `ls` raises."""
+def found_below(system: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """path -> what fsspec's `system` says of it, of all files below a folder. Raises what its `ls` raises.
+
+    fsspec's own `find` leaves out the folders that it cannot list (a lost connection, no permission): then what is
+    there would count as gone.
+    """
     found: dict[str, dict[str, Any]] = {}
     folders = [folder.rstrip("/")]
     while folders:
@@ -23,3 +26,8 @@ def files_below(system: Any, folder: str) -> dict[str, dict[str, Any]]:
             elif path != here:
                 folders.append(path)
     return found
+
+
+def is_plain(name: str) -> bool:
+    """Whether an object's name is a file's that stays in its folder, and no hidden one's."""
+    return bool(name) and not any(part in ("", "..") or part.startswith(".") for part in name.split("/"))

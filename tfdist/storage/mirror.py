@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tfdist.storage.folder_walk import is_plain
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 from tfdist.storage.store_lease import FILE as LEASE
@@ -115,11 +116,6 @@ def bring_files(objects: ObjectStore, folder: Path, wanted: Callable[[str], bool
             return True
         return size > here if longer else size != here or name.endswith(".json")
 
-    found = {name: size for name, size in objects.names().items() if _is_plain(name) and wanted(name)}
+    found = {name: size for name, size in objects.names().items() if name != LEASE and is_plain(name) and wanted(name)}
     wanted_now = [(name, folder / name, size) for name, size in found.items() if differs(name, size)]
     objects.fetch_all(wanted_now, if_there=True)  # one may have been removed since it was listed
-
-
-def _is_plain(name: str) -> bool:
-    """Whether an object's name stays in the folder, and is not one that tfdist keeps to itself."""
-    return name != LEASE and not any(part in ("", "..") or part.startswith(".") for part in name.split("/"))

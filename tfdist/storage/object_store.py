@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from tfdist.control.optional_packages import optional_module
 from tfdist.control.own_files import replaced
 from tfdist.control.run_address import STORES
-from tfdist.storage.folder_walk import files_below
+from tfdist.storage.folder_walk import found_below
 from tfdist.storage.in_threads import in_threads
 from tfdist.storage.store_entry import Entry
 from tfdist.storage.store_errors import StoreError, explained, is_of_this_machine, says_it_is_there
@@ -73,7 +73,7 @@ class ObjectStore:
         def look() -> dict[str, Entry]:
             try:
                 has_folders = self._scheme not in _BUCKETS
-                found = files_below(self._system, place) if has_folders else self._system.find(place, detail=True)
+                found = found_below(self._system, place) if has_folders else self._system.find(place, detail=True)
             except FileNotFoundError:
                 if self._has_bucket():
                     return {}

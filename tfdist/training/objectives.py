@@ -144,7 +144,7 @@ def scores_spec(model: keras.Model, objective: Objective, batch_spec: Any) -> Sc
     """The specs of what `objective` returns for a batch; runs nothing."""
     x, y, w = batch_spec
     try:
-        output = as_called(model.output)  # functional and Sequential models know it
+        output = as_called(model.output)  # functional models know it, and Sequential ones that are built
     except (AttributeError, ValueError):
         output = _output_spec(model, x)
     output = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), output)

@@ -58,7 +58,7 @@ class TrainStep:
     ):
         spec = scores_spec(model, objective, batch_spec)
         self.metric_names = tuple(sorted(spec.metrics))
-        self.layout = StepVectors(self.metric_names, runtime.size)
+        self.vectors = StepVectors(self.metric_names, runtime.size)
         self._expected_weight = expected_weight(options.plan, spec)
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
         self.model, self.optimizer = model, optimizer
@@ -108,17 +108,17 @@ class TrainStep:
         """
         if not self._calls:  # what is made in the first call is in no snapshot
             self._known = list(state.collect(self.model, self.optimizer, self.variables).values())
-        signals = self.layout.signals_of(self.runtime.rank, requests, self._wall_s, self._compute_s)
+        signals = self.vectors.signals_of(self.runtime.rank, requests, self._wall_s, self._compute_s)
         before, begun = self.runtime.reduction_s(), time.monotonic()
         step, vector = self._run(list(iterators), tf.constant(n), tf.constant(signals))
         vector = vector.numpy()
         wall_s, after = time.monotonic() - begun, self.runtime.reduction_s()
         self._calls += 1
         if self._calls > 1:  # the first call traces
-            self._wall_s, self._compute_s = wall_s / n, self.layout.vector.of(vector, "compute_s") / n
+            self._wall_s, self._compute_s = wall_s / n, self.vectors.vector.of(vector, "compute_s") / n
         travel_s, wait_s = (after[0] - before[0], after[1] - before[1]) if before and after else (None, None)
         call = Call(n, wall_s, wait_s, None, travel_s)
-        return self.layout.output(int(step), vector, call, self._news_of_call())
+        return self.vectors.output(int(step), vector, call, self._news_of_call())
 
     def _news_of_call(self) -> tuple[str, ...]:
         news, self._news = self._news, []
@@ -135,7 +135,7 @@ class TrainStep:
         def one(i: tf.Tensor, totals: Totals) -> Totals:
             return totals.plus(self._one_step(iterators, signals, last=tf.equal(i, n - 1)))
 
-        results = self._results(self._repeat(0, n, one, Totals.of_no_step(self.layout)))
+        results = self._results(self._repeat(0, n, one, Totals.of_no_step(self.vectors)))
         known = [*self._known, *self.update.pieces_of_weights(), *self.replica.seeds, *self.runtime.order_tokens()]
         self._news = unsaved_state_checks.check(self.model, known, self.options.deterministic)
         return results
@@ -221,14 +221,14 @@ class TrainStep:
         per_replica = self.runtime.run(self._reduce_replica, (accumulated, signals))
         gradients, sums = self.runtime.local(per_replica)[0]
         return Reduced(
-            per_replica, gradients, *tf.split(sums, [len(self.layout.sums.names), len(self.layout.signals.names)])
+            per_replica, gradients, *tf.split(sums, [len(self.vectors.sums.names), len(self.vectors.signals.names)])
         )
 
     def _reduce_replica(self, accumulated: Accumulated, signals: tf.Tensor) -> tuple[list[Gradient], tf.Tensor]:
         gradients, of_added, sums = accumulated
         if of_added:
             # What is reduced will be multiplied by E / W, which is only for the loss.
-            weight = self.runtime.all_reduce([self.layout.sums.of(sums, "weight")])[0] / self._expected_weight
+            weight = self.runtime.all_reduce([self.vectors.sums.of(sums, "weight")])[0] / self._expected_weight
             gradients = [
                 tf.convert_to_tensor(of_loss) + tf.convert_to_tensor(added) * tf.cast(weight, added.dtype)
                 for of_loss, added in zip(gradients, of_added, strict=True)
@@ -240,7 +240,7 @@ class TrainStep:
     def _unscaling(self, reduced: Reduced, scale: tf.Tensor) -> tf.Tensor:
         if not self.options.weighted:
             return 1.0 / scale
-        return unscaling(self.layout.sums.of(reduced.sums, "weight"), self._expected_weight, scale)
+        return unscaling(self.vectors.sums.of(reduced.sums, "weight"), self._expected_weight, scale)
 
     def _norm(self, reduced: Reduced, factor: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
         """float32 []: of the gradient of the mean loss."""
@@ -251,7 +251,7 @@ class TrainStep:
 
     def _is_finite(self, reduced: Reduced, norm: tf.Tensor) -> tf.Tensor:
         """bool []: a norm is finite exactly if every element of the gradient is."""
-        loss = tf.math.is_finite(self.layout.sums.of(reduced.sums, "loss"))
+        loss = tf.math.is_finite(self.vectors.sums.of(reduced.sums, "loss"))
         if not self._needs_norm:
             return loss
         return tf.math.is_finite(norm) if self.loss_scale.dynamic else tf.logical_and(loss, tf.math.is_finite(norm))
@@ -279,7 +279,7 @@ class TrainStep:
 
     def _totals(self, reduced: Reduced, norm: tf.Tensor, compute_s: tf.Tensor, finite: tf.Tensor) -> Totals:
         """What one step adds to the call's totals."""
-        sums = shown_sums(self.layout, reduced.sums)
+        sums = shown_sums(self.vectors, reduced.sums)
         overflow = tf.logical_not(finite)
         if self._may_skip:
             # A step that did not take place is not shown. If no loss scale is small enough, the model itself makes NaN.
@@ -293,4 +293,4 @@ class TrainStep:
         # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Once a
         # call.
         bad = tf.logical_not(tf.math.is_finite(self.update.weight_norm()))
-        return Results(tf.identity(self.counter), totals.vector(self.layout, self.loss_scale.value(), bad))
+        return Results(tf.identity(self.counter), totals.vector(self.vectors, self.loss_scale.value(), bad))

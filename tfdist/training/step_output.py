@@ -145,8 +145,8 @@ class Totals(NamedTuple):
     bad: tf.Tensor  # bool
 
     @classmethod
-    def of_no_step(cls, layout: StepVectors) -> Totals:
-        size = len(layout.sums.names) + len(layout.signals.names)
+    def of_no_step(cls, vectors: StepVectors) -> Totals:
+        size = len(vectors.sums.names) + len(vectors.signals.names)
         zero = tf.constant(0.0, tf.float64)
         return cls(tf.zeros([size], tf.float64), tf.constant(0.0), zero, tf.constant(0), tf.constant(False))
 
@@ -159,7 +159,7 @@ class Totals(NamedTuple):
             tf.logical_or(self.bad, step.bad),
         )
 
-    def vector(self, layout: StepVectors, loss_scale: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
+    def vector(self, vectors: StepVectors, loss_scale: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
         """float64: `StepVectors.vector`, in one tensor, so that one copy brings it. `bad`: whatever the steps say."""
         head = {
             "gradient_norm": self.gradient_norm,
@@ -168,13 +168,13 @@ class Totals(NamedTuple):
             "bad": tf.logical_or(self.bad, bad),
             "compute_s": self.compute_s,
         }
-        return tf.concat([tf.stack([tf.cast(head[name], tf.float64) for name in layout.head.names]), self.sums], 0)
+        return tf.concat([tf.stack([tf.cast(head[name], tf.float64) for name in vectors.head.names]), self.sums], 0)
 
 
-def shown_sums(layout: StepVectors, sums: tf.Tensor) -> tf.Tensor:
+def shown_sums(vectors: StepVectors, sums: tf.Tensor) -> tf.Tensor:
     """`StepVectors.sums` of a step, all times weights: regularization, which has none, counts with the step's."""
-    weight = layout.sums.of(sums, "weight")
-    return sums * tf.stack([weight if name == "regularization" else 1.0 for name in layout.sums.names])
+    weight = vectors.sums.of(sums, "weight")
+    return sums * tf.stack([weight if name == "regularization" else 1.0 for name in vectors.sums.names])
 
 
 class Reduced(NamedTuple):

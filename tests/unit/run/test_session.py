@@ -15,6 +15,7 @@ from tfdist.run.progress import Progress
 from tfdist.run.session import GroupChange, Start
 from tfdist.run.trainer import Trainer
 from tfdist.telemetry.events import Event
+from tfdist.telemetry.timer import Clock
 from tfdist.training.loop import TrainResult
 from tfdist.training.step_output import NOTHING, Requests
 
@@ -137,6 +138,9 @@ class World:
             store=SimpleNamespace(directory="here"),
         )
         return SimpleNamespace(
+            job=self.job,
+            runtime=self.runtime,
+            clock=Clock(),
             files=files,
             restore=lambda checkpoint: self.at("restore") or ([], 0),
             state=SimpleNamespace(held=lambda: []),
@@ -292,6 +296,7 @@ def hooks_of(memory=None, due=False, rank=0):
     said = []
     files = SimpleNamespace(messages=lambda: [("save", {"save/step": 4})])
     recovery = SimpleNamespace(
+        runtime=SimpleNamespace(rank=rank),
         files=files,
         time_policy=SimpleNamespace(due=lambda: due),
         save=lambda step: said.append(f"save {step}"),
@@ -302,14 +307,12 @@ def hooks_of(memory=None, due=False, rank=0):
     trainer.extra_values = lambda: said.append("extra") or {"staleness/0": 1}
     faults = SimpleNamespace(at=lambda place, step: said.append(f"{place} {step}"))
     return said, session.SessionHooks(
-        SimpleNamespace(runtime=SimpleNamespace(rank=rank)),
         recovery,
         trainer,
         SimpleNamespace(called_at=0),
         lambda event: said.append(event.kind),
         SimpleNamespace(faults=faults),
         SimpleNamespace(save=False, stop=False),
-        None,
         memory,
     )
 

@@ -1,4 +1,4 @@
-"""The names of the data sources, and how a name, or package.module:function, becomes a Split.
+"""How a name of source_names.py, or package.module:function, becomes a Split.
 
 A new source is a file in this folder with `load(config, split) -> Split` and one line in source_names.py. Sources are
 imported when they are asked for, so that one with additional dependencies costs the others nothing.

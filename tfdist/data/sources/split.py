@@ -46,7 +46,7 @@ class Split:
         complete. It is asked for (0, 1), or for more shards up to `stream_shards`.
     stream_shards: into how many shards of equal length the stream can be cut without reading all of it, for example its
         files. Of shards of other lengths the samples of the short ones would be taken more often: 1 then.
-    records: like stream, but of what `decode` makes samples of: then each replica decodes its own rows only.
+    records: in place of stream, of what `decode` makes samples of: then each replica decodes its own rows only.
     decode: a batch of `records`, [n], -> (x, y) or (x, y, w) with leading dim n. Must be stateless.
     fetch_cropped: like fetch, with int32 [n, 2] seeds as its second argument: each image is a random resized crop of
         the stored one, taken while decoding. For images that are stored larger than they are used.
@@ -71,6 +71,15 @@ class Split:
     fixed: bool = False
     labels: Callable[[], np.ndarray] | None = None
     contents: Callable[[], list[int]] | None = None
+
+    def __post_init__(self):
+        if self.records:
+            object.__setattr__(self, "stream", self._decoded)
+
+    def _decoded(self, shard: int, shards: int) -> tf.data.Dataset:
+        """The stream of decoded `records`."""
+        assert self.records
+        return self.records(shard, shards).batch(64).map(self.decode, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
 
     @property
     def length(self) -> int:
@@ -119,15 +128,6 @@ def read_options(config: DataConfig, defaults: Mapping[str, Any]) -> dict[str, A
         if isinstance(value, int) and kind is int and value < 0:
             raise ConfigError(f"--source_args: {name}={value} must not be negative.")
     return {**defaults, **given}
-
-
-def decoded(records: Callable[[int, int], tf.data.Dataset], decode: Callable[..., Sample]) -> Callable:
-    """What a Split's `stream` is where it has `records` and `decode`."""
-
-    def stream(shard: int, shards: int) -> tf.data.Dataset:
-        return records(shard, shards).batch(64).map(decode, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
-
-    return stream
 
 
 def on_host(array: Any) -> tf.Tensor:

@@ -38,7 +38,7 @@ from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.reading import as_is
 from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, read_in_graph
-from tfdist.data.sources.split import Sample, Split, decoded, read_options, scaled
+from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.data.sources.stored_streams import first_of, stored_records
 from tfdist.runtime.errors import cause
@@ -88,16 +88,14 @@ def load(config: DataConfig, split: str) -> Split:
         )
     _try(parse, first, name)
     if options["stream"]:
-        records = partial(folder.every_nth, paths, compression)
         return Split(
             name,
             None,
             spec,
             num_classes=classes,
             info=info,
-            stream=decoded(records, parse),
             stream_shards=len(paths) if options["by_file"] else 1,
-            records=records,
+            records=partial(folder.every_nth, paths, compression),
             decode=parse,
             contents=lambda: folder.checksums(paths),
         )
