@@ -170,7 +170,8 @@ def restore_generator_states(states: Mapping[str, Any]) -> None:
 
 def name_of(variable: Any) -> str:
     """The path of one of Keras' variables, or the name of one of TensorFlow's."""
-    return getattr(variable, "path", tf_variable(variable).name)
+    # Its path alone: the value of a variable that is on another stage of a pipeline may not be looked at.
+    return variable.path if isinstance(variable, keras.Variable) else variable.name
 
 
 def tf_variable(variable: Any) -> Any:
