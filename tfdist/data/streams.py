@@ -28,9 +28,9 @@ STREAM_WINDOW_BYTES = 2**28  # fewer, if they would take more memory
 
 
 def stream_cut(split: Split, plan: BatchPlan) -> int:
-    """The number of streams into which a run with this plan cuts a split: as many as there are replicas, if it is a
-    stream of files enough and they take equal parts of each batch; else 1, which is not at all."""
-    can = split.size is None and 1 < plan.replicas <= split.stream_shards and plan.even
+    """The number of streams into which a run with this plan cuts a split: as many as there are replicas, if each gets
+    equally many of its shards and takes an equal part of each batch; else 1, which is not at all."""
+    can = split.size is None and plan.replicas > 1 and split.stream_shards % plan.replicas == 0 and plan.even
     return plan.replicas if can else 1
 
 
@@ -45,11 +45,12 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
     cut = stream_cut(split, plan) if reading.cut is None else reading.cut
     bounds = [plan.slice(micro, replica) for micro in range(plan.accumulation)]
     lengths = [stop - start for start, stop in bounds]
-    if plan.global_batch % cut or (cut > 1 and cut > split.stream_shards):
+    if plan.global_batch % cut or split.stream_shards % cut:
         raise DataError(
             f"{split.name}: this run has read the stream in {cut} parts, one for each worker that it began with, but"
-            f" there are {split.stream_shards} files now and --global_batch={plan.global_batch}: go on with the files,"
-            " and the batch, that it began with; with --source=tfrecord, add by_file=True to --source_args."
+            f" there are {split.stream_shards} files now and --global_batch={plan.global_batch}: both must be multiples"
+            " of it. Go on with the files, and the batch, that it began with; with --source=tfrecord, add by_file=True"
+            " to --source_args."
         )
     if cut == plan.replicas and plan.even:
         numbered = _shard(split, replica, cut, seed, shuffle, consumed // cut)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import tensorflow as tf
 
 from tfdist.config import DataConfig
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data import augment, input_pipeline
+from tfdist.data import augment, contents, input_pipeline
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources import records
 from tfdist.data.sources.load_split import load_split
+from tfdist.runtime.errors import explain
 
 IMAGES = np.random.default_rng(0).integers(0, 256, [30, 4, 3, 1], np.uint8)
 IMAGES[0, -1, -1] = 0  # a record that ends in zero bytes
@@ -212,10 +215,12 @@ def test_slow_index_is_kept_beside_the_files_until_they_change(folder, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "by_file"), [(1, False), (2, False), (2, True), (3, False)])
 def test_stream_takes_every_record_once(folder, replicas, by_file):
+    count = 24 if by_file else 30  # by file, they must hold equally many
+    write(folder / "train-2.tfrecord", examples(12, count))
     split = load(folder, source_args=f"{SPEC},stream=True,by_file={by_file}")
     assert split.size is None and split.stream_shards == (2 if by_file else 1)  # the empty file does not count
     plan = BatchPlan(6, 1, replicas)
-    steps = 12 if by_file else 5  # two files of 12 and 18: two replicas read one each; not by file, all read all
+    steps = 4 if by_file else 5  # by file, two replicas read one of two files of 12 each; else all read all
     parts = [
         [
             x
@@ -231,13 +236,42 @@ def test_stream_takes_every_record_once(folder, replicas, by_file):
     ]
     if by_file:
         assert unique(parts[0]) == unique([IMAGES[:12] / np.float32(255)]) and unique(parts[1]) == unique(
-            [IMAGES[12:] / np.float32(255)]
+            [IMAGES[12:count] / np.float32(255)]
         )
-    else:
-        assert sum(len(x) for part in parts for x in part) == 30
-        assert unique([x for part in parts for x in part]) == unique([IMAGES / np.float32(255)])
+    assert sum(len(x) for part in parts for x in part) == count
+    assert unique([x for part in parts for x in part]) == unique([IMAGES[:count] / np.float32(255)])
     shards = [[x[None] for x, _ in split.stream(r, replicas).as_numpy_iterator()] for r in range(replicas)]
-    assert sum(map(len, shards)) == 30 and len(unique(sum(shards, []))) == 30
+    assert sum(map(len, shards)) == count and len(unique(sum(shards, []))) == count
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [(20, "read 12 of them, but one reads only 8"), (29, "read 12 of them, but one reads 17 or more")],
+)
+def test_files_that_hold_more_or_fewer_records_than_the_first_are_refused_by_file(folder, last, words):
+    """After the last record that the others have, too, the samples of the shorter one would come more often."""
+    write(folder / "train-2.tfrecord", examples(12, last))
+    split = load(folder, source_args=SPEC + ",stream=True,by_file=True")
+    assert len(list(split.stream(0, 2))) == 12
+    reading = input_pipeline.Reading(seed=0, shuffle=True)
+    with pytest.raises(tf.errors.OpError) as raised:
+        for _ in input_pipeline.train_dataset(split, reading, plan=BatchPlan(2, 1, 2), replica=1, consumed=0):
+            pass
+    found = explain(raised.value, Cluster())
+    assert isinstance(found, DataError) and re.search(words, str(found)) and "leave by_file=True out" in str(found)
+
+
+def test_what_a_stream_holds_is_told_by_the_first_bytes_of_its_files(folder):
+    """Two files of one size that changed places: names and sizes are the same."""
+    write(folder / "train-2.tfrecord", examples(12, 24))
+    split = load(folder, source_args=SPEC + ",stream=True")
+    before = contents.identity(split)
+    assert contents.changed(split, before, contents.identity(split)) == ""
+    old = {**before, "checksums": before["checksums"][:1]}  # as an earlier version wrote it
+    write(folder / "train-0.tfrecord", examples(12, 24))
+    write(folder / "train-2.tfrecord", examples(0, 12))
+    assert "other samples" in contents.changed(split, before, contents.identity(split))
+    assert contents.changed(split, old, contents.identity(split)) == ""
 
 
 def unique(batches) -> set[bytes]:

@@ -43,7 +43,7 @@ class Split:
     num_classes: classes or vocabulary size of y, or None if y is no class index.
     info: what is worth logging; numbers and strings.
     stream: (shard, shards) -> dataset of single samples, one pass, the same at every call. The shards are disjoint and
-        complete. It is asked for (0, 1), or for more shards up to `stream_shards`.
+        complete. It is asked for (0, 1), or for a number of shards that divides `stream_shards`.
     stream_shards: into how many shards of equal length the stream can be cut without reading all of it, for example its
         files. Of shards of other lengths the samples of the short ones would be taken more often: 1 then.
     records: in place of stream, of what `decode` makes samples of: then each replica decodes its own rows only.

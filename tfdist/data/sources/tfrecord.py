@@ -16,8 +16,8 @@ Options:
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*
   stream      True: read the files from front to back instead (see streams.py for what is lost): every replica reads
               all of them, and decodes its own rows
-  by_file     True, with stream=True: a replica reads only its own files, if there are at least as many files as
-              replicas. For files that hold equally many records: those of shorter files would come more often
+  by_file     True, with stream=True: a replica reads only its own files, if their number is a multiple of the
+              replicas'. For files that hold equally many records: a pass that does not is an error
   compression GZIP or ZLIB; only with stream=True
 """
 
@@ -34,15 +34,17 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data.checksums import checksum_of, sampled_rows
+from tfdist.data.checksums import SAMPLED, checksum_of, sampled_rows
 from tfdist.data.reading import as_is
 from tfdist.data.sources import images
+from tfdist.data.sources.equal_shards import counted
 from tfdist.data.sources.records import RecordFiles, read_in_graph
 from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.data.sources.stored_streams import first_of, stored_records
 from tfdist.runtime.errors import cause
 from tfdist.storage.data_cache import cache_of
+from tfdist.storage.in_threads import in_threads
 
 DEFAULTS = {
     "x": "",
@@ -56,6 +58,7 @@ DEFAULTS = {
 }
 PATTERNS = {"train": ("*train*",), "eval": ("*eval*", "*val*", "*test*")}
 _CYCLE = 4  # files of a stream that are read at a time, and brought from a store at a time
+_HEAD_BYTES, _MOST_HEADS = 1 << 14, 4096
 _LISTS = {"float32": tf.float32, "int64": tf.int64, "int32": tf.int64}
 _RAW = ("uint8", "int8", "uint16", "int16", "float16", "float64", "raw_float32", "raw_int32", "raw_int64")
 
@@ -95,9 +98,9 @@ def load(config: DataConfig, split: str) -> Split:
             num_classes=classes,
             info=info,
             stream_shards=len(paths) if options["by_file"] else 1,
-            records=partial(folder.every_nth, paths, compression),
+            records=partial(folder.equal_shard if options["by_file"] else folder.every_nth, paths, compression),
             decode=parse,
-            contents=lambda: folder.checksums(paths),
+            contents=lambda: [*folder.checksums(paths), folder.checksum_of_heads(paths)],
         )
 
     def fetch(indices: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
@@ -219,6 +222,21 @@ class _Folder:
         """A checksum of the files' names and sizes."""
         return [checksum_of(f"{os.path.basename(path)} {self.size(path)}".encode() for path in paths)]
 
+    def checksum_of_heads(self, paths: list[str]) -> int:
+        """A checksum of the first bytes of the files; of some, if they lie in a store or are thousands."""
+        most, heads = SAMPLED if self._cache else _MOST_HEADS, dict[str, bytes]()
+
+        def look(path: str) -> None:
+            if self._cache:
+                heads[path] = self._cache.piece(path, 0, min(_HEAD_BYTES, self.size(path)))
+            else:
+                with tf.io.gfile.GFile(path, "rb") as file:
+                    heads[path] = file.read(_HEAD_BYTES)
+
+        wanted = paths if len(paths) <= most else [paths[number] for number in sampled_rows(len(paths), most)]
+        in_threads(look, [(path,) for path in wanted])
+        return checksum_of(heads[path] for path in wanted)
+
     def at_random(self, paths: list[str]) -> RecordFiles | StoredRecords:
         """The records of some files, which are there from now on, unless no copies are wanted."""
         if self._cache and not self._cache.copies:
@@ -238,6 +256,14 @@ class _Folder:
     def every_nth(self, paths: list[str], compression: str, first: int, n: int) -> tf.data.Dataset:
         """The records of every nth of some files, from the file number `first` on."""
         return self.records(paths[first::n], compression)
+
+    def equal_shard(self, paths: list[str], compression: str, first: int, n: int) -> tf.data.Dataset:
+        """The same, of files of which each nth must hold as many as the others: see equal_shards.py."""
+        records = self.every_nth(paths, compression, first, n)
+        if n == 1:
+            return records
+        one = self.records(paths[:1], compression).reduce(tf.constant(0, tf.int64), as_is(lambda count, _: count + 1))
+        return counted(records, int(one) * len(paths) // n)
 
     def records(self, paths: list[str], compression: str, at_a_time: int = _CYCLE) -> tf.data.Dataset:
         """The records of some files, read in turns, each from front to back."""

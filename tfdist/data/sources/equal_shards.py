@@ -1,0 +1,35 @@
+"""Shards of a stream that must hold equally many records. Each replica repeats its own: the samples of a shorter one
+would come more often, and nothing would tell it."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.control.exit_codes import DataError
+from tfdist.data.reading import as_is
+
+_BATCH = 64  # records that are counted at once
+
+
+def counted(records: tf.data.Dataset, length: int) -> tf.data.Dataset:
+    """One pass of a shard, `records`: strings. Reading on after its last record is a DataError if there are not
+    `length` of them, and so is reading one more."""
+
+    def refuse(count: np.ndarray) -> np.ndarray:
+        raise DataError(
+            f"--source_args: by_file=True is for files that hold equally many records. By the first file each worker"
+            f" should read {length:,} of them, but one reads {'only ' if count < length else ''}{count:,}"
+            f"{'' if count < length else ' or more'}: leave by_file=True out, or write the files anew."
+        )
+
+    def count(before: tf.Tensor, batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        size = tf.shape(batch, tf.int64)[0]
+        after = before + size
+        right = tf.where(size > 0, after <= length, tf.equal(after, length))
+        batch = tf.cond(right, lambda: batch, lambda: tf.numpy_function(refuse, [after], tf.string))
+        return after, tf.ensure_shape(batch, [None])
+
+    the_end = tf.data.Dataset.from_tensors(tf.zeros([0], tf.string))
+    batches = records.batch(_BATCH).concatenate(the_end)
+    return batches.scan(tf.constant(0, tf.int64), as_is(count)).unbatch()
