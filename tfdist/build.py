@@ -109,6 +109,8 @@ class Job:
         # For the last batch, too: one process needs it for a model that knows the rows of the batch before.
         filled = runtime.size > 1 or runtime.replicas > 1 or bool(keras_layers.stateful_layer(model or self.model))
 
+        size = functools.cache(lambda: input_pipeline.eval_size(split, options.eval_samples))
+
         def datasets() -> tuple[list[tf.data.Dataset], int]:
             made = [
                 input_pipeline.eval_dataset(
@@ -116,7 +118,7 @@ class Job:
                     batch=options.eval_batch or self.plan.micro_batch,
                     replica=runtime.first_replica + index,
                     replicas=runtime.replicas,
-                    limit=options.eval_samples,
+                    size=size(),
                     filled=filled,
                 )
                 for index in range(runtime.local_replicas)

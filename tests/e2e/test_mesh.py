@@ -82,6 +82,21 @@ def test_saved_on_one_mesh_and_resumed_on_another(chain, more, tmp_path):
     ).stat().st_size > 0  # written by a mesh on which no worker holds the whole model
 
 
+def test_a_pipeline_that_one_device_goes_on_with(tmp_path):
+    """By the command: what a session does with the state of a run, it does on a stage that holds only some of it, too.
+    The first stage has nothing to train in the last case of parity/test_mesh_parity; here it has."""
+    common = [*FLAGS, "--model_args=layers=2,width=32,heads=2", "--steps=4", "--save_every=2"]
+    stages = ["--strategy=mesh", "--mesh=pipe=2", "--accumulation=2"]
+    for folder, more in (("one", []), ("many", stages)):
+        run(2 if more else 1, [*common, f"--run_dir={tmp_path / folder}", *more])
+    run(1, [*common, "--steps=6", f"--run_dir={tmp_path / 'one'}"])
+    run(1, [*common, "--steps=6", f"--run_dir={tmp_path / 'many'}", "--export=keras"])
+    one, many = snapshot(tmp_path / "one", 6), snapshot(tmp_path / "many", 6)
+    assert one.keys() == many.keys()
+    for key, array in one.items():
+        np.testing.assert_allclose(many[key].astype("float64"), array.astype("float64"), rtol=0, atol=1e-5, err_msg=key)
+
+
 @pytest.mark.parametrize(
     "workers, flags, words",
     [

@@ -71,6 +71,9 @@ ADDED = {**DENSE, **SGD, "model": "tests.parity.models:blocks", "accumulation": 
 # Variables on which the loss does not depend; the decay would move them.
 IDLE = {**DENSE, **EMA, "model": "tests.parity.models:idle", "accumulation": 2, "weight_decay_exclude": "bias"}
 
+# On a stage of a pipeline there is nothing to train.
+FROZEN = {**DENSE, **EMA, "model": "tests.parity.models:frozen", "accumulation": 2, "clip_norm": 0.5}
+
 # A model of the user's own, which is tried whole and cut.
 AROUND = {
     name: {**TEXT, **ADAMW, "model": f"{MODELS}:around", "model_args": f"kind={name}"} for name in ("scaled", "head")
@@ -140,6 +143,13 @@ ROWS: dict[str, Row] = {
             ("zero3", "", {"zero": 3}),
             ("pipe2", "pipe=2", {}),
         )
+    },
+    "pipe2_frozen": Row(2, "pipe=2", FROZEN, {"pipe_cut": "block_01"}),
+    **{
+        f"pipe2_data2_frozen_zero{stage}": Row(
+            4, "pipe=2", FROZEN, {"pipe_cut": "block_01", "zero": stage}, (("", {"zero": 0}),)
+        )
+        for stage in (0, 1, 2, 3)
     },
     **{
         f"zero{stage}_2_subclassed": Row(2, "", DENSE | MOMENTUM | {"model": f"{MODELS}:subclassed"}, {"zero": stage})

@@ -218,6 +218,18 @@ def towers(num_outputs: int) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(num_outputs, dtype="float32", name="outputs")(x))
 
 
+def frozen(num_outputs: int) -> keras.Model:
+    """Two blocks, and nothing to train in the first one nor before it: the first of two stages has no gradients."""
+    inputs = keras.Input((8, 8, 1))
+    x = keras.layers.Dense(16, trainable=False, name="start")(keras.layers.Flatten()(inputs))
+    for index in range(2):
+        name, trains = f"block_{index:02d}", index == 1
+        y = keras.layers.LayerNormalization(trainable=trains, name=f"{name}_norm_1")(x)
+        y = keras.layers.Dense(16, activation="tanh", trainable=trains, name=f"{name}_mlp_down")(y)
+        x = keras.layers.Add(name=f"{name}_mlp_add")([x, y])
+    return keras.Model(inputs, keras.layers.Dense(num_outputs, dtype="float32", name="outputs")(x))
+
+
 class Penalty(keras.layers.Layer):
     """Passes on what it gets, and adds a loss of its own: a mean over samples."""
 

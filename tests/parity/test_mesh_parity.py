@@ -76,6 +76,7 @@ CORE = (
     "pipe2_interleaved",
     "pipe2_cut",
     "pipe2_idle",
+    "pipe2_frozen",
     "zero3_idle",
     "zero0_2_subclassed",
     "zero3_2_subclassed",

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.data import order, streams
 from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.reading import Reading
 from tfdist.data.sources.split import Sample, Split, places
 
 _CHUNK = 64  # samples that are read at once
@@ -47,32 +48,22 @@ NONE: Mapping[str, Choices] = {}  # by place: see data/sources/split.py
 def find_trained(
     split: Split,
     plan: BatchPlan,
+    reading: Reading,
     *,
-    seed: int,
-    shuffle: bool,
-    cut: int,
     first: int,
     count: int,
     choices: Mapping[str, Choices] = NONE,
 ) -> str:
-    """Looks at `count` samples of the training order from position `first` on. See `_sentence`."""
+    """Looks at `count` samples of the training order from position `first` on. `reading`: with its `cut`. See
+    `_sentence`."""
+    positions = np.arange(first, first + count)
     if split.size is None:
-        numbered = streams.ordered_stream(split, plan, seed, shuffle, first, cut).take(count)
-        return _sentence(
-            split,
-            (
-                (np.arange(first, first + count)[at : at + 1], tf.nest.map_structure(lambda t: t[None], sample))
-                for at, (_, sample) in enumerate(numbered)
-            ),
-            choices,
-        )
-    return _sentence(
-        split,
-        _read(
-            split, order.sample_of(tf.range(first, first + count, dtype=tf.int64), split.size, seed, shuffle).numpy()
-        ),
-        choices,
-    )
+        assert reading.cut
+        numbered = streams.ordered_stream(split, plan, reading, first, reading.cut).take(count).batch(1)
+        chunks = ((positions[at : at + 1], split.samples(read)) for at, (_, read) in enumerate(numbered))
+        return _sentence(split, chunks, choices)
+    samples = order.sample_of(tf.constant(positions, tf.int64), split.size, reading.seed, reading.shuffle)
+    return _sentence(split, _read(split, samples.numpy()), choices)
 
 
 def find_evaluated(split: Split, *, limit: int = 0, choices: Mapping[str, Choices] = NONE) -> str:

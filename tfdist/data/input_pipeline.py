@@ -62,8 +62,13 @@ def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]
     return batch
 
 
+def eval_size(split: Split, limit: int = 0) -> int:
+    """How many samples there are to evaluate on, of which `limit` is the most. A stream may be read through once."""
+    return stream_length(split, limit) if split.size is None else min(limit or split.size, split.size)
+
+
 def eval_dataset(
-    split: Split, *, batch: int, replica: int, replicas: int, limit: int = 0, filled: bool = True
+    split: Split, *, batch: int, replica: int, replicas: int, size: int = 0, limit: int = 0, filled: bool = True
 ) -> tuple[tf.data.Dataset, int]:
     """The evaluation batches of one replica, and their number, which is the same on all replicas.
 
@@ -73,11 +78,10 @@ def eval_dataset(
     replica need not be, there are no such rows: a model that mixes the rows of its batch would see them. Raises
     DataError if there is no sample.
 
-    A stream is counted first, by reading it through once if tf.data does not know its length; then every replica reads
-    all of it and keeps its share.
+    Every replica reads all of a stream and keeps its share. `size`: what `eval_size` has found; 0: it is asked.
     """
     width = batch * replicas
-    size = stream_length(split, limit) if split.size is None else min(limit or split.size, split.size)
+    size = size or eval_size(split, limit)
     steps, filled = -(-size // width), filled or size % batch == 0
     rows = batch if filled else None
     of_samples = shaper(rows, split.element_spec)

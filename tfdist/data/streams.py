@@ -41,8 +41,7 @@ def cut_of_old_runs(split: Split, replicas: int) -> int:
 
 def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
     """The micro-batches of a stream: numbered samples, the replica's own among them, cut to the plan's lengths."""
-    seed, shuffle, augment = reading.seed, reading.shuffle, reading.augment
-    cut = stream_cut(split, plan) if reading.cut is None else reading.cut
+    augment, cut = reading.augment, stream_cut(split, plan) if reading.cut is None else reading.cut
     bounds = [plan.slice(micro, replica) for micro in range(plan.accumulation)]
     lengths = [stop - start for start, stop in bounds]
     if plan.global_batch % cut or split.stream_shards % cut:
@@ -53,7 +52,7 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
             " to --source_args."
         )
     if cut == plan.replicas and plan.even:
-        numbered = _shard(split, replica, cut, seed, shuffle, consumed // cut)
+        numbered = _shard(split, reading, replica, cut, consumed // cut)
     else:
         starts, stops = (list(ends) for ends in zip(*bounds, strict=True))
 
@@ -61,15 +60,15 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
             offset = tf.math.floormod(position, plan.global_batch)
             return tf.reduce_any((offset >= starts) & (offset < stops))
 
-        own = ordered_stream(split, plan, seed, shuffle, consumed, cut).enumerate().filter(as_is(is_own))
+        own = ordered_stream(split, plan, reading, consumed, cut).enumerate().filter(as_is(is_own))
         numbered = own.map(as_is(lambda _, numbered: numbered))
 
     shaped = shaper(plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
 
     def finish(numbers: tf.Tensor, read: Any) -> Sample:
-        sample = split.decode(read) if split.records else read
+        sample = split.samples(read)
         if augment is not None:
-            sample = augmentation.apply(augment, sample, order.element_seeds(numbers, seed), split.name)
+            sample = augmentation.apply(augment, sample, order.element_seeds(numbers, reading.seed), split.name)
         return shaped(*weighted(sample, split, numbers))
 
     batched = (
@@ -80,23 +79,23 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
     return batched.map(as_is(finish), num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def _shard(split: Split, shard: int, cut: int, seed: int, shuffle: bool, own: int) -> tf.data.Dataset:
-    """Makes one of `cut` shards of a stream, endless, from its own sample number `own` on: (number, sample or record).
-    No two shards share a number, so that no two samples share an augmentation."""
+def _shard(split: Split, reading: Reading, shard: int, cut: int, own: int) -> tf.data.Dataset:
+    """Makes one of `cut` shards of a stream, endless, from its own sample number `own` on: (number, what
+    `Split.samples` takes). No two shards share a number, so that no two samples share an augmentation."""
     stream = (split.records or split.stream)(shard, cut)
     if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
         raise DataError(
             f"{split.name} has no samples for replica {shard} of {cut}: check --source_args and --data_dir."
         )
-    endless = _window_shuffled(stream, split.sample_bytes, seed) if shuffle else stream.repeat()
+    endless = _window_shuffled(stream, split.sample_bytes, reading.seed) if reading.shuffle else stream.repeat()
     return endless.enumerate().skip(own).map(as_is(lambda i, sample: (i * cut + shard, sample)))
 
 
-def ordered_stream(split: Split, plan: BatchPlan, seed: int, shuffle: bool, consumed: int, cut: int) -> tf.data.Dataset:
-    """All the shards of a stream as one, (number, sample or record): global batch after global batch, each with equal
-    parts of all shards, from `consumed` on.
+def ordered_stream(split: Split, plan: BatchPlan, reading: Reading, consumed: int, cut: int) -> tf.data.Dataset:
+    """All the shards of a stream as one, (number, what `Split.samples` takes): global batch after global batch, each
+    with equal parts of all shards, from `consumed` on.
     """
-    shards = [_shard(split, shard, cut, seed, shuffle, consumed // cut) for shard in range(cut)]
+    shards = [_shard(split, reading, shard, cut, consumed // cut) for shard in range(cut)]
     if cut == 1:
         return shards[0]
     # A global batch has the rows of the first micro-batch, then those of the second, as `cut` replicas take them.
@@ -143,7 +142,9 @@ def _known_length(split: Split, stream: tf.data.Dataset, limit: int) -> int:
 
 
 def stream_length(split: Split, limit: int) -> int:
-    stream = split.stream(0, 1)
+    """How many samples of a stream there are to evaluate on: counted, by reading it through, if tf.data does not
+    know."""
+    stream = (split.records or split.stream)(0, 1)
     known = _known_length(split, stream, limit)
     if known < 0:
         stream = stream.take(limit) if limit else stream

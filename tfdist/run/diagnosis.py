@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.build import Job
 from tfdist.control.exit_codes import DataError, DivergedError
 from tfdist.data import flaws
+from tfdist.data.reading import Reading
 from tfdist.models.missing_rows import table_sizes
 from tfdist.run.recovery import Recovery
 from tfdist.runtime.errors import bad_label, missing_row
@@ -60,9 +61,7 @@ class Diagnosis:
         return flaws.find_trained(
             job.train_split,
             job.plan,
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            cut=self.recovery.stream_cut,
+            Reading(config.run.seed, config.data.shuffle, cut=self.recovery.stream_cut),
             first=self.recovery.progress.consumed(first),
             count=steps * job.plan.global_batch,
             choices=choices,

@@ -74,7 +74,7 @@ def apply_connected(optimizer: keras.Optimizer, pieces: Sequence[Any], variables
     pairs = [(piece, variable) for piece, variable in zip(pieces, variables, strict=True) if piece is not None]
     if pairs:
         optimizer.apply([piece for piece, _ in pairs], [variable for _, variable in pairs])
-    elif pieces:  # an update all the same
+    else:  # an update all the same
         iterations: Any = optimizer.iterations
         iterations.assign_add(1)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.data import flaws, order
 from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.reading import Reading
 from tfdist.data.sources.split import array_split
 
 X = np.zeros([50, 2, 3], np.float32)
@@ -26,7 +27,7 @@ def with_value(at, value, array=X):
 
 
 def trained(found, first=0, count=50, **more):
-    return flaws.find_trained(found, BatchPlan(10, 1, 1), seed=0, shuffle=True, cut=1, first=first, count=count, **more)
+    return flaws.find_trained(found, BatchPlan(10, 1, 1), Reading(0, True, cut=1), first=first, count=count, **more)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_streams_tell_the_position():
     assert flaws.find_evaluated(stream) == "The sample at position 37 of mine:data/train has NaN in x at [0, 0]."
     plan = BatchPlan(10, 1, 1)
     assert (
-        flaws.find_trained(stream, plan, seed=0, shuffle=False, cut=1, first=30, count=20)
+        flaws.find_trained(stream, plan, Reading(0, False, cut=1), first=30, count=20)
         == "The sample at position 37 of mine:data/train has NaN in x at [0, 0]."
     )
-    assert flaws.find_trained(stream, plan, seed=0, shuffle=False, cut=1, first=0, count=30) == ""
+    assert flaws.find_trained(stream, plan, Reading(0, False, cut=1), first=0, count=30) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 
@@ -12,8 +13,9 @@ import tensorflow as tf
 from tfdist.config import DataConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data import augment, contents, input_pipeline
+from tfdist.data import augment, contents, flaws, input_pipeline
 from tfdist.data.batch_plan import BatchPlan
+from tfdist.data.reading import Reading
 from tfdist.data.sources import records
 from tfdist.data.sources.load_split import load_split
 from tfdist.runtime.errors import explain
@@ -259,6 +261,29 @@ def test_files_that_hold_more_or_fewer_records_than_the_first_are_refused_by_fil
             pass
     found = explain(raised.value, Cluster())
     assert isinstance(found, DataError) and re.search(words, str(found)) and "leave by_file=True out" in str(found)
+
+
+def test_the_sample_of_a_stream_that_is_not_finite_is_named(tmp_path):
+    values = np.ones([40, 3], np.float32)
+    values[7, 1] = np.nan
+    write(tmp_path / "train", [{"x": value, "y": 0} for value in values])
+    found = load(tmp_path, source_args="x=x:float32[3],y=y:int32,classes=2,stream=True")
+    reading = Reading(seed=0, shuffle=False, cut=1)
+    sentence = "The sample at position 7 of tfrecord/train has NaN in x at [1]."
+    assert flaws.find_trained(found, BatchPlan(10, 1, 1), reading, first=0, count=20) == sentence
+    assert flaws.find_trained(found, BatchPlan(10, 1, 1), reading, first=8, count=20) == ""
+
+
+def test_an_index_that_cannot_be_written_leaves_nothing_behind(folder, monkeypatch):
+    monkeypatch.setattr(records, "SLOW_INDEX_SECONDS", -1.0)
+
+    def full(file, **arrays):
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(records.np, "savez", full)
+    before = sorted(folder.iterdir())
+    assert load(folder).size == 30 and sorted(folder.iterdir()) == before
 
 
 def test_what_a_stream_holds_is_told_by_the_first_bytes_of_its_files(folder):

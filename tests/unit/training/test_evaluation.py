@@ -1,6 +1,7 @@
 """What fills the last batches of an evaluation counts for nothing, whatever an objective does with its weights."""
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import keras
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist import build
+from tfdist.config import Config
 from tfdist.control.exit_codes import DataError, PeerLostError
 from tfdist.data.input_pipeline import eval_dataset
 from tfdist.data.sources.split import array_split
@@ -149,3 +152,32 @@ def test_who_hears_of_a_failure_waits_for_no_sums():
     with pytest.raises(PeerLostError, match="failed on rank 1"):
         evaluator()
     assert evaluator.failed_together and worker.gathered == [[0]]
+
+
+def test_a_stream_is_counted_once():
+    """TensorFlow does not know how long it is; each evaluation reads it, and none has to count it again."""
+    begun = []
+
+    def stream(*_):
+        def rows():
+            begun.append(1)
+            yield from zip(X, Y, strict=True)
+
+        spec = (tf.TensorSpec(X.shape[1:], X.dtype), tf.TensorSpec(Y.shape[1:], Y.dtype))
+        return tf.data.Dataset.from_generator(rows, output_signature=spec)
+
+    split = dataclasses.replace(array_split("rows", (X, Y)), size=None, fetch=None, stream=stream)
+    job = SimpleNamespace(
+        eval_split=split,
+        runtime=SimpleNamespace(size=1, replicas=1, local_replicas=1, first_replica=0),
+        config=Config(),
+        plan=SimpleNamespace(micro_batch=4),
+        model=keras.Sequential([keras.Input(X.shape[1:]), keras.layers.Dense(2)]),
+        objective=None,
+        step=SimpleNamespace(update=SimpleNamespace(averaged=contextlib.nullcontext)),
+    )
+    evaluator = build.Job.evaluator(job)
+    for _ in range(3):
+        (data,), steps = evaluator.datasets()
+        assert steps == -(-len(X) // 4) and sum(len(w) for _, _, w, _ in data.as_numpy_iterator()) >= len(X)
+    assert len(begun) == 1 + 3

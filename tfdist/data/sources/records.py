@@ -14,11 +14,11 @@ import hashlib
 import mmap
 import os
 import struct
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import google_crc32c
 import numpy as np
@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfdist.compat.tensorflow_checksums import masked
 from tfdist.control.exit_codes import DataError
+from tfdist.control.own_files import written_whole
 
 Rows = Sequence[int] | np.ndarray  # numbers of records
 _HEADER = struct.Struct("<QI")
@@ -160,7 +161,5 @@ def _cache_path(paths: list[str]) -> str:
 
 def _keep(cache: str, index: tuple[np.ndarray, np.ndarray]) -> None:
     """Writes the index beside the files, if that is allowed; all at once, since several workers may do it."""
-    with contextlib.suppress(OSError):
-        with tempfile.NamedTemporaryFile(dir=os.path.dirname(cache), suffix=".tmp", delete=False) as file:
-            np.savez(file, offsets=index[0], files=index[1])
-        os.replace(file.name, cache)
+    with contextlib.suppress(OSError), written_whole(Path(cache), "wb") as file:
+        np.savez(file, offsets=index[0], files=index[1])

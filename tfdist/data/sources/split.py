@@ -81,6 +81,10 @@ class Split:
         assert self.records
         return self.records(shard, shards).batch(64).map(self.decode, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
 
+    def samples(self, read: Any) -> Sample:
+        """The samples [n] of n elements of `records`, if it has those, or of `stream`."""
+        return self.decode(read) if self.records else read
+
     @property
     def length(self) -> int:
         """`size`, of a split that has one."""

@@ -115,7 +115,7 @@ class Pipeline:
                 else:
                     self._backward(state, number, action.micro)
         gradients = [tie.all_reduce(gradient) for tie, gradient in zip(self._ties, state.gradients, strict=True)]
-        with tf.control_dependencies(state.sent):
+        with tf.control_dependencies([*state.sent, *state.after]):
             return gradients, self.group.all_reduce(state.sums)
 
     def _forward(
@@ -148,7 +148,9 @@ class Pipeline:
         found = tape.gradient(targets, wanted, upstream, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         of_sources = [tf.convert_to_tensor(gradient) for gradient in as_summands(found[: len(sources)], sources)]
         state.gradients = [a + b for a, b in zip(state.gradients, of_sources, strict=True)]
-        state.after = [*state.gradients]
+        # Upstream, too: nothing may depend on it (frozen layers, stop_gradient), and the other stage waits until it is
+        # taken.
+        state.after = [*state.gradients, *upstream]
         if number:
             of_input = tf.convert_to_tensor(found[-1])
             state.sent.append(self._send(number, "backward", of_input))

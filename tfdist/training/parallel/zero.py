@@ -114,7 +114,7 @@ class ZeroUpdate(ShardedUpdate):
     def _scattered(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         pieces: dict[int, tf.Tensor] = {}
         sent: list[tuple[tf.Tensor, int]] = []
-        newest = _last_collective(gradients[0].graph)
+        newest = _last_collective(tf.compat.v1.get_default_graph())
         in_order = sorted(
             zip(self.buckets, self._layouts, strict=True), key=lambda each: max(map(age, each[0].take(gradients)))
         )

@@ -109,9 +109,9 @@ class RemoteStep:
         )
 
     @functools.cached_property
-    def apply(self) -> Callable[[tuple, Any], tuple[tf.Tensor, tf.Tensor]]:
-        """(what `combine` returned, weight) -> see `_apply`. After `differentiate`, which tells what travels."""
-        signature = [self._values.specs(), tf.TensorSpec([], tf.float32)]
+    def apply(self) -> Callable[[tuple, Any, Any], tuple[tf.Tensor, tf.Tensor]]:
+        """(what `combine` returned, loss, weight) -> see `_apply`. After `differentiate`, which tells what travels."""
+        signature = [self._values.specs(), tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32)]
         return tf.function(self._apply, autograph=False, input_signature=signature)
 
     def result(self, fetched: tuple) -> Result:
@@ -232,13 +232,13 @@ class RemoteStep:
 
     # -- on the chief ----------------------------------------------------------------------------------------------
 
-    def _apply(self, flat: tuple[tf.Tensor, ...], weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _apply(self, flat: tuple[tf.Tensor, ...], loss: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Makes one update with the sum of all slices; synchronous.
 
-        `weight`: the sum of the samples' weights. Returns (norm, finite).
+        `loss`, `weight`: the sums of the samples' weighted losses and of their weights. Returns (norm, finite).
         """
         summed, states = self._values.unpacked(flat)
-        gradients, norm, finite = self._finish(summed, tf.constant(0.0), weight)
+        gradients, norm, finite = self._finish(summed, loss, weight)
 
         def update() -> None:
             self.parameters.update(self.connected.only(gradients))

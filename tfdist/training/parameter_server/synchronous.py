@@ -33,11 +33,10 @@ class Synchronous(ServerSteps):
 
     def _next(self, last: int) -> StepResult:
         results = self._slices(self.done)
-        norm, finite = self.remote.apply(
-            self.remote.combine(results),
-            tf.constant(sum(self.remote.sums.of(result.sums, "weight") for result in results), tf.float32),
-        )
-        return StepResult(np.sum([result.sums for result in results], axis=0), float(norm), bool(finite))
+        sums = np.sum([result.sums for result in results], axis=0)
+        loss, weight = (tf.constant(self.remote.sums.of(sums, name), tf.float32) for name in ("loss", "weight"))
+        norm, finite = self.remote.apply(self.remote.combine(results), loss, weight)
+        return StepResult(sums, float(norm), bool(finite))
 
     def _slices(self, step: int) -> list[Result]:
         """The result of every slice of batch `step`, in order."""

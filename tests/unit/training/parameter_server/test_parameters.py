@@ -1,6 +1,7 @@
 """Weights in pieces on parameter servers (here: twice the CPU of this process), and what a worker does with them."""
 
 import dataclasses
+import math
 
 import keras
 import numpy as np
@@ -146,8 +147,9 @@ def test_slices_add_up_to_the_batch():
             8,
             9,
         ]
-        norm, finite = step.apply(step.combine(results), tf.constant(25.0))
+        norm, finite = step.apply(step.combine(results), 50.0, 25.0)
         assert finite and norm > 0
+    assert not step.apply(step.combine(results), math.nan, 25.0)[1]  # of the loss alone
     step.parameters.pull(2)
     for expected, found in zip(reference.model.get_weights(), job.model.get_weights(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
@@ -160,7 +162,7 @@ def test_a_weight_on_which_the_loss_does_not_depend_stays_as_it_is():
     reference.step(reference.iterators(0), 2)
     step = make_step(job)
     for number in range(2):
-        step.apply(step.combine([call(step, step.differentiate, number, number * 24, 0)]), 24.0)
+        step.apply(step.combine([call(step, step.differentiate, number, number * 24, 0)]), 48.0, 24.0)
     step.parameters.pull(2)
     for expected, found in zip(reference.model.variables, job.model.variables, strict=True):
         np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=0, atol=1e-6, err_msg=expected.path)

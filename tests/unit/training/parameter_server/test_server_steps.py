@@ -61,8 +61,8 @@ class Remote:
     def result(self, fetched):
         return fetched[0]
 
-    def apply(self, flat, weight):
-        return 1.5, bool(np.isfinite(flat).all())
+    def apply(self, flat, loss, weight):
+        return 1.5, bool(np.isfinite(flat).all() and np.isfinite(loss))
 
     def combine(self, results):
         return np.sum([result.values for result in results], axis=0)
@@ -205,6 +205,14 @@ def test_what_is_not_finite_stops_the_run_or_is_skipped():
     result, events, _ = drive(Asynchronous(remote, workers_of(remote, schedule, skip=True), 0), schedule)
     assert result.step == 4 and events[0].values["train/skipped_steps"] == 1 and events[0].values["train/loss"] == 2.0
     assert remote.parameters.skipped == 1 and remote.parameters.local[-1] == 3
+
+
+def test_a_loss_that_is_not_finite_stops_a_synchronous_run_too():
+    """Though its gradients are finite."""
+    schedule = LoopSchedule(4, 4, -1, 0, steps_per_loop=1)
+    remote = Remote(lambda batch, attempt: good(version=batch, loss=float("nan") if batch == 1 else 2.0))
+    with pytest.raises(DivergedError, match="at step [1-4] .loss nan.: "):
+        drive(Synchronous(remote, workers_of(remote, schedule), 0), schedule)
 
 
 def test_synchronous_slices_are_one_step_each_and_requests_are_answered_at_once():

@@ -67,7 +67,7 @@ def job_with(layer, **changes):
 def steps(step, count, slices):
     for number in range(count):
         results = [call(step, step.differentiate, number, number * 24, place) for place in range(slices)]
-        step.apply(step.combine(results), tf.constant(24.0))
+        step.apply(step.combine(results), 48.0, 24.0)
     step.parameters.pull(count)
 
 
