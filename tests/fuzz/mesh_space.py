@@ -75,6 +75,8 @@ def forms(case: dict[str, Any], blocks: list[str], chance: random.Random) -> Non
     model, options = case["model"], case.get("options", {})
     if "pipe=" not in options.get("mesh", "") or "builtin" in model:
         return
+    if chance.random() < 0.3:
+        model["frozen_first"] = True
     named = chance.choice([[], ["input"], ["output"], ["input", "output"]])
     adds = {*NO_SUMS, *SUMS_AND_MEANS, "dense_l2"} & set(blocks)
     if adds and "output" in named:  # which takes an objective of one's own

@@ -231,7 +231,10 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
     named = model.get("named", ())
     takes = f'{{"{_INPUT[model["inputs"]]}": inputs}}' if "input" in named else "inputs"
     gives = f'{{"{ONLY}": outputs}}' if "output" in named else "outputs"
-    lines.append(f"return {made}({takes}, {gives})")
+    lines.append(f"made = {made}({takes}, {gives})")
+    if model.get("frozen_first"):  # nothing to train before the second block: maybe on a whole stage
+        lines += ["for layer in made.layers:", '    layer.trainable = not layer.name.startswith(("block_00", "table"))']
+    lines.append("return made")
     return "def model():\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
 
 

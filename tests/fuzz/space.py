@@ -494,7 +494,7 @@ def features(case: Mapping[str, Any]) -> list[str]:
     model = case["model"]
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
-    found += [f"model:{name}" for name in ("withheld", "shared", "unlike") if name in model]
+    found += [f"model:{name}" for name in ("withheld", "shared", "unlike", "frozen_first") if name in model]
     found += [f"model:named_{what}" for what in model.get("named", ())]
     for data in (case["data"], *case.get("again", ())):
         found += [f"data:{name}" for name in data if name not in ("size", "source", "weights", "draw")] + [
