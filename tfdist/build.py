@@ -38,7 +38,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.environment import prepare_environment
 from tfdist.runtime.factory import create_runtime
 from tfdist.runtime.mesh_runtime import on_mesh
-from tfdist.training import compatibility, composition_checks, connected
+from tfdist.training import composition_checks, connected, model_data_checks
 from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.measured_step import MeasuredStep
@@ -155,14 +155,14 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         options = _step_options(config, runtime, plan, train_split)
         parameters = model.count_params()
         composition_checks.check_added(runtime, model, options.weighted, spec[0])
-        warnings = compatibility.check(config.model, model, train_split, eval_split, plan, spec)
+        warnings = model_data_checks.check(config.model, model, train_split, eval_split, plan, spec)
         if limits:
             composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
         check_decays(optimizer, model.trainable_variables)
         loss_scale = LossScale(config.precision)
     rows = _first_rows(config, train_split)
-    added = row_trials.tried(config, runtime, model, objective, plan, rows)
+    added = row_trials.check_rows(config, runtime, model, objective, plan, rows)
     idle = connected.unconnected(config, runtime, model, objective, spec)
     on_axes = None
     if on_mesh(runtime):
@@ -184,7 +184,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     splits, first = (train_split, eval_split), (train_split, data)
     job = Job(config, runtime, plan, *splits, model, optimizer, objective, schedule, step, parameters, first, warnings)
     if idle is not None:
-        warnings += step.update.connected.without(idle, model)
+        warnings += step.update.connected.fix(idle, len(model.trainable_variables))
     if on_axes and on_mesh(runtime):
         job.state = ShardedState(runtime, model, optimizer, step.variables, on_axes.update, on_axes.parts)
     return job

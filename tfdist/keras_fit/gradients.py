@@ -34,11 +34,10 @@ from tfdist.keras_fit.lookups import Lookup, lookups
 from tfdist.keras_fit.rows import every_row, total
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.scopes import Once, ThreadScope
+from tfdist.training.dtypes import Gradient, scaled
 
 if TYPE_CHECKING:
     from tfdist.keras_fit.forward import DistributedCall
-
-Gradient = tf.Tensor | tf.IndexedSlices
 
 
 class Gradients:
@@ -114,7 +113,7 @@ class Gradients:
         self.taken += bool(weights) or (self.of_values and any(gradient is not None for gradient in found))
         for index, gradient in enumerate(found):
             if gradient is not None and index not in set(weights):
-                found[index] = _times(gradient, 1.0 / share)
+                found[index] = scaled(gradient, 1.0 / share)
         for index, gradient in zip(
             weights, self._summed([found[index] for index in weights], [flat[index] for index in weights]), strict=True
         ):
@@ -217,13 +216,6 @@ def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.
     if not (target.dtype.is_floating or target.dtype.is_complex):
         return given
     return (tf.ones_like(target) if given is None else tf.convert_to_tensor(given)) * tf.cast(share, target.dtype)
-
-
-def _times(gradient: Gradient, factor: float | tf.Tensor) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

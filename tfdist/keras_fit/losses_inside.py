@@ -16,8 +16,8 @@ from tfdist.control.user_errors import first_line
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.row_checks.added_losses import added_losses
-from tfdist.training.row_checks.loss_probe import generators_kept
 from tfdist.training.row_checks.row_proof import Proofs
+from tfdist.training.row_checks.trial_scope import generators_kept
 
 Key = tuple[int, int]  # number of a layer, and which of its losses
 

@@ -21,7 +21,7 @@ from tfdist.keras_fit.lookups import mark
 from tfdist.keras_fit.variables import take_the_chiefs
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.scopes import Once, ThreadScope
-from tfdist.training.row_checks.loss_probe import in_trials
+from tfdist.training.row_checks.trial_scope import in_trials
 
 _STEP = 0x9E3779B1  # between the seeds of two ranks
 

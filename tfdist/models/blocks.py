@@ -43,8 +43,8 @@ _MASKED = -1e9
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The size of a stack of blocks."""
+class StackOptions:
+    """What a stack of blocks is made of."""
 
     layers: int
     width: int
@@ -53,7 +53,7 @@ class Shape:
     experts: Experts | None = None  # in place of each block's MLP
 
 
-def choose_shape(
+def choose_options(
     model: str,
     sizes: Mapping[str, Size],
     size: str,
@@ -62,7 +62,7 @@ def choose_shape(
     width: int | None,
     heads: int | None,
     dropout: float,
-) -> Shape:
+) -> StackOptions:
     """The named size, with what is not None instead.
 
     Raises ConfigError for an unknown size or a width that heads do not divide.
@@ -77,7 +77,7 @@ def choose_shape(
         raise ConfigError(
             f"--model={model} got width={chosen['width']} and heads={chosen['heads']}: heads must divide the width."
         )
-    return Shape(**chosen, dropout=rate(model, dropout))
+    return StackOptions(**chosen, dropout=rate(model, dropout))
 
 
 def normal() -> initializers.Initializer:
@@ -103,7 +103,7 @@ def _causal_mask(x_BT: keras.KerasTensor) -> keras.KerasTensor:
     return ops.expand_dims(positions_1T, 2) >= ops.expand_dims(positions_1T, 1)
 
 
-def block(x_BTD: keras.KerasTensor, index: int, shape: Shape, causal: bool) -> keras.KerasTensor:
+def block(x_BTD: keras.KerasTensor, index: int, shape: StackOptions, causal: bool) -> keras.KerasTensor:
     """x + attention(norm(x)), then x + mlp(norm(x)): the block of GPT-2 (Radford et al. 2019). [B, T, D] -> [B, T, D].
 
     `causal`: position t sees 0..t, else every position sees all. The last layer of each branch starts with weights of
@@ -129,7 +129,7 @@ def block(x_BTD: keras.KerasTensor, index: int, shape: Shape, causal: bool) -> k
 
 
 def _attention(
-    x_BTD: keras.KerasTensor, name: str, shape: Shape, causal: bool, residual: initializers.Initializer
+    x_BTD: keras.KerasTensor, name: str, shape: StackOptions, causal: bool, residual: initializers.Initializer
 ) -> keras.KerasTensor:
     """Multi-head softmax attention with one projection for queries, keys and values. The softmax is in float32."""
     length, per_head = x_BTD.shape[1], shape.width // shape.heads

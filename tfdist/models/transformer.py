@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.models.blocks import EPSILON, Shape, block, choose_shape, normal, positions
+from tfdist.models.blocks import EPSILON, StackOptions, block, choose_options, normal, positions
 from tfdist.models.experts import choose_experts
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import float32_logits, outputs
@@ -54,7 +54,7 @@ def transformer(
 
     Raises ConfigError for an option out of range, or x that is no sequence of tokens of known length.
     """
-    shape = choose_shape("transformer", TRANSFORMERS, size, layers=layers, width=width, heads=heads, dropout=dropout)
+    shape = choose_options("transformer", TRANSFORMERS, size, layers=layers, width=width, heads=heads, dropout=dropout)
     shape = dataclasses.replace(
         shape,
         experts=choose_experts(
@@ -88,7 +88,7 @@ def _length(x_spec: tf.TensorSpec) -> int:
     return length
 
 
-def _build(shape: Shape, length: int, context: int, vocabulary: int, tied: bool, dtype: str) -> keras.Model:
+def _build(shape: StackOptions, length: int, context: int, vocabulary: int, tied: bool, dtype: str) -> keras.Model:
     tokens_BT: Any = keras.Input((length,), dtype=dtype, name="tokens")
     # Without reverse_dtype, Keras would compute the head, a third of gpt2's work, in float32 under every policy.
     embed_tokens = layers.ReversibleEmbedding(

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.models.blocks import EPSILON, Shape, block, choose_shape, normal, positions
+from tfdist.models.blocks import EPSILON, StackOptions, block, choose_options, normal, positions
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import image_input, outputs
 from tfdist.models.keras_untyped import layers, ops
@@ -38,7 +38,7 @@ def vit(
     """
     if pool not in ("mean", "class"):
         raise ConfigError(f"--model=vit got pool={pool}: use mean or class.")
-    shape = choose_shape("vit", VITS, size, layers=layers, width=width, heads=heads, dropout=dropout)
+    shape = choose_options("vit", VITS, size, layers=layers, width=width, heads=heads, dropout=dropout)
     image = image_input("vit", x_spec)
     sides = image.shape[1:3]
     if patch is None:
@@ -51,7 +51,7 @@ def vit(
     return _build(image, shape, patch, pool, outputs("vit", num_outputs))
 
 
-def _build(image: keras.KerasTensor, shape: Shape, patch: int, pool: str, classes: int) -> keras.Model:
+def _build(image: keras.KerasTensor, shape: StackOptions, patch: int, pool: str, classes: int) -> keras.Model:
     x = layers.Rescaling(2.0, -1.0, name="from_0_to_1")(image)
     x = layers.Conv2D(shape.width, patch, strides=patch, kernel_initializer="lecun_normal", name="embed_patches")(x)
     length = x.shape[1] * x.shape[2]

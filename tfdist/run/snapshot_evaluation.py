@@ -207,7 +207,7 @@ def _evaluate_snapshot(job: Job, store: SnapshotFolder, snapshot: Snapshot) -> d
 
 def _evaluate_file(job: Job, path: str) -> dict[str, float]:
     from tfdist.artifacts.export import load_export
-    from tfdist.training.compatibility import check_inputs
+    from tfdist.training.model_data_checks import check_inputs
 
     model = load_export(path)
     if job.eval_split:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.compat.tensorflow_graphs import compute_after, operation_number
+from tfdist.training.dtypes import Gradient, values_of
 
 _VIEWS = (
     "Cast",
@@ -33,7 +34,7 @@ _VIEWS = (
 _ELSEWHERE = -1  # the number of no operation
 
 
-def weights_first(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Tensor) -> None:
+def weights_first(gradients: Sequence[Gradient], start: tf.Tensor) -> None:
     """Makes TensorFlow compute each of `gradients` as soon as it can. To be called while a graph is traced.
 
     `start`: what the backward pass began with.
@@ -55,13 +56,11 @@ def weights_first(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.T
                         compute_after(user, end)
 
 
-def _ends(gradients: Sequence[tf.Tensor | tf.IndexedSlices], start: tf.Operation) -> dict[int, tf.Operation]:
+def _ends(gradients: Sequence[Gradient], start: tf.Operation) -> dict[int, tf.Operation]:
     """The operations after `start` that lead to one gradient, or to several that travel as one, and to nothing else; by
     number.
     """
-    last = [
-        gradient.op for gradient in (each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients)
-    ]
+    last = [values_of(gradient).op for gradient in gradients]
     leads_to = {operation_number(operation): operation_number(_seen(operation)) for operation in last}
     waiting = {operation_number(operation): operation for operation in last}
     order = [-made for made in waiting]

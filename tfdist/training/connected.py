@@ -19,7 +19,7 @@ from tfdist.models.model_names import MODELS
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective
-from tfdist.training.row_checks.loss_probe import generators_kept
+from tfdist.training.row_checks.trial_scope import generators_kept
 
 _NAMED = 5
 
@@ -39,13 +39,13 @@ class Connected:
             found = {place for part in gradients for place, gradient in enumerate(part) if gradient is not None}
             self._found = found | (self._found or set())
 
-    def without(self, idle: Sequence[keras.Variable], model: keras.Model) -> list[str]:
-        """Marks every variable except `idle` as connected, whatever is noted. Returns messages for the user that count
-        the variables of all of `model`: here may be a part."""
+    def fix(self, idle: Sequence[keras.Variable], count: int) -> list[str]:
+        """Marks every variable except `idle` as connected, whatever is noted. Returns messages for the user. count: of
+        all trainable variables of the model: here may be a part."""
         left_out = set(map(id, idle))
         self._found = {place for place, own in enumerate(self._ids) if own not in left_out}
         self._fixed = self._told = True
-        return [sentence([variable.path for variable in idle], len(model.trainable_variables))] if idle else []
+        return [sentence([variable.path for variable in idle], count)] if idle else []
 
     def only(self, pieces: Sequence[Any]) -> list[Any]:
         """The pieces of gradients, with None for those that are not connected."""

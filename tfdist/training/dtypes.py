@@ -25,6 +25,19 @@ def at_least_float32(gradient: Gradient) -> Gradient:
     return tf.cast(gradient, tf.float32)
 
 
+def values_of(gradient: Gradient) -> tf.Tensor:
+    """Its numbers: of slices, those of the rows that are there."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def scaled(piece: Gradient, factor: float | tf.Tensor) -> Gradient:
+    """A gradient, or a piece of one, times a factor, in its own dtype."""
+    factor = tf.cast(factor, piece.dtype)
+    if isinstance(piece, tf.IndexedSlices):
+        return tf.IndexedSlices(piece.values * factor, piece.indices, piece.dense_shape)
+    return piece * factor
+
+
 def with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[Gradient]:
     """The gradients of a tape for `sources`, with zeros where there is no gradient."""
     return [
@@ -60,9 +73,7 @@ def global_norm(tensors: Sequence[Gradient | tf.Variable]) -> tf.Tensor:
 
 
 def _elements(tensor: Gradient | tf.Variable) -> tf.Tensor:
-    if isinstance(tensor, tf.IndexedSlices):
-        return tensor.values
-    return read_in_place(tensor) if isinstance(tensor, tf.Variable) else tf.convert_to_tensor(tensor)
+    return read_in_place(tensor) if isinstance(tensor, tf.Variable) else tf.convert_to_tensor(values_of(tensor))
 
 
 OfOneDtype = Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]]

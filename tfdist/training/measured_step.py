@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.runtime.host import onto_gpu
 from tfdist.training import phase_marks
+from tfdist.training.dtypes import values_of
 from tfdist.training.phase_marks import Marks, MarkSums, MarkTimes
 from tfdist.training.replica_gradients import ones_of
 from tfdist.training.step import TrainStep
@@ -120,7 +121,7 @@ class MeasuredStep(TrainStep):
 
     def _reduce(self, accumulated: Any, signals: tf.Tensor) -> Reduced:
         reduced = super()._reduce(accumulated, signals)
-        values = map(phase_marks.values_of, reduced.gradients)
+        values = map(values_of, reduced.gradients)
         self._reduced = self._mark([self._local, *values, reduced.sums, reduced.signals])
         times = self._mark.relative([self._start, self._local, self._reduced])
         self._sums = self._sums._replace(of_steps=self._sums.of_steps + times)

@@ -31,7 +31,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.runtime.host import on_host, timestamp
-from tfdist.training.dtypes import Gradient
+from tfdist.training.dtypes import values_of
 from tfdist.training.replica_gradients import Accumulated
 
 
@@ -109,10 +109,6 @@ def is_sampled(number: int, every: int) -> bool:
         return False
     row, at = divmod(number, every)
     return at == (min(1, every - 1) if row == 0 else random.Random(row).randrange(every))
-
-
-def values_of(gradient: Gradient) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def gradients_last(local: Sequence[Accumulated]) -> list[tf.Tensor]:

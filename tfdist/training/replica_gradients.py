@@ -16,7 +16,7 @@ from tfdist.models.compiled_functions import in_steps
 from tfdist.runtime.base import Runtime
 from tfdist.training.backward_order import weights_first
 from tfdist.training.dtypes import as_summands, with_zeros
-from tfdist.training.row_checks.added_losses import SumsAsMeans
+from tfdist.training.row_checks.sums_as_means import SumsAsMeans
 from tfdist.training.seeds import draw_from, drawing, reseed, seed_states
 from tfdist.training.step_options import Parallelism, StepOptions
 from tfdist.training.total_loss import Total, TotalLoss, rows_of

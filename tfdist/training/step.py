@@ -8,7 +8,7 @@ exactly the one-device value however samples, padding and weights fall on the wo
 at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample is weighted.
 
 What layers add (regularizers, `add_loss`) has no weights: of n of the N rows of a global batch it counts n / N (sums
-were made means before, see row_checks/added_losses.py). Where samples are weighted and it depends on them it is
+were made means before, see row_checks/sums_as_means.py). Where samples are weighted and it depends on them it is
 differentiated by itself, to be multiplied by W / E, once W is known, before the reduction.
 
 `_one_step` calls the stages in the order of the first line. How long they take is measured from outside
@@ -30,7 +30,7 @@ from tfdist.runtime.host import onto_gpu, timestamp
 from tfdist.runtime.layer_records import separate_replicas
 from tfdist.telemetry.phases import Call
 from tfdist.training import unsaved_state_checks
-from tfdist.training.dtypes import Gradient
+from tfdist.training.dtypes import Gradient, scaled
 from tfdist.training.forward_state import ForwardState
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.precision import SMALLEST_SCALE, LossScale
@@ -39,7 +39,7 @@ from tfdist.training.seeds import updating
 from tfdist.training.step_options import ALL_ON_EVERY_REPLICA, Parallelism, StepOptions
 from tfdist.training.step_output import NOTHING, Reduced, Requests, Results, StepOutput, StepVectors, Totals, shown_sums
 from tfdist.training.total_loss import SummedLoss, TotalLoss, expected_weight
-from tfdist.training.update import DataParallel, Update, clipping, in_xla, scaled, unscaling
+from tfdist.training.update import DataParallel, Update, clipping, in_xla, unscaling
 
 
 class TrainStep:

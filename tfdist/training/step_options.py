@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tfdist.data.batch_plan import BatchPlan
-from tfdist.training.row_checks.added_losses import SumsAsMeans
+from tfdist.training.row_checks.sums_as_means import SumsAsMeans
 from tfdist.training.update import Update
 
 

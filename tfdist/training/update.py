@@ -224,14 +224,6 @@ class _SlicesShape(NamedTuple):
         )
 
 
-def scaled(piece: Gradient, factor: tf.Tensor) -> Gradient:
-    """A piece times a factor, in the piece's dtype."""
-    factor = tf.cast(factor, piece.dtype)
-    if isinstance(piece, tf.IndexedSlices):
-        return tf.IndexedSlices(piece.values * factor, piece.indices, piece.dense_shape)
-    return piece * factor
-
-
 def unscaling(weight: tf.Tensor, expected_weight: float, scale: tf.Tensor | float = 1.0) -> tf.Tensor:
     """float32 []: what makes the gradient of the mean loss of that of scale * sum_i w_i * loss_i / E.
 

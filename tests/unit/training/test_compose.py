@@ -161,7 +161,7 @@ def test_weights_that_a_layer_sets_must_stay_whole(stage):
         ]
     )
     update = sharded_update(build.start_runtime(BASE, Cluster()), model, keras.optimizers.SGD(), stage)
-    update.collect()  # as after a restore: they may be set between steps
+    update.refresh_shards()  # as after a restore: they may be set between steps
     with pytest.raises(
         ConfigError, match=f"^--zero={stage}, but layer spectral sets its weight .*inner/kernel in the forward pass"
     ):

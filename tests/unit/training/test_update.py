@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 
 from tfdist.runtime.one_device import OneDevice
+from tfdist.training.dtypes import scaled
 from tfdist.training.optimizer import switch_off_reduction
-from tfdist.training.update import DataParallel, clipping, compiled, scaled, unscaling
+from tfdist.training.update import DataParallel, clipping, compiled, unscaling
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),

@@ -23,7 +23,7 @@ from tfdist.runtime.decisions import any_worker, every_worker
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.tensor import VariablePart, share
-from tfdist.training.row_checks.loss_probe import generators_kept
+from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import differ_beyond_noise
 
 ROWS = 2

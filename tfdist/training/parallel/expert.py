@@ -14,7 +14,6 @@ Legend. B sequences of one member, E experts, C places, D width, n members.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import keras
@@ -81,5 +80,4 @@ def _own_experts(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
             f"--mesh has expert={group.size}, which does not divide the {experts} experts of {layer.name}: choose"
             " another number of experts, or another degree."
         )
-    parts = cut(kernel, 0, group) | cut(layer.bias, 0, group)
-    return {key: dataclasses.replace(part, axis="expert") for key, part in parts.items()}
+    return cut(kernel, 0, group, axis="expert") | cut(layer.bias, 0, group, axis="expert")

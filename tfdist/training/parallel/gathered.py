@@ -11,7 +11,7 @@ pass that runs ahead of the network fill memory with whole gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -33,7 +33,7 @@ def gather_layers(
     """
     shard_of = {id(variable): shard for variable, shard in zip(variables, shards, strict=True)}
     group_of = {id(variable): group for variable, group in zip(variables, groups, strict=True)}
-    turns = {False: _Turn(), True: _Turn()}
+    turns = _Turns(_Turn(), _Turn())
     for layer in keras_layers.all_layers(model):
         own = [variable for variable in keras_layers.own_trainable_variables(layer) if id(variable) in shard_of]
         if own:
@@ -47,7 +47,7 @@ def gather_layers(
 
 
 def _gather_when_called(
-    layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: dict[bool, _Turn]
+    layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: _Turns
 ) -> None:
     layout = ShardLayout([variable.shape for variable in own], group)
     states = layer.non_trainable_variables
@@ -55,7 +55,7 @@ def _gather_when_called(
 
     def call(*arguments: Any, **options: Any) -> Any:
         def bind(values: list[tf.Tensor], is_second: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-            with tf.control_dependencies(turns[is_second].take(first)):
+            with tf.control_dependencies((turns.backward if is_second else turns.forward).take(first)):
                 # In the layer's compute type: half as many bytes travel, and it would round them to it anyway.
                 values = [
                     tf.identity(keras_variables.autocast(variable, value))
@@ -70,7 +70,7 @@ def _gather_when_called(
             states,
             layer,
             bind,
-            turns[True].note_gradients,
+            turns.backward.note_gradients,
         )
 
     layer.call = call
@@ -94,6 +94,13 @@ class _Turn:
     def note_gradients(self, shards: list[tf.Tensor]) -> None:
         """The gradients of the layer whose turn it is."""
         self._sent = [*self._sent[-1:], shards[0]]
+
+
+class _Turns(NamedTuple):
+    """Those of the two passes."""
+
+    forward: _Turn
+    backward: _Turn
 
 
 def forbid_use(variable: keras.Variable, sentence: str) -> None:

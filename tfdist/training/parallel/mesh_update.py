@@ -125,15 +125,20 @@ class MeshUpdate(DataParallel):
     def figures(self) -> dict[str, float]:
         return self.compression.figures() if self.compression else {}
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether what the optimizer updates are shards, and not the weights themselves."""
+        return self.optimized is not self.trainable
+
     def build(self) -> None:
         """Makes the shards, if any, and the optimizer's slots."""
-        self.shards = self.trainable  # what the optimizer updates
+        self.optimized = self.trainable  # what the optimizer updates
         self.owners = self.build_optimizer()  # id of a slot -> number of its variable in `all`
 
     def build_optimizer(self) -> dict[int, int]:
         """Builds the optimizer on the shards, and on an empty variable for each that is on other stages: so the slots
         have the same places everywhere."""
-        held = dict(zip(map(id, self.trainable), self.shards, strict=True))
+        held = dict(zip(map(id, self.trainable), self.optimized, strict=True))
         return build_optimizer(
             self.optimizer,
             [held[id(variable)] if id(variable) in held else empty_like(variable) for variable in self.all],
@@ -143,7 +148,7 @@ class MeshUpdate(DataParallel):
         return [variable.value for variable in self.trainable]
 
     def pieces_of_weights(self) -> list[keras.Variable]:
-        return [] if self.shards is self.trainable else self.shards
+        return self.optimized if self.is_sharded else []
 
     def averages(self) -> list[keras.Variable]:
         """The moving averages of `shards`; empty without --ema."""
@@ -156,7 +161,7 @@ class MeshUpdate(DataParallel):
         return swapped_in(self.trainable, averages) if averages else contextlib.nullcontext()
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
-        apply_connected(self.optimizer, self.connected.only(pieces), self.shards)
+        apply_connected(self.optimizer, self.connected.only(pieces), self.optimized)
         if self.compression:  # not before: the step may be skipped
             self.compression.keep(self._compression_ends)
 
@@ -164,7 +169,7 @@ class MeshUpdate(DataParallel):
         """id of a trainable variable of the model -> the variable that it computes with, where that is another one."""
         return {}
 
-    def collect(self) -> None:
+    def refresh_shards(self) -> None:
         """Brings what the optimizer updates up to date with the model's variables, after a restore."""
 
     def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:

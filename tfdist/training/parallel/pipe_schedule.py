@@ -23,8 +23,21 @@ class Action(NamedTuple):
     micro: int
     chunk: int
 
+    @property
+    def units(self) -> int:
+        """Its time: a backward pass takes twice as long as a forward pass."""
+        return 1 if self.forward else 2
+
 
 Schedule = list[list[Action]]  # for each stage, in order
+
+
+class Receipt(NamedTuple):
+    """A tensor received before an action: the output (forward) or gradient of part `part` for one micro-batch."""
+
+    forward: bool
+    micro: int
+    part: int  # that sends it
 
 
 def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Schedule:
@@ -59,13 +72,13 @@ def _nth(k: int, stages: int, chunks: int) -> tuple[int, int]:
 
 
 def timeline(schedule: Schedule) -> list[list[tuple[int, Action]]]:
-    """When each action starts, if a forward pass through a part takes one unit, and a backward pass two.
+    """When each action starts, if each takes its `units`.
 
     Raises ValueError if stages wait for each other for ever.
     """
     stages = len(schedule)
     parts = stages * (1 + max(action.chunk for action in schedule[0]))
-    ended: dict[tuple[bool, int, int], int] = {}  # (forward, micro, part) -> time
+    ended: dict[Receipt, int] = {}
     free, position = [0] * stages, [0] * stages
     result: list[list[tuple[int, Action]]] = [[] for _ in schedule]
     moved = True
@@ -75,29 +88,21 @@ def timeline(schedule: Schedule) -> list[list[tuple[int, Action]]]:
             while position[stage] < len(actions):
                 action = actions[position[stage]]
                 part = action.chunk * stages + stage
-                needs = [] if not action.forward or part == 0 else [(True, action.micro, part - 1)]
-                if not action.forward:
-                    needs = [(True, action.micro, part)] + (
-                        [(False, action.micro, part + 1)] if part < parts - 1 else []
-                    )
+                if action.forward:
+                    needs = [Receipt(True, action.micro, part - 1)] if part else []
+                else:
+                    after = [Receipt(False, action.micro, part + 1)] if part < parts - 1 else []
+                    needs = [Receipt(True, action.micro, part), *after]
                 if not all(need in ended for need in needs):
                     break
                 start = max([free[stage], *(ended[need] for need in needs)])
-                free[stage] = ended[action.forward, action.micro, part] = start + (1 if action.forward else 2)
+                free[stage] = ended[Receipt(action.forward, action.micro, part)] = start + action.units
                 result[stage].append((start, action))
                 position[stage] += 1
                 moved = True
     if any(position[stage] < len(actions) for stage, actions in enumerate(schedule)):
         raise ValueError("the stages wait for each other for ever")
     return result
-
-
-class Receipt(NamedTuple):
-    """A tensor received before an action: the output (forward) or gradient of part `part` for one micro-batch."""
-
-    forward: bool
-    micro: int
-    part: int  # that sends it
 
 
 def receipts(schedule: Schedule) -> list[list[list[Receipt]]]:
@@ -131,12 +136,7 @@ def receipts(schedule: Schedule) -> list[list[list[Receipt]]]:
 
 def _made(start: int, action: Action, stage: int, stages: int) -> tuple[int, Receipt]:
     """(when an action ends, what it makes)."""
-    return _end(start, action), Receipt(action.forward, action.micro, action.chunk * stages + stage)
-
-
-def _end(start: int, action: Action) -> int:
-    """The end of an action that begins at `start`, with the default durations of `timeline`."""
-    return start + (1 if action.forward else 2)
+    return start + action.units, Receipt(action.forward, action.micro, action.chunk * stages + stage)
 
 
 def _goes_to(receipt: Receipt) -> int:
@@ -145,10 +145,10 @@ def _goes_to(receipt: Receipt) -> int:
 
 
 def bubble(schedule: Schedule) -> float:
-    """The part of all stages' time in which they wait, with a backward pass twice as long as a forward pass."""
+    """The part of all stages' time in which they wait."""
     lines = timeline(schedule)
-    end = max(_end(start, action) for line in lines for start, action in line)
-    busy = sum(1 if action.forward else 2 for line in lines for _, action in line)
+    end = max(start + action.units for line in lines for start, action in line)
+    busy = sum(action.units for line in lines for _, action in line)
     return 1 - busy / (end * len(schedule))
 
 

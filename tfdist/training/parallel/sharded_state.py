@@ -68,10 +68,10 @@ class ShardedState:
             return Piece(variable, tuple(shape), same, frozen, stages=stages, is_row=is_row)
         parameter = update.all[owner]
         part, place = parts.get(id(parameter)), self._held.get(id(parameter))
-        is_parameter, sharded = id(variable) in self._number, update.shards is not update.trainable
+        is_parameter, sharded = id(variable) in self._number, update.is_sharded
         is_shard = sharded and (not is_parameter or id(parameter) in update.storage_variables())
         return Piece(
-            update.shards[place] if is_parameter and is_shard and place is not None else variable,
+            update.optimized[place] if is_parameter and is_shard and place is not None else variable,
             part.shape if part else tuple(parameter.shape),
             replicas if place is None else update.groups[place],
             part,
@@ -145,7 +145,7 @@ class ShardedState:
         for key, piece in self.pieces.items():
             if self._is_here(piece):
                 piece.value.assign(piece.own(arrays[key]))
-        self.update.collect()
+        self.update.refresh_shards()
 
     # -- in parts --------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class ShardedState:
         for key, piece in self.pieces.items():
             if self._is_here(piece):
                 piece.value.assign(piece.read(prefix, key))
-        self.update.collect()
+        self.update.refresh_shards()
 
     def _writes(self, piece: Piece) -> bool:
         """Whether this worker writes the piece: the first of all that hold the same does."""

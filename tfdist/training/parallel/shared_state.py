@@ -19,7 +19,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.training.parallel.assigned_weights import refuse_assigned, refuse_rules_with_state
 from tfdist.training.parallel.segments import Segment
-from tfdist.training.row_checks.loss_probe import generators_kept
+from tfdist.training.row_checks.trial_scope import generators_kept
 
 
 def refuse_shared(

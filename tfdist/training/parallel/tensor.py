@@ -40,7 +40,7 @@ class VariablePart:
     dim: int
     places: tuple[np.ndarray, ...]  # of every member, in order
     index: int
-    axis: str = "model"  # of the mesh
+    axis: str  # of the mesh
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -265,8 +265,11 @@ def share(size: int, group: Group) -> tuple[int, int]:
     return group.index * size // group.size, (group.index + 1) * size // group.size
 
 
-def cut(variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> dict[int, VariablePart]:
-    """Cuts a variable of the layer along `dim` down to this member's part, in place. Returns its id -> its part."""
+def cut(
+    variable: keras.Variable, dim: int, group: Group, blocks: int = 1, axis: str = "model"
+) -> dict[int, VariablePart]:
+    """Cuts a variable of the layer along `dim` down to this member's part of `axis`, in place. Returns its id -> its
+    part."""
     size = variable.shape[dim]
     other_ways = {"regularizer": "--weight_decay does much the same", "constraint": "or give the workers to data="}
     for kind, other_way in other_ways.items():
@@ -277,13 +280,13 @@ def cut(variable: keras.Variable, dim: int, group: Group, blocks: int = 1) -> di
             )
     if size // blocks < group.size:
         raise ConfigError(
-            f"--mesh has model={group.size}, but {variable.path} has only {size // blocks} to share out: lower the"
+            f"--mesh has {axis}={group.size}, but {variable.path} has only {size // blocks} to share out: lower the"
             " degree."
         )
     block = np.arange(size).reshape(blocks, -1)
     points = [member * block.shape[1] // group.size for member in range(group.size + 1)]
     places = tuple(block[:, start:stop].reshape(-1) for start, stop in zip(points, points[1:], strict=False))
-    part = VariablePart(tuple(variable.shape), dim, places, group.index)
+    part = VariablePart(tuple(variable.shape), dim, places, group.index, axis)
     value = variable.numpy()
     name = variable.value.name.partition(":")[0]  # at which optimizers look for what does not decay
     own = tf.Variable(tf.constant(part.cut(value)), trainable=variable.trainable, name=name)

@@ -68,16 +68,16 @@ class ShardedUpdate(MeshUpdate):
 
     def build(self) -> None:
         with tf.device(self._device):
-            self.shards = shard_variables(self.trainable, self.groups)
+            self.optimized = shard_variables(self.trainable, self.groups)
             self.owners = self.build_optimizer()
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
         with tf.device(self._device):
-            apply_connected(self.optimizer, self.connected.only(pieces), self.shards)
+            apply_connected(self.optimizer, self.connected.only(pieces), self.optimized)
         self.gather_weights()
 
     def weight_norm(self) -> tf.Tensor:
-        return self.norm([shard.value for shard in self.shards])
+        return self.norm([shard.value for shard in self.optimized])
 
     def gather_weights(self) -> None:
         """Brings the model's variables up to date with the shards. A collective."""
@@ -90,7 +90,7 @@ class ShardedUpdate(MeshUpdate):
             return
         gather_weights = tf.function(self.gather_weights, autograph=False)
         try:
-            with swapped_in(self.shards, averages):
+            with swapped_in(self.optimized, averages):
                 gather_weights()
                 yield
         finally:
@@ -131,14 +131,14 @@ class ZeroUpdate(ShardedUpdate):
 
     def gather_weights(self) -> None:
         for bucket, layout in zip(self.buckets, self._layouts, strict=True):
-            whole = layout.gather([shard.value for shard in bucket.take(self.shards)])
+            whole = layout.gather([shard.value for shard in bucket.take(self.optimized)])
             for variable, value in zip(bucket.take(self.trainable), whole, strict=True):
                 variable.assign(value)
 
-    def collect(self) -> None:
+    def refresh_shards(self) -> None:
         for bucket, layout in zip(self.buckets, self._layouts, strict=True):
             for number, (shard, whole) in enumerate(
-                zip(bucket.take(self.shards), bucket.take(self.trainable), strict=True)
+                zip(bucket.take(self.optimized), bucket.take(self.trainable), strict=True)
             ):
                 shard.assign(layout.cut(whole.numpy(), number))
 
@@ -149,13 +149,13 @@ class Zero3Update(ShardedUpdate):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        gather_layers(self.model, self.trainable, self.shards, self.groups)
+        gather_layers(self.model, self.trainable, self.optimized, self.groups)
 
     def sources(self) -> list[tf.Variable]:
-        return [shard.value for shard in self.shards]
+        return [shard.value for shard in self.optimized]
 
     def storage_variables(self) -> dict[int, keras.Variable]:
-        return dict(zip(map(id, self.trainable), self.shards, strict=True))
+        return dict(zip(map(id, self.trainable), self.optimized, strict=True))
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
         return kept

@@ -25,17 +25,17 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.models import missing_rows
 from tfdist.training import unsaved_state_checks
 from tfdist.training.connected import Connected
-from tfdist.training.dtypes import as_summands, global_norm, with_zeros
+from tfdist.training.dtypes import as_summands, global_norm, scaled, with_zeros
 from tfdist.training.objectives import Objective, scores_spec
 from tfdist.training.parameter_server.contained_batch import ContainedBatch
 from tfdist.training.parameter_server.parameters import Parameters
 from tfdist.training.parameter_server.slice_values import SliceValues
-from tfdist.training.row_checks.added_losses import SumsAsMeans
+from tfdist.training.row_checks.sums_as_means import SumsAsMeans
 from tfdist.training.seeds import seed_values
 from tfdist.training.stateless_call import stateless_call
 from tfdist.training.step_output import FIRST_SUMS, Fields
 from tfdist.training.total_loss import SummedLoss, expected_weight, rows_of
-from tfdist.training.update import clipping, scaled, unscaling
+from tfdist.training.update import clipping, unscaling
 
 
 @dataclass(frozen=True)

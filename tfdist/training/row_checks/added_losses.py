@@ -5,17 +5,11 @@ from the loss alone: `mean` over rows, and what does not depend on them, are to 
 added up, and of anything else (a maximum, a mean over what a mask leaves, the square of a mean) the parts say nothing
 about the whole. So each is computed for single rows and for the same rows together, at values of the weights that the
 model does not keep.
-
-Then `SumsAsMeans` makes a mean over rows of each sum, where it is added: a sum over n of N rows times N / n. So all
-that comes after, recomputation and pipelines for example, has means to deal with and nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -28,22 +22,14 @@ from tfdist.control.user_errors import first_line
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import of_the_chief
-from tfdist.training.dtypes import at_least_float32
 from tfdist.training.row_checks import row_gradients
-from tfdist.training.row_checks.loss_probe import MEAN, OTHER, ROWS, SUM, UNKNOWN, Key, Probe, Take, generators_kept
+from tfdist.training.row_checks.loss_probe import MEAN, OTHER, ROWS, SUM, UNKNOWN, Key, Probe, Take
 from tfdist.training.row_checks.row_proof import Proofs
+from tfdist.training.row_checks.sums_as_means import AddedLoss, SumsAsMeans
+from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import disturbed
 
 _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of one value for each row"
-
-
-@dataclass(frozen=True)
-class AddedLoss:
-    """One loss that a layer adds: an entry of `model.losses`, without the weight regularizers that follow these."""
-
-    layer: keras.Layer
-    place: int  # which of the layer's, in the order in which a call of the model adds them
-    scales: str  # MEAN, of rows or of none, or SUM
 
 
 def may_add(model: keras.Model) -> bool:
@@ -172,62 +158,3 @@ def _as_plain(model: keras.Model, layers: Sequence[keras.Layer], x: Any, proofs:
         ],
         "failed": "",
     }
-
-
-# -- sums as means -----------------------------------------------------------------------------------------------------
-
-
-class SumsAsMeans:
-    """Layers that, within `counting`, multiply each SUM by rows of the whole batch / rows of the part that the model is
-    called with.
-    """
-
-    def __init__(self, added: Sequence[AddedLoss], unknown: Sequence[keras.Layer] = (), reason: str = ""):
-        """unknown: layers of which nothing is known, for a `reason`; if one of these adds a loss, that is a
-        ConfigError.
-        """
-        self._now = threading.local()  # replicas of one process are threads
-        of_layer: dict[int, tuple[keras.Layer, list[str]]] = {}
-        for one in added:
-            of_layer.setdefault(id(one.layer), (one.layer, []))[1].append(one.scales)
-        for layer, scales in of_layer.values():
-            if SUM in scales:
-                layer.add_loss = self._counting(layer.add_loss, id(layer), scales)
-        for layer in unknown:
-            layer.add_loss = self._refusing(layer.add_loss, layer.name, reason)
-
-    @contextlib.contextmanager
-    def counting(self, factor: tf.Tensor | float) -> Iterator[None]:
-        """A context for one or several forward passes of the model and their backward passes, which may make them
-        again. `factor`: N / n."""
-        self._now.factor, self._now.places = factor, {}
-        try:
-            yield
-        finally:
-            self._now.factor = None
-
-    def _counting(self, plain: Callable, layer: int, scales: Sequence[str]) -> Callable:
-        def add_loss(loss: Any) -> None:
-            factor = getattr(self._now, "factor", None)
-            if factor is None:
-                plain(loss)
-                return
-            for term in map(at_least_float32, keras.tree.flatten(loss)):  # else the product could be too large
-                place = self._now.places.get(layer, 0)
-                self._now.places[layer] = (place + 1) % len(scales)  # every call of the model adds as many
-                plain(term * tf.cast(factor, term.dtype) if scales[place] == SUM else term)
-
-        return add_loss
-
-    def _refusing(self, plain: Callable, name: str, reason: str) -> Callable:
-        def add_loss(loss: Any) -> None:
-            if getattr(self._now, "factor", None) is not None:
-                sentence = (
-                    f"Layer {name} adds a loss, but whether that is a mean or a sum over rows could not be found out"
-                    f" with batches of 1 and 4 rows ({reason}): let the model take batches of any size, or train with"
-                    " one replica and --accumulation=1."
-                )
-                raise keras_layers.keep_message(ConfigError(sentence))
-            plain(loss)
-
-        return add_loss

@@ -12,12 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.artifacts import state
 from tfdist.artifacts.hidden_state import hidden_state, metrics_held
 from tfdist.compat import keras_layers, keras_random, keras_variables, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
-from tfdist.runtime.scopes import ThreadScope
 from tfdist.training.row_checks.calm_layers import calmed
 from tfdist.training.row_checks.trial_values import APART, disturbed, shortened, sound, spread, with_rows_apart
 from tfdist.training.seeds import states_beside
@@ -36,20 +34,6 @@ Key = tuple[
     int, int
 ]  # (place of a layer among all of the model, which of the losses that it adds in a call of the model)
 Take = Callable[[Any, Sequence[int]], Any]
-in_trials = ThreadScope()  # of a model, that other workers need not make: no place to wait for them
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """A context that restores Python's, NumPy's and TensorFlow's global generators. To be entered by all workers, also
-    by those that try nothing: a layer may draw from them when the step is traced."""
-    before, of_keras = state.generator_states(), keras_random.global_seed_generator()
-    try:
-        with in_trials(), tensorflow_random.state_kept():
-            yield
-    finally:
-        keras_random.use_generator(of_keras)  # one that a trial has made is on this worker alone
-        state.restore_generator_states(before)
 
 
 class Probe:

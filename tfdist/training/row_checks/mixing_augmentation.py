@@ -28,13 +28,11 @@ from tfdist.data.sources.split import Split
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import any_worker
 from tfdist.training.row_checks.added_losses import take_rows
-from tfdist.training.row_checks.loss_probe import generators_kept
 from tfdist.training.row_checks.row_trials import come_in_parts
-from tfdist.training.row_checks.trial_values import any_differ, differ
+from tfdist.training.row_checks.trial_scope import generators_kept
+from tfdist.training.row_checks.trial_values import ROUNDED, TOLERANCE, any_differ, differ
 
 _ROWS = 8  # that are tried
-_TOLERANCE = 1e-5  # of the largest value
-_ROUNDED = 1e-3  # the same, where other shapes may run other kernels
 
 Outputs = Callable[[Sequence[int], int], list[np.ndarray]]
 
@@ -80,23 +78,21 @@ def _mixes(function: augment.Augmentation | None, split: Split, seed: int) -> bo
 
     stateless, every = False, range(_ROWS)
     together = outputs(every, 0)
-    stateless = not any_differ(together, outputs(every, 1), _TOLERANCE)
+    stateless = not any_differ(together, outputs(every, 1), TOLERANCE)
     return _depends_on_others(outputs, together) or (stateless and _depends_on_its_place(outputs, together))
 
 
 def _depends_on_others(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
     found = any(
-        differ(whole[place], alone[place], _TOLERANCE)
+        differ(whole[place], alone[place], TOLERANCE)
         for place in range(_ROWS)
         for whole, alone in zip(together, outputs([place] * _ROWS, 0), strict=True)
     )
     # What cannot be repeated tells nothing.
-    return found and not any_differ(together, outputs(range(_ROWS), 0), _TOLERANCE)
+    return found and not any_differ(together, outputs(range(_ROWS), 0), TOLERANCE)
 
 
 def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
     """Whether a sample's place or the number of rows matters: a division by it, or a seed of its own for each place."""
     places = [_ROWS - 1, 1, 0]
-    return any(
-        differ(whole[places], moved, _ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True)
-    )
+    return any(differ(whole[places], moved, ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True))

@@ -23,10 +23,7 @@ from tfdist.compat.keras_tensors import mask_of
 from tfdist.training.row_checks import random_mixing, row_gradients
 from tfdist.training.row_checks.loss_probe import ROWS, Probe
 from tfdist.training.row_checks.random_mixing import Draws, of_rows
-from tfdist.training.row_checks.trial_values import any_differ, differ, shortened, sound, spread
-
-_TOLERANCE = 1e-5  # of the largest output
-_ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe
+from tfdist.training.row_checks.trial_values import ROUNDED, TOLERANCE, any_differ, differ, shortened, sound, spread
 
 
 class Attempt(NamedTuple):
@@ -91,7 +88,7 @@ class Trial(NamedTuple):
             return _in_float64(self._outputs(x, draw))
 
         try:
-            return random_mixing.mixes(outputs, self.probe.take, self._rows(number), number, _TOLERANCE)
+            return random_mixing.mixes(outputs, self.probe.take, self._rows(number), number, TOLERANCE)
         except Exception:  # noqa: BLE001 - of the user's own making
             return False
 
@@ -125,7 +122,7 @@ class Trial(NamedTuple):
         kept = (
             [range(0, number, 2), range(1, number, 2)] if attempt.by_halves else [range(1), range(number - 1, number)]
         )
-        tolerance = max(_ROUNDED, self.probe.tolerance)
+        tolerance = max(ROUNDED, self.probe.tolerance)
         if attempt.spread:
             sizes = np.geomspace(_SMALLEST, _LARGEST, number)
             rows = keras.tree.map_structure(lambda leaf: shortened(spread(leaf, sizes), number), rows)
@@ -177,7 +174,7 @@ def _depends_on_others(
     Raises _Unrepeatable where it would be another one in any case.
     """
     found = any(
-        differ(one[place], other[place], *(of_row, one[place]) if of_row else (_TOLERANCE, one))
+        differ(one[place], other[place], *(of_row, one[place]) if of_row else (TOLERANCE, one))
         for places in kept
         for one, other in zip(
             together, outputs([row if row in places else places[0] for row in range(number)]), strict=True
@@ -188,7 +185,7 @@ def _depends_on_others(
         return False
     # Only where something differs: most models do not mix rows.
     repeated = outputs(list(range(number)))
-    if any_differ(together, repeated, _TOLERANCE):
+    if any_differ(together, repeated, TOLERANCE):
         raise _Unrepeatable
     return True
 
@@ -209,4 +206,4 @@ def _depends_on_its_place(
     ):
         return False
     redrawn = (outputs(list(range(number)), draw) for draw in random_mixing.REDRAWN)
-    return not any(any_differ(together, each, _TOLERANCE) for each in redrawn)
+    return not any(any_differ(together, each, TOLERANCE) for each in redrawn)

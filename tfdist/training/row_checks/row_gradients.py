@@ -15,10 +15,9 @@ from tfdist.compat import tensorflow_tapes
 from tfdist.runtime.host import known_dims
 from tfdist.training.row_checks.loss_probe import MEAN, ROWS, SUM, Key, Probe
 from tfdist.training.row_checks.random_mixing import REDRAWN
-from tfdist.training.row_checks.trial_values import differ_beyond_noise, sound, spread
+from tfdist.training.row_checks.trial_values import ROUNDED, differ_beyond_noise, sound, spread
 
 _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
-_ROUNDED = 1e-3  # of the largest number of a gradient
 # What is 0 but for rounding, as of a bias that a softmax does away with, is known as well as the same rows in another
 # order show, and never better than so much of the largest of all gradients.
 _LEAST_NOISE, _NOISES = 1e-6, 100.0
@@ -73,7 +72,7 @@ def _mixed(
     if not np.isfinite(largest):
         return None
     sums = [a + b for a, b in zip(first, last, strict=True)]
-    rounded = max(_ROUNDED, probe.tolerance)
+    rounded = max(ROUNDED, probe.tolerance)
     if not _differ(together, sums, rounded, [_LEAST_NOISE * largest] * len(sums)):  # as of most models
         return None if any(size <= _LEAST_NOISE * largest for size in sizes) else False
     noises = [np.max(np.abs(a - b), initial=0.0) for a, b in zip(together, gradients(every[::-1]), strict=True)]

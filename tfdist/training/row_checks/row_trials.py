@@ -12,9 +12,10 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective
 from tfdist.training.row_checks import objective_rows, row_mixing
-from tfdist.training.row_checks.added_losses import SumsAsMeans, found_by_the_chief
+from tfdist.training.row_checks.added_losses import found_by_the_chief
 from tfdist.training.row_checks.loss_probe import ROWS
 from tfdist.training.row_checks.row_proof import Proofs
+from tfdist.training.row_checks.sums_as_means import SumsAsMeans
 
 
 def come_in_parts(config: Config, runtime: Runtime, plan: BatchPlan) -> bool:
@@ -23,7 +24,7 @@ def come_in_parts(config: Config, runtime: Runtime, plan: BatchPlan) -> bool:
     return plan.replicas * plan.accumulation * slices > 1
 
 
-def tried(
+def check_rows(
     config: Config,
     runtime: Runtime,
     model: keras.Model,

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+TOLERANCE = 1e-5  # of the largest value, where the same rows are computed twice
+ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe
 APART = (0.2, 5.0)  # the smallest and the largest of rows, of batches and of tables
 _NOISE = 100_003  # numbers drawn at most for a weight, then again from the first; prime: rows next to each other differ
 

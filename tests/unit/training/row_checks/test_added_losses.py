@@ -8,9 +8,10 @@ from keras import layers, ops
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training.row_checks.added_losses import SumsAsMeans, added_losses, found_by_the_chief, may_add
+from tfdist.training.row_checks.added_losses import added_losses, found_by_the_chief, may_add
 from tfdist.training.row_checks.loss_probe import MEAN, SUM
 from tfdist.training.row_checks.row_proof import Proofs
+from tfdist.training.row_checks.sums_as_means import SumsAsMeans
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
 

@@ -13,7 +13,7 @@ from tests.fuzz.layers import BatchMask, RowMask
 from tfdist.compat import tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training.row_checks import added_losses, loss_probe, row_mixing
+from tfdist.training.row_checks import added_losses, row_mixing, trial_scope
 from tfdist.training.row_checks.row_proof import Proofs
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
@@ -520,7 +520,7 @@ def test_what_a_layer_draws_while_it_is_tried_is_not_missed_later():
     added_losses.found_by_the_chief(OneDevice(), model, lambda: X)
     assert states == (random.getstate(), np.random.get_state()[2], tensorflow_random.state_digest())
     keras.utils.set_random_seed(3)
-    with loss_probe.generators_kept():
+    with trial_scope.generators_kept():
         assert float(drawn()) == wanted
     assert float(drawn()) == wanted
 

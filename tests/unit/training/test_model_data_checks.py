@@ -13,7 +13,7 @@ from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources.split import Split, array_split
-from tfdist.training import compatibility
+from tfdist.training import model_data_checks
 
 X = np.zeros([60, 8], np.float32)
 
@@ -27,7 +27,7 @@ def split(y, name="mine:data/train", x=X, classes=None):
 
 
 def checked(made, train, held_out=None, objective="auto", global_batch=10, accumulation=1):
-    return compatibility.check(
+    return model_data_checks.check(
         ModelConfig(model="mine:model", objective=objective),
         made,
         train,
@@ -237,7 +237,7 @@ def test_samples_of_the_evaluation_of_another_shape():
 
 def test_batches_that_an_augmentation_has_changed():
     def after(x, y):
-        return compatibility.check(
+        return model_data_checks.check(
             ModelConfig(model="mine:model"),
             made,
             split(CLASSES),
