@@ -14,6 +14,7 @@ from tfdist.planner.memory import KERAS, Memory, memory, slot_elements
 from tfdist.planner.reliability import Reliability, reliability
 from tfdist.planner.shapes import ModelShape
 from tfdist.planner.time import DAY, StepTime, gradient_bytes, mfu, step_time
+from tfdist.runtime.mesh import REPLICA_AXES
 
 SCALE = tuple(2**power for power in range(11))  # 1 to 1024
 
@@ -100,15 +101,14 @@ def recompute_table(plan: Plan, layout: Layout) -> dict[str, float]:
 
 
 def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float]]:
-    """{"in one node" or "over all devices": {algorithm: seconds}} of one all-reduce of the gradients over the data
-    axis.
+    """{"in one node" or "over all devices": {algorithm: seconds}} of one all-reduce of the gradients between
+    the replicas.
     """
-    stride = layout.pipe * layout.model
+    everywhere = Group.along(layout.mesh, REPLICA_AXES, plan.hardware)
     size = gradient_bytes(plan.model.stages(layout.pipe), layout)
-    local = max(1, min(layout.replicas, plan.hardware.per_node // stride))
     groups = {
-        f"in one node, over {local}": Group.of(local, stride, plan.hardware),
-        f"over all {layout.replicas} replicas": Group.of(layout.replicas, stride, plan.hardware),
+        f"in one node, over {everywhere.local}": Group(everywhere.local, everywhere.local),
+        f"over all {everywhere.size} replicas": everywhere,
     }
     return {name: all_reduce_seconds(group, size, plan.hardware) for name, group in groups.items() if group.size > 1}
 

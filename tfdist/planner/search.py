@@ -153,7 +153,7 @@ def search(plan: Plan, wish: Wish = Wish()) -> tuple[list[Estimate], list[str]]:
     while fitting and len(best) < BEST:
         equal = [each for each in fitting if each.samples_per_s >= fitting[0].samples_per_s * (1 - _SAME)]
         best.append(min(equal, key=_complexity))
-        fitting = [each for each in fitting if each.layout.mesh() != best[-1].layout.mesh()]
+        fitting = [each for each in fitting if each.layout.mesh != best[-1].layout.mesh]
     return best, [_reason(plan, each, best[0], found) for each in best]
 
 

@@ -9,7 +9,7 @@ import pytest
 from tfdist import flags
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plan import main, model_shape
-from tfdist.planner.estimate import Plan, estimate, scaling
+from tfdist.planner.estimate import Plan, communication_table, estimate, scaling
 from tfdist.planner.hardware import DEVICES, load_hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import memory
@@ -44,12 +44,16 @@ def test_a_model_of_seven_billion_needs_zero_on_eight_devices():
     best, reasons = search(plan(LARGE, 8))
     assert best[0].layout.zero > 0 and "without ZeRO it would need" in reasons[0]
     assert [found.fits(DEVICES["h100"]) for found in best] == [True] * len(best) and 1 < len(best) <= 3
-    assert len({found.layout.mesh() for found in best}) == len(best)
+    assert len({found.layout.mesh for found in best}) == len(best)
 
 
 def test_a_small_model_is_best_with_data_parallelism_alone():
     best, reasons = search(plan(SMALL, 8))
-    assert best[0].layout.mesh() == "data=8" and not best[0].layout.recompute and "the fastest that fits" in reasons[0]
+    assert (
+        best[0].layout.mesh.describe() == "data=8"
+        and not best[0].layout.recompute
+        and "the fastest that fits" in reasons[0]
+    )
 
 
 def test_what_does_not_fit_says_why():
@@ -111,6 +115,17 @@ def test_scaling_gets_worse_and_faster():
     assert [row["devices"] for row in rows] == [2**power for power in range(11)]
     assert rows[0]["efficiency"] == 1 and rows[-1]["efficiency"] < 1
     assert all(a["samples_per_s"] < b["samples_per_s"] for a, b in zip(rows, rows[1:], strict=False))
+
+
+def test_replicas_of_a_stage_share_a_node_and_stages_do_not():
+    """As in the runtime, whose `pipe` is the outermost axis."""
+    asked = plan(SMALL, 16, "h100,per_node=8,link_us=0,network_us=0")
+    layout = Layout(pipe=2, data=8, micro_batches=4)
+    inside, everywhere = communication_table(asked, layout).items()
+    assert inside == ("in one node, over 8", everywhere[1]) and everywhere[0] == "over all 8 replicas"
+    sent = max(part.output for part in asked.model.parts if part.block)
+    one = sent / (asked.hardware.node_gbs * 1e9 / 8)  # eight stages share the network of a node
+    assert estimate(asked, layout).step.tensor == pytest.approx(2 * one * (4 + 2 - 1))
 
 
 def test_a_step_is_its_parts():
