@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
     if options.plot:
         optional_packages.pyplot("--plot")  # told before the work
     config = flags.parse(train, usage="Flags of the run:").config
-    if not config.run.steps and not config.run.epochs:
+    steps = config.run.steps
+    if not steps and not config.run.epochs:
         config = config.replace(steps=1)  # the number of steps is no part of most questions
     config.validate()
     model = model_shape(config, train, options.input_shape, options.outputs)
@@ -62,11 +63,12 @@ def main(argv: list[str]) -> int:
         hardware=hardware,
         devices=options.devices,
         samples=_samples(config, options, model),
+        steps=steps,
         algorithm=options.algorithm,
         calibrated=bool(options.calibrate),
     )
     wish = search.Wish(
-        mesh=search.parse_mesh(options.mesh),
+        mesh=search.parse_mesh(options.mesh, options.devices),
         zero=None if options.zero == "auto" else int(options.zero),
         recompute={"auto": None, "none": False, "blocks": True}[options.recompute],
     )
@@ -135,12 +137,11 @@ def model_shape(config: Config, train: list[str], input_shape: str, outputs: int
 
 
 def _samples(config: Config, options: argparse.Namespace, model: ModelShape) -> float:
+    """The samples to train on, so far as --tokens, --samples or --epochs tell."""
     if options.tokens:
         return options.tokens / model.tokens
     if options.samples:
         return options.samples * (config.run.epochs or 1)
-    if config.run.steps > 1:
-        return float(config.run.steps * config.batch.global_batch)
     known = {"digits": 1442, "synthetic": parse_args("source_args", config.data.source_args).get("samples", 1_281_167)}
     return config.run.epochs * known.get(config.data.source, 0)
 
@@ -190,7 +191,9 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
             " network"
         ),
     )
-    parser.add_argument("--mesh", default="auto", help="auto: find the best; or for example data=8,pipe=2,model=4")
+    parser.add_argument(
+        "--mesh", default="auto", help="auto: find the best; or as tfdist.train takes it, for example pipe=2,model=4"
+    )
     parser.add_argument(
         "--zero", default="auto", choices=("auto", "0", "1", "2", "3"), help="ZeRO stage (default auto)"
     )

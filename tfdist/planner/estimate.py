@@ -27,9 +27,14 @@ class Plan:
     model: ModelShape
     hardware: Hardware
     devices: int
-    samples: float = 0.0  # to train on in all; 0: unknown
+    samples: float = 0.0  # to train on in all; 0: unknown, or as many as `steps` take
+    steps: int = 0  # of the run; 0: unknown
     algorithm: str = "auto"
     calibrated: bool = False  # the hardware's assumptions are measured figures
+
+    def samples_on(self, layout: Layout) -> float:
+        """The samples to train on in all; 0: unknown."""
+        return self.samples or self.steps * (self.config.batch.global_batch or layout.global_batch)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def estimate(plan: Plan, layout: Layout) -> Estimate:
         plan.hardware.storage_gbs,
         asynchronous=plan.config.checkpoint.async_save,
     )
-    days = plan.samples / (rate * expected.availability) / DAY if plan.samples and expected.availability else 0.0
+    days = plan.samples_on(layout) / (rate * expected.availability) / DAY if expected.availability else 0.0
     return Estimate(
         layout=layout,
         memory=_memory(plan, layout),
@@ -161,7 +166,7 @@ def as_json(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> dict[s
         },
         "hardware": dataclasses.asdict(plan.hardware),
         "devices": plan.devices,
-        "samples": plan.samples,
+        "samples": plan.samples_on(best),
         "plans": [one(found, reason) for found, reason in zip(estimates, reasons, strict=True)],
         "zero_bytes": [dataclasses.asdict(each) for each in zero_table(plan, best)],
         "activation_bytes": recompute_table(plan, best),

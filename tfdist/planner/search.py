@@ -12,6 +12,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import plan_batch
 from tfdist.planner.estimate import Estimate, Plan, estimate
 from tfdist.planner.layout import Layout
+from tfdist.runtime.mesh import Mesh
 
 BEST = 3
 _SAME = 0.02  # layouts whose speeds differ by less count as equally fast: the simpler one goes first
@@ -21,35 +22,24 @@ _SAME = 0.02  # layouts whose speeds differ by less count as equally fast: the s
 class Wish:
     """The choices that the user has fixed; None: to be found."""
 
-    mesh: dict[str, int] | None = None
+    mesh: Mesh | None = None
     zero: int | None = None
     recompute: bool | None = None
 
 
-def parse_mesh(text: str) -> dict[str, int] | None:
-    """ "data=8,pipe=2" -> {"data": 8, "pipe": 2}; "auto" -> None. Raises ConfigError."""
-    if text == "auto":
-        return None
-    sizes: dict[str, int] = {}
-    for piece in text.split(","):
-        name, _, size = piece.partition("=")
-        if name not in ("data", "pipe", "model", "expert") or not size.isdecimal() or int(size) < 1 or name in sizes:
-            raise ConfigError(
-                f"--mesh={text}: {piece!r} is not an axis with its size: write for example data=8,pipe=2,model=4 (axes"
-                " data, pipe, model, expert), or auto."
-            )
-        sizes[name] = int(size)
-    return sizes
+def parse_mesh(text: str, devices: int) -> Mesh | None:
+    """Reads --mesh as tfdist.train does; None for "auto". Raises ConfigError."""
+    return None if text == "auto" else Mesh.parse(text, devices)
 
 
 def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
-    """Every possible layout. Raises ConfigError if a fixed mesh does not suit the model or the number of devices."""
+    """Every possible layout. Raises ConfigError if a fixed mesh does not suit the model."""
     model, devices = plan.model, plan.devices
     meshes = (
         [wish.mesh]
         if wish.mesh
         else [
-            {"data": devices // (pipe * tensor * expert), "pipe": pipe, "model": tensor, "expert": expert}
+            Mesh.create(data=devices // (pipe * tensor * expert), pipe=pipe, model=tensor, expert=expert)
             for pipe in _divisors(devices)
             if pipe <= max(1, model.blocks)
             for tensor in _divisors(devices // pipe)
@@ -64,23 +54,17 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
             if wish.mesh:
                 raise ConfigError(problem)
             continue
-        replicas = mesh.get("data", 1) * mesh.get("expert", 1)
-        zeros = [wish.zero] if wish.zero is not None else range(4) if replicas > 1 else [0]
-        for division in _divisions(plan.config, replicas):
+        zeros = [wish.zero] if wish.zero is not None else range(4) if mesh.replicas > 1 else [0]
+        for division in _divisions(plan.config, mesh.replicas):
             for zero in zeros:
                 for recompute in recomputes:
-                    yield Layout(**mesh, **division._asdict(), zero=zero, recompute=recompute)
+                    yield Layout.on(mesh, **division._asdict(), zero=zero, recompute=recompute)
 
 
-def _problem(plan: Plan, mesh: dict[str, int]) -> str:
+def _problem(plan: Plan, mesh: Mesh) -> str:
     """The reason why a mesh cannot be, or ""."""
-    size = 1
-    for axis in mesh.values():
-        size *= axis
-    text = ",".join(f"{name}={number}" for name, number in mesh.items())
-    tensor, pipe, expert = (mesh.get(name, 1) for name in ("model", "pipe", "expert"))
-    if size != plan.devices:
-        return f"--mesh={text} makes {size} devices, but --devices={plan.devices}: change one of them."
+    text = mesh.describe()
+    tensor, pipe, expert = (mesh.degree(name) for name in ("model", "pipe", "expert"))
     if tensor > 1 and "model" not in plan.model.axes:
         return (
             f"--mesh={text}: what model={tensor} would divide of {plan.model.name} is not known here: it is of tfdist's"

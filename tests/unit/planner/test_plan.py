@@ -13,7 +13,9 @@ from tfdist.planner.estimate import Plan, communication_table, estimate, scaling
 from tfdist.planner.hardware import DEVICES, load_hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import memory
-from tfdist.planner.search import Wish, parse_mesh, search
+from tfdist.planner.search import Wish, layouts, parse_mesh, search
+from tfdist.planner.time import DAY
+from tfdist.runtime.mesh import Mesh
 
 SMALL = [
     "--source=text",
@@ -67,9 +69,9 @@ def test_what_does_not_fit_says_why():
 def test_of_another_model_it_is_not_known_what_model_divides():
     of_cnn = plan(["--source=digits", "--model=cnn", "--global_batch=64"], 2)
     with pytest.raises(ConfigError, match="what model=2 would divide of cnn is not known here"):
-        search(of_cnn, Wish(mesh={"model": 2}))
+        search(of_cnn, Wish(mesh=Mesh.create(model=2)))
     with pytest.raises(ConfigError, match="model=5 must divide the attention heads, of which .* has [0-9]+"):
-        search(plan(SMALL, 5), Wish(mesh={"model": 5}))
+        search(plan(SMALL, 5), Wish(mesh=Mesh.create(model=5)))
 
 
 def test_memory_of_layouts():
@@ -147,9 +149,9 @@ def test_a_step_is_its_parts():
         (["--hardware=name=mine"], ["memory_gb", "h100,"]),
         (["--hardware=h100,network=isdn"], ["isdn", "ib-ndr"]),
         (["--hardware=no/file.json"], ["no/file.json"]),
-        (["--mesh=data=3"], ["3 devices", "--devices=8"]),
+        (["--mesh=data=3"], ["--mesh=data=3 needs 3 workers", "there are 8", "--mesh=data=8"]),
         (["--mesh=model=8"], ["12", "heads"]),
-        (["--mesh=pipe=8,pipe=1"], ["pipe=1"]),
+        (["--mesh=pipe=8,pipe=1"], ["pipe=8,pipe=1", "pipe twice"]),
         (["--mesh=expert=8"], ["no experts"]),
         (["--devices=16", "--mesh=pipe=16"], ["12 blocks"]),
         (["--mesh=row=8"], ["row=8"]),
@@ -183,7 +185,29 @@ def test_hardware_of_the_user(tmp_path):
     found = load_hardware(str(tmp_path / "mine.json"))
     assert (found.name, found.per_node, found.memory_gb, found.network_gbs) == ("mine", 4, 80, 12.5)
     assert load_hardware("name=own,memory_gb=10,half_tflops=1,float32_tflops=1,memory_gbs=1,link_gbs=1").name == "own"
-    assert parse_mesh("auto") is None and parse_mesh("data=4,model=2") == {"data": 4, "model": 2}
+    assert parse_mesh("auto", 8) is None and parse_mesh("data=4,model=2", 8) == Mesh.create(data=4, model=2)
+
+
+def test_data_takes_what_a_mesh_leaves_as_in_train():
+    wished = parse_mesh("model=2", 8)
+    assert wished == Mesh.create(data=4, model=2)
+    assert {layout.mesh for layout in layouts(plan(SMALL, 8), Wish(mesh=wished))} == {wished}
+
+
+def test_days_without_a_global_batch():
+    """Which then follows from the layout: the steps take as long as they take."""
+    train = [*SMALL, "--global_batch=0", "--micro_batch=2", "--steps=1000"]
+    found = estimate(plan(train, 8, steps=1000), Layout(data=8, micro_batch=2))
+    assert found.days * DAY * found.reliability.availability == pytest.approx(1000 * found.step.total)
+
+
+@pytest.mark.parametrize("batch", [["--global_batch=64"], ["--global_batch=0", "--micro_batch=2"]])
+def test_the_command_tells_days_for_all_steps(batch, capsys):
+    assert main(["--mesh=data=8", "--json=-", "--", *SMALL, *batch, "--steps=1000"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = told["plans"][0]
+    assert told["samples"] == 1000 * best["layout"]["global_batch"]
+    assert best["days"] * DAY * best["reliability"]["availability"] == pytest.approx(1000 * best["step_s"]["total"])
 
 
 def test_the_command_answers_at_once_without_tensorflow(tmp_path):
