@@ -72,21 +72,22 @@ def main(argv: list[str]) -> int:
         zero=None if options.zero == "auto" else int(options.zero),
         recompute={"auto": None, "none": False, "blocks": True}[options.recompute],
     )
-    estimates, reasons = search.search(plan, wish)
+    proposals = search.search(plan, wish)
+    best = proposals[0].estimate
     if options.json:
-        text = json.dumps(estimate.as_json(plan, estimates, reasons), indent=1)
+        text = json.dumps(estimate.as_json(plan, proposals), indent=1)
         _write(Path(options.json), text + "\n") if options.json != "-" else print(text)
     if options.json != "-":
-        print(plan_text.as_text(plan, estimates, reasons))
+        print(plan_text.as_text(plan, proposals))
     if options.plot:
         try:
-            plan_text.draw(plan, estimates[0], Path(options.plot))
+            plan_text.draw(plan, best, Path(options.plot))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--plot={options.plot} cannot be written ({error}): give a file that ends in .png, in a folder that"
                 " exists."
             ) from None
-    return ExitCode.OK if estimates[0].fits(hardware) else ExitCode.CONFIG
+    return ExitCode.OK if best.fits(hardware) else ExitCode.CONFIG
 
 
 def model_shape(config: Config, train: list[str], input_shape: str, outputs: int) -> ModelShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,14 @@ class Estimate:
 
     def fits(self, hardware: Hardware) -> bool:
         return self.memory.peak <= hardware.memory_gb * 1e9
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """An estimate that is shown, and why."""
+
+    estimate: Estimate
+    reason: str
 
 
 def estimate(plan: Plan, layout: Layout) -> Estimate:
@@ -134,17 +143,18 @@ def scaling(plan: Plan, layout: Layout) -> list[dict[str, float]]:
     return rows
 
 
-def as_json(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> dict[str, Any]:
-    """The plan as plain values: bytes, seconds, fractions. `estimates`: the best first."""
+def as_json(plan: Plan, proposals: Sequence[Proposal]) -> dict[str, Any]:
+    """The plan as plain values: bytes, seconds, fractions. `proposals`: the best first."""
 
-    def one(found: Estimate, reason: str) -> dict[str, Any]:
+    def one(proposal: Proposal) -> dict[str, Any]:
+        found = proposal.estimate
         return {
             "layout": {
                 **dataclasses.asdict(found.layout),
                 "devices": found.layout.devices,
                 "global_batch": found.layout.global_batch,
             },
-            "reason": reason,
+            "reason": proposal.reason,
             "fits": found.fits(plan.hardware),
             "memory_bytes": dataclasses.asdict(found.memory),
             "step_s": {**dataclasses.asdict(found.step), "total": found.step.total},
@@ -155,7 +165,7 @@ def as_json(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> dict[s
             "reliability": {**dataclasses.asdict(found.reliability), "availability": found.reliability.availability},
         }
 
-    best = estimates[0].layout
+    best = proposals[0].estimate.layout
     return {
         "model": {
             "name": plan.model.name,
@@ -167,7 +177,7 @@ def as_json(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> dict[s
         "hardware": dataclasses.asdict(plan.hardware),
         "devices": plan.devices,
         "samples": plan.samples_on(best),
-        "plans": [one(found, reason) for found, reason in zip(estimates, reasons, strict=True)],
+        "plans": [one(each) for each in proposals],
         "zero_bytes": [dataclasses.asdict(each) for each in zero_table(plan, best)],
         "activation_bytes": recompute_table(plan, best),
         "all_reduce_s": communication_table(plan, best),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import plan_batch
-from tfdist.planner.estimate import Estimate, Plan, estimate
+from tfdist.planner.estimate import Estimate, Plan, Proposal, estimate
 from tfdist.planner.layout import Layout
 from tfdist.runtime.mesh import Mesh
 
@@ -114,8 +114,8 @@ def _divisions(config: Config, replicas: int) -> Iterator[Division]:
     yield Division(found.micro_batch, found.accumulation)
 
 
-def search(plan: Plan, wish: Wish = Wish()) -> tuple[list[Estimate], list[str]]:  # noqa: B008 - frozen
-    """(up to three estimates, the best first, one for each mesh; a reason for each).
+def search(plan: Plan, wish: Wish = Wish()) -> list[Proposal]:  # noqa: B008 - frozen
+    """Up to three proposals, the best first, one for each mesh.
 
     If none fits: the one that needs the least, and why it does not fit. Raises ConfigError if there is no layout at
     all.
@@ -131,14 +131,14 @@ def search(plan: Plan, wish: Wish = Wish()) -> tuple[list[Estimate], list[str]]:
     fitting = [each for each in found if each.fits(plan.hardware)]
     if not fitting:
         least = min(found, key=lambda each: each.memory.peak)
-        return [least], [_does_not_fit(plan, least)]
+        return [Proposal(least, _does_not_fit(plan, least))]
     fitting.sort(key=lambda each: -each.samples_per_s)
     best: list[Estimate] = []
     while fitting and len(best) < BEST:
         equal = [each for each in fitting if each.samples_per_s >= fitting[0].samples_per_s * (1 - _SAME)]
         best.append(min(equal, key=_complexity))
         fitting = [each for each in fitting if each.layout.mesh != best[-1].layout.mesh]
-    return best, [_reason(plan, each, best[0], found) for each in best]
+    return [Proposal(each, _reason(plan, each, best[0], found)) for each in best]
 
 
 def _complexity(found: Estimate) -> tuple:

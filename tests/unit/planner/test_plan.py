@@ -43,27 +43,26 @@ def plan(train, devices, hardware="h100", **changes):
 
 
 def test_a_model_of_seven_billion_needs_zero_on_eight_devices():
-    best, reasons = search(plan(LARGE, 8))
-    assert best[0].layout.zero > 0 and "without ZeRO it would need" in reasons[0]
+    found = search(plan(LARGE, 8))
+    best = [each.estimate for each in found]
+    assert best[0].layout.zero > 0 and "without ZeRO it would need" in found[0].reason
     assert [found.fits(DEVICES["h100"]) for found in best] == [True] * len(best) and 1 < len(best) <= 3
     assert len({found.layout.mesh for found in best}) == len(best)
 
 
 def test_a_small_model_is_best_with_data_parallelism_alone():
-    best, reasons = search(plan(SMALL, 8))
-    assert (
-        best[0].layout.mesh.describe() == "data=8"
-        and not best[0].layout.recompute
-        and "the fastest that fits" in reasons[0]
-    )
+    best = search(plan(SMALL, 8))[0]
+    layout = best.estimate.layout
+    assert layout.mesh.describe() == "data=8" and not layout.recompute and "the fastest that fits" in best.reason
 
 
 def test_what_does_not_fit_says_why():
-    (only,), (reason,) = search(plan(LARGE, 1, "t4,reserved_gb=0"))
+    (only,) = search(plan(LARGE, 1, "t4,reserved_gb=0"))
+    reason = only.reason
     assert "does not fit, because" in reason and "optimizer state" in reason and "more devices" in reason
-    assert only.layout.recompute  # it has tried
-    (_,), (reason,) = search(plan([*SMALL, "--micro_batch=64"], 1, "t4"), Wish(recompute=False))
-    assert "activations" in reason and "--micro_batch" in reason
+    assert only.estimate.layout.recompute  # it has tried
+    (only,) = search(plan([*SMALL, "--micro_batch=64"], 1, "t4"), Wish(recompute=False))
+    assert "activations" in only.reason and "--micro_batch" in only.reason
 
 
 def test_of_another_model_it_is_not_known_what_model_divides():
