@@ -12,6 +12,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import plan_batch
 from tfdist.planner.estimate import Estimate, Plan, Proposal, estimate
 from tfdist.planner.layout import Layout
+from tfdist.planner.plan_text import gigabytes
 from tfdist.runtime.mesh import Mesh
 
 BEST = 3
@@ -168,7 +169,7 @@ def _reason(plan: Plan, found: Estimate, best: Estimate, everything: list[Estima
             if found is best
             else f"{found.samples_per_s / best.samples_per_s:.0%} of the best one's speed"
         ),
-        f"{found.memory.peak / 1e9:.3g} of {plan.hardware.memory_gb:g} GB",
+        f"{gigabytes(found.memory.peak)} of {plan.hardware.memory_gb:g} GB",
         f"it loses most to {cost}, {share:.1%} of a step" if share > 0.005 else "it computes nearly all the time",
     ]
     for name, simpler in (
@@ -177,7 +178,7 @@ def _reason(plan: Plan, found: Estimate, best: Estimate, everything: list[Estima
     ):
         other = next((each for each in everything if each.layout == simpler), None)
         if other and simpler != found.layout and other.memory.peak > available:
-            pieces.append(f"without {name} it would need {other.memory.peak / 1e9:.3g} GB")
+            pieces.append(f"without {name} it would need {gigabytes(other.memory.peak)}")
     return "; ".join(pieces)
 
 
@@ -187,6 +188,6 @@ def _does_not_fit(plan: Plan, least: Estimate) -> str:
         largest[0], "use more devices or a larger one"
     )
     return (
-        f"does not fit, because even {least.layout.describe()} needs {least.memory.peak / 1e9:.3g} GB on a device of"
-        f" {plan.hardware.memory_gb:g} GB, {largest[1] / 1e9:.3g} GB of it for {largest[0]}: {cure}"
+        f"does not fit, because even {least.layout.describe()} needs {gigabytes(least.memory.peak)} on a device of"
+        f" {plan.hardware.memory_gb:g} GB, {gigabytes(largest[1])} of it for {largest[0]}: {cure}"
     )

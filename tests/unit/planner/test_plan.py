@@ -13,6 +13,7 @@ from tfdist.planner.estimate import Plan, communication_table, estimate, scaling
 from tfdist.planner.hardware import DEVICES, load_hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import memory
+from tfdist.planner.plan_text import gigabytes
 from tfdist.planner.search import Wish, layouts, parse_mesh, search
 from tfdist.planner.time import DAY
 from tfdist.runtime.mesh import Mesh
@@ -59,6 +60,7 @@ def test_a_small_model_is_best_with_data_parallelism_alone():
 def test_what_does_not_fit_says_why():
     (only,) = search(plan(LARGE, 1, "t4,reserved_gb=0"))
     reason = only.reason
+    assert f"needs {gigabytes(only.estimate.memory.peak)} on a device of 16 GB" in reason
     assert "does not fit, because" in reason and "optimizer state" in reason and "more devices" in reason
     assert only.estimate.layout.recompute  # it has tried
     (only,) = search(plan([*SMALL, "--micro_batch=64"], 1, "t4"), Wish(recompute=False))
