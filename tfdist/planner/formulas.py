@@ -230,7 +230,6 @@ class Bottleneck:
             largest=last.largest,
             fixed=sum(piece.fixed for piece in pieces),
             output=last.output,
-            block=True,
         )
 
 

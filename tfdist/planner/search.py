@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data.batch_plan import plan_batch
+from tfdist.data.batch_plan import BatchPlan, plan_batch
+from tfdist.planner import layout_refusals
 from tfdist.planner.estimate import Estimate, Plan, Proposal, estimate
 from tfdist.planner.layout import Layout
 from tfdist.planner.plan_text import gigabytes
@@ -34,70 +35,63 @@ def parse_mesh(text: str, devices: int) -> Mesh | None:
 
 
 def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
-    """Every possible layout. Raises ConfigError if a fixed mesh does not suit the model."""
-    model, devices = plan.model, plan.devices
-    meshes = (
-        [wish.mesh]
-        if wish.mesh
-        else [
-            Mesh.create(data=devices // (pipe * tensor * expert), pipe=pipe, model=tensor, expert=expert)
-            for pipe in _divisors(devices)
-            if pipe <= max(1, model.blocks)
-            for tensor in _divisors(devices // pipe)
-            if tensor <= plan.hardware.per_node
-            for expert in _divisors(devices // pipe // tensor)
-        ]
-    )
-    recomputes = [wish.recompute] if wish.recompute is not None else [False, True] if model.blocks else [False]
-    for mesh in meshes:
-        problem = _problem(plan, mesh)
-        if problem:
+    """Every layout that training would take. Raises ConfigError if what is fixed leaves none."""
+    if wish.recompute and not plan.model.blocks:
+        raise ConfigError(
+            f"--recompute=blocks, but no blocks of {plan.model.name} are known here that could be computed again: use"
+            " --recompute=none."
+        )
+    by_zero = [layout_refusals.of_zero(plan.config, zero) for zero in range(4)]
+    refused, left = "", False
+    for layout, batch in _candidates(plan, wish):
+        found = by_zero[layout.zero] or layout_refusals.of_layout(plan.config, layout, batch)
+        if found:
+            refused = refused or found
+        else:
+            left = True
+            yield layout
+    if refused and not left:
+        raise ConfigError(refused)
+
+
+class _Candidate(NamedTuple):
+    """A layout, and the division of the batch that it stands for."""
+
+    layout: Layout
+    batch: BatchPlan
+
+
+def _candidates(plan: Plan, wish: Wish) -> Iterator[_Candidate]:
+    """Every layout on which the model can be placed. Raises ConfigError if it cannot on a fixed mesh."""
+    recomputes = [wish.recompute] if wish.recompute is not None else [False, True] if plan.model.blocks else [False]
+    for mesh in [wish.mesh] if wish.mesh else _meshes(plan):
+        if problem := layout_refusals.of_mesh(plan.model, mesh):
             if wish.mesh:
                 raise ConfigError(problem)
             continue
         zeros = [wish.zero] if wish.zero is not None else range(4) if mesh.replicas > 1 else [0]
-        for division in _divisions(plan.config, mesh.replicas):
+        for batch in _divisions(plan.config, mesh.replicas):
+            micro = {"micro_batch": batch.micro_batch, "micro_batches": batch.accumulation}
             for zero in zeros:
                 for recompute in recomputes:
-                    yield Layout.on(mesh, **division._asdict(), zero=zero, recompute=recompute)
+                    yield _Candidate(Layout.on(mesh, zero=zero, recompute=recompute, **micro), batch)
 
 
-def _problem(plan: Plan, mesh: Mesh) -> str:
-    """The reason why a mesh cannot be, or ""."""
-    text = mesh.describe()
-    tensor, pipe, expert = (mesh.degree(name) for name in ("model", "pipe", "expert"))
-    if tensor > 1 and "model" not in plan.model.axes:
-        return (
-            f"--mesh={text}: what model={tensor} would divide of {plan.model.name} is not known here: it is of tfdist's"
-            " transformers only. Plan without model=, or train with it and look at the memory in the log."
-        )
-    if tensor > 1 and plan.model.heads % tensor:
-        return (
-            f"--mesh={text}: model={tensor} must divide the attention heads, of which {plan.model.name} has"
-            f" {plan.model.heads}."
-        )
-    if pipe > max(1, plan.model.blocks):
-        return (
-            f"--mesh={text}: pipe={pipe} is more than the {plan.model.blocks} blocks at which {plan.model.name} can be"
-            " cut."
-        )
-    if expert > 1 and "expert" not in plan.model.axes:
-        return f"--mesh={text}: expert={expert}, but {plan.model.name} has no experts."
-    return ""
+def _meshes(plan: Plan) -> Iterator[Mesh]:
+    """Every mesh of all devices whose groups along `model` stay within a node."""
+    for pipe in _divisors(plan.devices):
+        for tensor in _divisors(plan.devices // pipe):
+            if tensor <= plan.hardware.per_node:
+                for expert in _divisors(plan.devices // pipe // tensor):
+                    data = plan.devices // (pipe * tensor * expert)
+                    yield Mesh.create(data=data, pipe=pipe, model=tensor, expert=expert)
 
 
 def _divisors(n: int) -> list[int]:
     return [size for size in range(1, n + 1) if n % size == 0]
 
 
-class Division(NamedTuple):
-    """The division of a global batch."""
-
-    micro_batch: int
-    micro_batches: int
-
-
-def _divisions(config: Config, replicas: int) -> Iterator[Division]:
+def _divisions(config: Config, replicas: int) -> Iterator[BatchPlan]:
     """The divisions to try for a number of replicas. What the flags fix is kept; with --global_batch alone, every
     division into powers of two is tried."""
     batch = config.batch
@@ -105,14 +99,13 @@ def _divisions(config: Config, replicas: int) -> Iterator[Division]:
         accumulation = 1
         while accumulation * replicas <= batch.global_batch:
             if batch.global_batch % (accumulation * replicas) == 0 or accumulation == 1:
-                yield Division(-(-batch.global_batch // (accumulation * replicas)), accumulation)
+                yield BatchPlan(batch.global_batch, accumulation, replicas)
             accumulation *= 2
         return
     try:
-        found = plan_batch(batch, replicas)
+        yield plan_batch(batch, replicas)
     except ConfigError:
         return  # with another number of replicas it may do
-    yield Division(found.micro_batch, found.accumulation)
 
 
 def search(plan: Plan, wish: Wish = Wish()) -> list[Proposal]:  # noqa: B008 - frozen

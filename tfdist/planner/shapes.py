@@ -96,6 +96,11 @@ class ModelShape:
         """The mesh axes besides data and pipe that can divide it."""
         return {weight.axis for part in self.parts for weight in part.weights} - {""}
 
+    @property
+    def experts(self) -> set[int]:
+        """The numbers of experts that its layers have; none, if it has no mixture."""
+        return {weight.shape[0] for part in self.parts for weight in part.weights if weight.axis == "expert"}
+
     def stages(self, pipe: int) -> list[list[ModelPart]]:
         """The parts cut into `pipe` stages of about the same work, each with a block at least."""
         assert pipe == 1 or pipe <= self.blocks, (pipe, self.blocks)
