@@ -24,6 +24,7 @@ from tfdist.config import Config, parse_args
 from tfdist.control import exit_codes, optional_packages
 from tfdist.control.command_parser import CommandParser, check_least, split_at_dashes
 from tfdist.control.exit_codes import ConfigError, ExitCode, TfdistError
+from tfdist.data.sources.source_facts import DIGITS_TO_TRAIN, SYNTHETIC
 from tfdist.planner import estimate, formulas, plan_text, search, shapes
 from tfdist.planner.calibrate import calibrate, read_run
 from tfdist.planner.communication import ALGORITHMS
@@ -143,7 +144,8 @@ def _samples(config: Config, options: argparse.Namespace, model: ModelShape) -> 
         return options.tokens / model.tokens
     if options.samples:
         return options.samples * (config.run.epochs or 1)
-    known = {"digits": 1442, "synthetic": parse_args("source_args", config.data.source_args).get("samples", 1_281_167)}
+    synthetic = {**SYNTHETIC, **parse_args("source_args", config.data.source_args)}
+    known = {"digits": DIGITS_TO_TRAIN, "synthetic": synthetic["samples"]}
     return config.run.epochs * known.get(config.data.source, 0)
 
 
