@@ -24,6 +24,7 @@ from tfdist.config import Config, parse_args
 from tfdist.control import exit_codes, optional_packages
 from tfdist.control.command_parser import CommandParser, check_least, split_at_dashes
 from tfdist.control.exit_codes import ConfigError, ExitCode, TfdistError
+from tfdist.data.sources.source_facts import DIGITS_TO_TRAIN, SYNTHETIC
 from tfdist.planner import estimate, formulas, plan_text, search, shapes
 from tfdist.planner.calibrate import calibrate, read_run
 from tfdist.planner.communication import ALGORITHMS
@@ -40,7 +41,8 @@ def main(argv: list[str]) -> int:
     if options.plot:
         optional_packages.pyplot("--plot")  # told before the work
     config = flags.parse(train, usage="Flags of the run:").config
-    if not config.run.steps and not config.run.epochs:
+    steps = config.run.steps
+    if not steps and not config.run.epochs:
         config = config.replace(steps=1)  # the number of steps is no part of most questions
     config.validate()
     model = model_shape(config, train, options.input_shape, options.outputs)
@@ -62,29 +64,31 @@ def main(argv: list[str]) -> int:
         hardware=hardware,
         devices=options.devices,
         samples=_samples(config, options, model),
+        steps=steps,
         algorithm=options.algorithm,
         calibrated=bool(options.calibrate),
     )
     wish = search.Wish(
-        mesh=search.parse_mesh(options.mesh),
+        mesh=search.parse_mesh(options.mesh, options.devices),
         zero=None if options.zero == "auto" else int(options.zero),
         recompute={"auto": None, "none": False, "blocks": True}[options.recompute],
     )
-    estimates, reasons = search.search(plan, wish)
+    proposals = search.search(plan, wish)
+    best = proposals[0].estimate
     if options.json:
-        text = json.dumps(estimate.as_json(plan, estimates, reasons), indent=1)
+        text = json.dumps(estimate.as_json(plan, proposals), indent=1)
         _write(Path(options.json), text + "\n") if options.json != "-" else print(text)
     if options.json != "-":
-        print(plan_text.as_text(plan, estimates, reasons))
+        print(plan_text.as_text(plan, proposals))
     if options.plot:
         try:
-            plan_text.draw(plan, estimates[0], Path(options.plot))
+            plan_text.draw(plan, best, Path(options.plot))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--plot={options.plot} cannot be written ({error}): give a file that ends in .png, in a folder that"
                 " exists."
             ) from None
-    return ExitCode.OK if estimates[0].fits(hardware) else ExitCode.CONFIG
+    return ExitCode.OK if best.fits(hardware) else ExitCode.CONFIG
 
 
 def model_shape(config: Config, train: list[str], input_shape: str, outputs: int) -> ModelShape:
@@ -135,13 +139,13 @@ def model_shape(config: Config, train: list[str], input_shape: str, outputs: int
 
 
 def _samples(config: Config, options: argparse.Namespace, model: ModelShape) -> float:
+    """The samples to train on, so far as --tokens, --samples or --epochs tell."""
     if options.tokens:
         return options.tokens / model.tokens
     if options.samples:
         return options.samples * (config.run.epochs or 1)
-    if config.run.steps > 1:
-        return float(config.run.steps * config.batch.global_batch)
-    known = {"digits": 1442, "synthetic": parse_args("source_args", config.data.source_args).get("samples", 1_281_167)}
+    synthetic = {**SYNTHETIC, **parse_args("source_args", config.data.source_args)}
+    known = {"digits": DIGITS_TO_TRAIN, "synthetic": synthetic["samples"]}
     return config.run.epochs * known.get(config.data.source, 0)
 
 
@@ -190,7 +194,9 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
             " network"
         ),
     )
-    parser.add_argument("--mesh", default="auto", help="auto: find the best; or for example data=8,pipe=2,model=4")
+    parser.add_argument(
+        "--mesh", default="auto", help="auto: find the best; or as tfdist.train takes it, for example pipe=2,model=4"
+    )
     parser.add_argument(
         "--zero", default="auto", choices=("auto", "0", "1", "2", "3"), help="ZeRO stage (default auto)"
     )

@@ -13,11 +13,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfdist.communication.measurement import Measurement
 from tfdist.planner import communication as models
-from tfdist.planner.calibrate import fit as least_squares
 from tfdist.planner.communication import Link
+from tfdist.planner.least_squares import fit
 
 _SEEN = 1e15  # bytes a second
 _FEWEST_FOR_A_KNEE = 6  # sizes
@@ -96,25 +97,42 @@ def fit_line(measurements: Iterable[Measurement]) -> Line:
     return bent if errs > len(found) * _STRAIGHT_ENOUGH**2 and _squared(bent, found) < errs / 2 else straight
 
 
+class _LineTerms(NamedTuple):
+    """What a `Line` is made of: seconds, and seconds a byte."""
+
+    alpha: float
+    per_byte: float
+    beyond: float
+
+
 def _fit_with_knee(found: Sequence[Measurement], knee: float) -> Line:
-    rows = [(1.0, one.size, max(0.0, one.size - knee)) for one in found]
-    alpha, per_byte, beyond = least_squares(
-        rows, [one.seconds for one in found], [0.0, 0.0, 0.0], [0, 1] if math.isinf(knee) else [0, 1, 2]
-    )
-    return Line(alpha, 1 / per_byte, knee, beyond)
+    rows = [_LineTerms(1.0, one.size, max(0.0, one.size - knee)) for one in found]
+    free = ["alpha", "per_byte"] if math.isinf(knee) else ["alpha", "per_byte", "beyond"]
+    terms = fit(rows, [one.seconds for one in found], _LineTerms(0.0, 0.0, 0.0), free)
+    return Line(terms.alpha, 1 / terms.per_byte, knee, terms.beyond)
 
 
 def _squared(line: Line, found: Sequence[Measurement]) -> float:
     return sum(error**2 for error in errors(lambda one: line.seconds(one.size), found))
 
 
+class _LinkTerms(NamedTuple):
+    """What a link is made of: seconds, and seconds a byte."""
+
+    alpha: float
+    per_byte: float
+
+
 def fit_link(algorithm: Seconds, measurements: Iterable[Measurement]) -> Link:
     """The link that explains measurements, at one or several numbers of members, if `algorithm` is at work."""
     found = list(measurements)
     one_second, one_byte = Link(1.0, float("inf")), Link(0.0, 1.0)
-    rows = [(algorithm(one.members, one.size, one_second), algorithm(one.members, one.size, one_byte)) for one in found]
-    alpha, per_byte = least_squares(rows, [one.seconds for one in found], [0.0, 0.0], [0, 1])
-    return Link(alpha, 1 / per_byte)
+    rows = [
+        _LinkTerms(algorithm(one.members, one.size, one_second), algorithm(one.members, one.size, one_byte))
+        for one in found
+    ]
+    terms = fit(rows, [one.seconds for one in found], _LinkTerms(0.0, 0.0), ["alpha", "per_byte"])
+    return Link(terms.alpha, 1 / terms.per_byte)
 
 
 def errors(predict: Callable[[Measurement], float], measurements: Iterable[Measurement]) -> list[float]:

@@ -9,11 +9,9 @@ import tensorflow as tf
 from keras import layers
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models import cnn_sizes
 from tfdist.models.inputs import dropout as drop
 from tfdist.models.inputs import image_input, outputs, rate
-
-_STRIDED = 16  # sides from which the first convolution has stride 2, which divides the work of all that follows by 4
-_FLATTENED = 4  # sides up to which the last feature map keeps its places; a larger one is averaged
 
 
 def cnn(
@@ -36,7 +34,7 @@ def cnn(
     rate("cnn", dropout)
     inputs = x = image_input("cnn", x_spec)
     for index, width in enumerate(widths):
-        strides = 2 if index == 0 and min(x.shape[1:3]) >= _STRIDED else 1
+        strides = cnn_sizes.first_stride(x.shape[1:3]) if index == 0 else 1
         x = layers.Conv2D(
             width,
             3,
@@ -51,11 +49,11 @@ def cnn(
         elif norm == "group":
             x = layers.GroupNormalization(groups=max(1, width // 8), name=f"norm_{index:02d}")(x)
         x = layers.ReLU(name=f"relu_{index:02d}")(x)
-        if min(x.shape[1:3]) >= 2:
+        if cnn_sizes.pools(x.shape[1:3]):
             x = layers.MaxPooling2D(2, name=f"pool_{index:02d}")(x)
     flat = (
         layers.Flatten(name="flatten")
-        if max(x.shape[1:3]) <= _FLATTENED
+        if cnn_sizes.flattens(x.shape[1:3])
         else layers.GlobalAveragePooling2D(name="average")
     )
     x = drop(flat(x), dropout, "dropout")

@@ -13,27 +13,23 @@ cost; a run with several workers also the bandwidth. Terms that the runs cannot 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tfdist import flags
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.planner.hardware import Hardware
 from tfdist.planner.layout import Layout
+from tfdist.planner.least_squares import fit
 from tfdist.planner.memory import KERAS
 from tfdist.planner.shapes import ModelShape
 from tfdist.storage.reader_copy import ReadRun
 from tfdist.telemetry.jsonl import read_jsonl
 
-if TYPE_CHECKING:
-    import numpy as np
-
-_SMALLEST = 1e-18  # seconds for an operation or a byte: rates stay finite
 _WARM_UP = 1  # log intervals that are left out: they hold tracing
 
 
@@ -80,9 +76,6 @@ class Terms(NamedTuple):
     traffic: float  # bytes
 
 
-FIXED, OPERATIONS, TRAFFIC = range(3)  # their places
-
-
 def terms(model: ModelShape, replicas: int, global_batch: int, hardware: Hardware) -> Terms:
     """The terms of data parallelism only; times the crowding, if processors are shared."""
     layout = Layout(data=replicas, micro_batch=-(-global_batch // replicas))
@@ -102,14 +95,14 @@ def calibrate(hardware: Hardware, runs: Sequence[Measured], shape: Callable[[Con
     rows = [terms(shape(run.config), run.replicas, run.config.batch.global_batch, hardware) for run in runs]
     peak = hardware.tflops(precisions.pop()) * 1e12
     known = Terms(hardware.step_ms * 1e-3, 1 / (peak * hardware.efficiency), 1 / (_bandwidth(hardware) * 1e9))
-    free = [OPERATIONS]  # one run: only the rate
+    free = ["operations"]  # one run: only the rate
     if len({row.operations for row in rows}) > 1:
-        free = [FIXED, OPERATIONS]
+        free = ["fixed", "operations"]
     if any(row.traffic for row in rows) and len(rows) > len(free):
-        free = [*free, TRAFFIC]
-    found = Terms(*fit(rows, [run.step_s for run in runs], known, free))
+        free = [*free, "traffic"]
+    found = fit(rows, [run.step_s for run in runs], known, free)
     measured = dataclasses.replace(hardware, step_ms=found.fixed * 1e3, efficiency=1 / (found.operations * peak))
-    if TRAFFIC not in free:
+    if "traffic" not in free:
         return measured
     return dataclasses.replace(
         measured,
@@ -123,40 +116,3 @@ def calibrate(hardware: Hardware, runs: Sequence[Measured], shape: Callable[[Con
 
 def _bandwidth(hardware: Hardware) -> float:
     return hardware.node_gbs if hardware.per_node == 1 else min(hardware.link_gbs, hardware.node_gbs)
-
-
-def fit(
-    rows: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float], free: Sequence[int]
-) -> list[float]:
-    """Coefficients c >= 0 with rows @ c = seconds, least squares over relative errors; those not in `free` stay as
-    `known`.
-    """
-    import numpy as np
-
-    measured = np.array(seconds)
-    matrix = np.array(rows, float) / measured[:, None]
-    coefficients = np.array(known, float)
-    coefficients[list(free)] = 0.0
-    scale = matrix[:, list(free)].max(axis=0)
-    solved = nonnegative_least_squares(matrix[:, list(free)] / scale, np.maximum(1 - matrix @ coefficients, 0.0))
-    coefficients[list(free)] = solved / scale
-    return [float(value) if index == 0 else max(float(value), _SMALLEST) for index, value in enumerate(coefficients)]
-
-
-def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """x >= 0 with the least |matrix @ x - target|, for a few columns.
-
-    It is the unbounded solution on the columns where it is positive (Lawson and Hanson, Solving Least Squares Problems,
-    1974, chapter 23), so of all choices of columns whose solution has no negative part the best is taken.
-    """
-    import numpy as np
-
-    columns = matrix.shape[1]
-    best, least = np.zeros(columns), float(target @ target)
-    for chosen in itertools.product((False, True), repeat=columns):
-        trial, some = np.zeros(columns), np.flatnonzero(chosen)
-        trial[some] = np.linalg.lstsq(matrix[:, some], target, rcond=None)[0]
-        error = target - matrix @ trial
-        if trial.min() >= 0 and error @ error < least:
-            best, least = trial, float(error @ error)
-    return best

@@ -11,10 +11,11 @@ Legend: n members, S bytes (of the whole vector), alpha seconds of latency, beta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tfdist.planner.hardware import Hardware
+from tfdist.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Group:
     size: int
     local: int
     rivals: int = 1
+
+    @classmethod
+    def along(cls, mesh: Mesh, axes: Sequence[str], hardware: Hardware) -> Group:
+        """A group along axes of a mesh, each of whose ranks has a device."""
+        return cls.of(mesh.degree(*axes), mesh.stride(*axes), hardware)
 
     @classmethod
     def of(cls, size: int, stride: int, hardware: Hardware) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from tfdist.planner.memory import KERAS, Memory, memory, slot_elements
 from tfdist.planner.reliability import Reliability, reliability
 from tfdist.planner.shapes import ModelShape
 from tfdist.planner.time import DAY, StepTime, gradient_bytes, mfu, step_time
+from tfdist.runtime.mesh import REPLICA_AXES
 
 SCALE = tuple(2**power for power in range(11))  # 1 to 1024
 
@@ -26,9 +28,14 @@ class Plan:
     model: ModelShape
     hardware: Hardware
     devices: int
-    samples: float = 0.0  # to train on in all; 0: unknown
+    samples: float = 0.0  # to train on in all; 0: unknown, or as many as `steps` take
+    steps: int = 0  # of the run; 0: unknown
     algorithm: str = "auto"
     calibrated: bool = False  # the hardware's assumptions are measured figures
+
+    def samples_on(self, layout: Layout) -> float:
+        """The samples to train on in all; 0: unknown."""
+        return self.samples or self.steps * (self.config.batch.global_batch or layout.global_batch)
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,14 @@ class Estimate:
         return self.memory.peak <= hardware.memory_gb * 1e9
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """An estimate that is shown, and why."""
+
+    estimate: Estimate
+    reason: str
+
+
 def estimate(plan: Plan, layout: Layout) -> Estimate:
     """The figures of a layout for a plan."""
     step = step_time(plan.model, plan.config, layout, plan.hardware, plan.algorithm)
@@ -58,7 +73,7 @@ def estimate(plan: Plan, layout: Layout) -> Estimate:
         plan.hardware.storage_gbs,
         asynchronous=plan.config.checkpoint.async_save,
     )
-    days = plan.samples / (rate * expected.availability) / DAY if plan.samples and expected.availability else 0.0
+    days = plan.samples_on(layout) / (rate * expected.availability) / DAY if expected.availability else 0.0
     return Estimate(
         layout=layout,
         memory=_memory(plan, layout),
@@ -100,15 +115,14 @@ def recompute_table(plan: Plan, layout: Layout) -> dict[str, float]:
 
 
 def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float]]:
-    """{"in one node" or "over all devices": {algorithm: seconds}} of one all-reduce of the gradients over the data
-    axis.
+    """{"in one node" or "over all devices": {algorithm: seconds}} of one all-reduce of the gradients between
+    the replicas.
     """
-    stride = layout.pipe * layout.model
+    everywhere = Group.along(layout.mesh, REPLICA_AXES, plan.hardware)
     size = gradient_bytes(plan.model.stages(layout.pipe), layout)
-    local = max(1, min(layout.replicas, plan.hardware.per_node // stride))
     groups = {
-        f"in one node, over {local}": Group.of(local, stride, plan.hardware),
-        f"over all {layout.replicas} replicas": Group.of(layout.replicas, stride, plan.hardware),
+        f"in one node, over {everywhere.local}": Group(everywhere.local, everywhere.local),
+        f"over all {everywhere.size} replicas": everywhere,
     }
     return {name: all_reduce_seconds(group, size, plan.hardware) for name, group in groups.items() if group.size > 1}
 
@@ -129,17 +143,18 @@ def scaling(plan: Plan, layout: Layout) -> list[dict[str, float]]:
     return rows
 
 
-def as_json(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> dict[str, Any]:
-    """The plan as plain values: bytes, seconds, fractions. `estimates`: the best first."""
+def as_json(plan: Plan, proposals: Sequence[Proposal]) -> dict[str, Any]:
+    """The plan as plain values: bytes, seconds, fractions. `proposals`: the best first."""
 
-    def one(found: Estimate, reason: str) -> dict[str, Any]:
+    def one(proposal: Proposal) -> dict[str, Any]:
+        found = proposal.estimate
         return {
             "layout": {
                 **dataclasses.asdict(found.layout),
                 "devices": found.layout.devices,
                 "global_batch": found.layout.global_batch,
             },
-            "reason": reason,
+            "reason": proposal.reason,
             "fits": found.fits(plan.hardware),
             "memory_bytes": dataclasses.asdict(found.memory),
             "step_s": {**dataclasses.asdict(found.step), "total": found.step.total},
@@ -150,7 +165,7 @@ def as_json(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> dict[s
             "reliability": {**dataclasses.asdict(found.reliability), "availability": found.reliability.availability},
         }
 
-    best = estimates[0].layout
+    best = proposals[0].estimate.layout
     return {
         "model": {
             "name": plan.model.name,
@@ -161,8 +176,8 @@ def as_json(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> dict[s
         },
         "hardware": dataclasses.asdict(plan.hardware),
         "devices": plan.devices,
-        "samples": plan.samples,
-        "plans": [one(found, reason) for found, reason in zip(estimates, reasons, strict=True)],
+        "samples": plan.samples_on(best),
+        "plans": [one(each) for each in proposals],
         "zero_bytes": [dataclasses.asdict(each) for each in zero_table(plan, best)],
         "activation_bytes": recompute_table(plan, best),
         "all_reduce_s": communication_table(plan, best),

@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from tfdist.config import Config, parse_args
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models import cnn_sizes
 from tfdist.planner.shapes import ModelPart, ModelShape, Sample, Weight
 from tfdist.planner.transformer_formulas import Transformer, VisionTransformer
 
@@ -150,9 +151,9 @@ class Cnn:
         height, width, inner = sample.shape
         parts, side = [], Pixels(height, width)
         for index, outer in enumerate(self.widths):
-            if index == 0 and min(side) >= 16:
+            if index == 0 and cnn_sizes.first_stride(side) == 2:
                 side = side.halved()
-            pooled = min(side) >= 2
+            pooled = cnn_sizes.pools(side)
             normed = self.norm != "none"
             convolution = Convolution(
                 f"conv_{index:02d}",
@@ -166,7 +167,7 @@ class Cnn:
             )
             parts.append(convolution.part(s))
             side, inner = Pixels(side.height // 2, side.width // 2) if pooled else side, outer
-        flat = side.height * side.width * inner if max(side) <= 4 else inner
+        flat = side.height * side.width * inner if cnn_sizes.flattens(side) else inner
         return ModelShape("cnn", (*parts, _logits(flat, sample.outputs, (s + 1) * flat if self.dropout else 0.0)))
 
 
@@ -230,7 +231,6 @@ class Bottleneck:
             largest=last.largest,
             fixed=sum(piece.fixed for piece in pieces),
             output=last.output,
-            block=True,
         )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from tfdist.planner.shapes import ModelPart
+from tfdist.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Named axes of the mesh; model is innermost (neighbouring devices), then pipe, expert, and data outermost.
+    """Named axes of the mesh, whose ranks lie on the devices in the order of runtime/mesh.py.
 
     `micro_batch` samples go through the model at a time on each replica, `micro_batches` times a step. Samples are
     divided over data and expert; what is no expert has a copy on each of these replicas.
@@ -26,18 +28,28 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        return self.replicas * self.pipe * self.model
+        return self.mesh.size
 
     @property
     def replicas(self) -> int:
-        return self.data * self.expert
+        return self.mesh.replicas
 
     @property
     def global_batch(self) -> int:
         return self.micro_batch * self.micro_batches * self.replicas
 
-    def axes(self) -> dict[str, int]:
-        return {"data": self.data, "pipe": self.pipe, "model": self.model, "expert": self.expert}
+    @classmethod
+    def on(
+        cls, mesh: Mesh, *, zero: int, recompute: bool = False, micro_batch: int = 1, micro_batches: int = 1
+    ) -> Layout:
+        """The layout on a mesh."""
+        return cls(
+            **mesh.by_axis(), zero=zero, recompute=recompute, micro_batch=micro_batch, micro_batches=micro_batches
+        )
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return Mesh.create(data=self.data, pipe=self.pipe, model=self.model, expert=self.expert)
 
     def divisor(self, axis: str) -> int:
         """The number by which a weight is divided that `axis` can divide."""
@@ -48,11 +60,7 @@ class Layout:
         return sum(elements / self.divisor(axis) for axis, elements in part.elements.items())
 
     def describe(self) -> str:
-        axes = " x ".join(f"{name} {size}" for name, size in self.axes().items() if size > 1) or "one device"
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.by_axis().items() if size > 1) or "one device"
         extras = [f"ZeRO-{self.zero}"] if self.zero else []
         extras += ["recompute"] if self.recompute else []
         return ", ".join([axes, *extras, f"micro-batch {self.micro_batch} x {self.micro_batches}"])
-
-    def mesh(self) -> str:
-        """The mesh as --mesh takes it."""
-        return ",".join(f"{name}={size}" for name, size in self.axes().items() if size > 1) or "data=1"

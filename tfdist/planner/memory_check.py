@@ -78,14 +78,7 @@ def check_by_formula(config: Config, cluster: Cluster) -> None:
         return
     layout = Layout(data=cluster.size)
     if strategy_or_undecided(config.strategy.strategy).mesh:
-        mesh = Mesh.parse(config.parallel.mesh, cluster.size)
-        layout = Layout(
-            data=mesh.degree("data"),
-            pipe=mesh.degree("pipe"),
-            model=mesh.degree("model"),
-            expert=mesh.degree("expert"),
-            zero=config.parallel.zero,
-        )
+        layout = Layout.on(Mesh.parse(config.parallel.mesh, cluster.size), zero=config.parallel.zero)
     limits = host_limits(cluster)
     check(
         config,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist.control import optional_packages
 from tfdist.planner import estimate as figures
-from tfdist.planner.estimate import Estimate, Plan
+from tfdist.planner.estimate import Estimate, Plan, Proposal
 from tfdist.planner.time import DAY, bubble_fraction
 
 _BLUE, _ORANGE = "#1f5fa8", "#d9730d"
@@ -28,9 +29,9 @@ def duration(seconds: float) -> str:
     raise AssertionError
 
 
-def as_text(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> str:
+def as_text(plan: Plan, proposals: Sequence[Proposal]) -> str:
     """The whole plan, for a terminal."""
-    model, hardware, best = plan.model, plan.hardware, estimates[0]
+    model, hardware, best = plan.model, plan.hardware, proposals[0].estimate
     lines = [
         f"model: {model.name}, {model.parameters:,} parameters, {3 * model.flops / 1e9:,.4g} GFLOP a sample and step"
         + (f", {model.tokens} tokens a sample" if model.tokens > 1 else "")
@@ -47,9 +48,10 @@ def as_text(plan: Plan, estimates: list[Estimate], reasons: list[str]) -> str:
             " a step"
         ),
     ]
-    for number, (found, reason) in enumerate(zip(estimates, reasons, strict=True), 1):
-        fits = found.fits(hardware)
-        lines += ["", f"{number}. {found.layout.describe()}" if fits else found.layout.describe(), f"   {reason}"]
+    for number, proposal in enumerate(proposals, 1):
+        found = proposal.estimate
+        fits, layout = found.fits(hardware), found.layout.describe()
+        lines += ["", f"{number}. {layout}" if fits else layout, f"   {proposal.reason}"]
         if fits:
             lines.append(
                 f"   step {duration(found.step.total)}, {_rate(plan, found)}, MFU {found.mfu:.1%}"

@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data.batch_plan import plan_batch
-from tfdist.planner.estimate import Estimate, Plan, estimate
+from tfdist.data.batch_plan import BatchPlan, plan_batch
+from tfdist.planner import layout_refusals
+from tfdist.planner.estimate import Estimate, Plan, Proposal, estimate
 from tfdist.planner.layout import Layout
+from tfdist.planner.plan_text import gigabytes
+from tfdist.runtime.mesh import Mesh
 
 BEST = 3
 _SAME = 0.02  # layouts whose speeds differ by less count as equally fast: the simpler one goes first
@@ -21,98 +24,74 @@ _SAME = 0.02  # layouts whose speeds differ by less count as equally fast: the s
 class Wish:
     """The choices that the user has fixed; None: to be found."""
 
-    mesh: dict[str, int] | None = None
+    mesh: Mesh | None = None
     zero: int | None = None
     recompute: bool | None = None
 
 
-def parse_mesh(text: str) -> dict[str, int] | None:
-    """ "data=8,pipe=2" -> {"data": 8, "pipe": 2}; "auto" -> None. Raises ConfigError."""
-    if text == "auto":
-        return None
-    sizes: dict[str, int] = {}
-    for piece in text.split(","):
-        name, _, size = piece.partition("=")
-        if name not in ("data", "pipe", "model", "expert") or not size.isdecimal() or int(size) < 1 or name in sizes:
-            raise ConfigError(
-                f"--mesh={text}: {piece!r} is not an axis with its size: write for example data=8,pipe=2,model=4 (axes"
-                " data, pipe, model, expert), or auto."
-            )
-        sizes[name] = int(size)
-    return sizes
+def parse_mesh(text: str, devices: int) -> Mesh | None:
+    """Reads --mesh as tfdist.train does; None for "auto". Raises ConfigError."""
+    return None if text == "auto" else Mesh.parse(text, devices)
 
 
 def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
-    """Every possible layout. Raises ConfigError if a fixed mesh does not suit the model or the number of devices."""
-    model, devices = plan.model, plan.devices
-    meshes = (
-        [wish.mesh]
-        if wish.mesh
-        else [
-            {"data": devices // (pipe * tensor * expert), "pipe": pipe, "model": tensor, "expert": expert}
-            for pipe in _divisors(devices)
-            if pipe <= max(1, model.blocks)
-            for tensor in _divisors(devices // pipe)
-            if tensor <= plan.hardware.per_node
-            for expert in _divisors(devices // pipe // tensor)
-        ]
-    )
-    recomputes = [wish.recompute] if wish.recompute is not None else [False, True] if model.blocks else [False]
-    for mesh in meshes:
-        problem = _problem(plan, mesh)
-        if problem:
+    """Every layout that training would take. Raises ConfigError if what is fixed leaves none."""
+    if wish.recompute and not plan.model.blocks:
+        raise ConfigError(
+            f"--recompute=blocks, but no blocks of {plan.model.name} are known here that could be computed again: use"
+            " --recompute=none."
+        )
+    by_zero = [layout_refusals.of_zero(plan.config, zero) for zero in range(4)]
+    refused, left = "", False
+    for layout, batch in _candidates(plan, wish):
+        found = by_zero[layout.zero] or layout_refusals.of_layout(plan.config, layout, batch)
+        if found:
+            refused = refused or found
+        else:
+            left = True
+            yield layout
+    if refused and not left:
+        raise ConfigError(refused)
+
+
+class _Candidate(NamedTuple):
+    """A layout, and the division of the batch that it stands for."""
+
+    layout: Layout
+    batch: BatchPlan
+
+
+def _candidates(plan: Plan, wish: Wish) -> Iterator[_Candidate]:
+    """Every layout on which the model can be placed. Raises ConfigError if it cannot on a fixed mesh."""
+    recomputes = [wish.recompute] if wish.recompute is not None else [False, True] if plan.model.blocks else [False]
+    for mesh in [wish.mesh] if wish.mesh else _meshes(plan):
+        if problem := layout_refusals.of_mesh(plan.model, mesh):
             if wish.mesh:
                 raise ConfigError(problem)
             continue
-        replicas = mesh.get("data", 1) * mesh.get("expert", 1)
-        zeros = [wish.zero] if wish.zero is not None else range(4) if replicas > 1 else [0]
-        for division in _divisions(plan.config, replicas):
+        zeros = [wish.zero] if wish.zero is not None else range(4) if mesh.replicas > 1 else [0]
+        for batch in _divisions(plan.config, mesh.replicas):
+            micro = {"micro_batch": batch.micro_batch, "micro_batches": batch.accumulation}
             for zero in zeros:
                 for recompute in recomputes:
-                    yield Layout(**mesh, **division._asdict(), zero=zero, recompute=recompute)
+                    yield _Candidate(Layout.on(mesh, zero=zero, recompute=recompute, **micro), batch)
 
 
-def _problem(plan: Plan, mesh: dict[str, int]) -> str:
-    """The reason why a mesh cannot be, or ""."""
-    size = 1
-    for axis in mesh.values():
-        size *= axis
-    text = ",".join(f"{name}={number}" for name, number in mesh.items())
-    tensor, pipe, expert = (mesh.get(name, 1) for name in ("model", "pipe", "expert"))
-    if size != plan.devices:
-        return f"--mesh={text} makes {size} devices, but --devices={plan.devices}: change one of them."
-    if tensor > 1 and "model" not in plan.model.axes:
-        return (
-            f"--mesh={text}: what model={tensor} would divide of {plan.model.name} is not known here: it is of tfdist's"
-            " transformers only. Plan without model=, or train with it and look at the memory in the log."
-        )
-    if tensor > 1 and plan.model.heads % tensor:
-        return (
-            f"--mesh={text}: model={tensor} must divide the attention heads, of which {plan.model.name} has"
-            f" {plan.model.heads}."
-        )
-    if pipe > max(1, plan.model.blocks):
-        return (
-            f"--mesh={text}: pipe={pipe} is more than the {plan.model.blocks} blocks at which {plan.model.name} can be"
-            " cut."
-        )
-    if expert > 1 and "expert" not in plan.model.axes:
-        return f"--mesh={text}: expert={expert}, but {plan.model.name} has no experts."
-    return ""
+def _meshes(plan: Plan) -> Iterator[Mesh]:
+    """Every mesh of all devices whose groups along `model` stay within a node."""
+    for pipe in _divisors(plan.devices):
+        for tensor in _divisors(plan.devices // pipe):
+            if tensor <= plan.hardware.per_node:
+                for expert in _divisors(plan.devices // pipe // tensor):
+                    data = plan.devices // (pipe * tensor * expert)
+                    yield Mesh.create(data=data, pipe=pipe, model=tensor, expert=expert)
 
 
 def _divisors(n: int) -> list[int]:
     return [size for size in range(1, n + 1) if n % size == 0]
 
 
-class Division(NamedTuple):
-    """The division of a global batch."""
-
-    micro_batch: int
-    micro_batches: int
-
-
-def _divisions(config: Config, replicas: int) -> Iterator[Division]:
+def _divisions(config: Config, replicas: int) -> Iterator[BatchPlan]:
     """The divisions to try for a number of replicas. What the flags fix is kept; with --global_batch alone, every
     division into powers of two is tried."""
     batch = config.batch
@@ -120,18 +99,17 @@ def _divisions(config: Config, replicas: int) -> Iterator[Division]:
         accumulation = 1
         while accumulation * replicas <= batch.global_batch:
             if batch.global_batch % (accumulation * replicas) == 0 or accumulation == 1:
-                yield Division(-(-batch.global_batch // (accumulation * replicas)), accumulation)
+                yield BatchPlan(batch.global_batch, accumulation, replicas)
             accumulation *= 2
         return
     try:
-        found = plan_batch(batch, replicas)
+        yield plan_batch(batch, replicas)
     except ConfigError:
         return  # with another number of replicas it may do
-    yield Division(found.micro_batch, found.accumulation)
 
 
-def search(plan: Plan, wish: Wish = Wish()) -> tuple[list[Estimate], list[str]]:  # noqa: B008 - frozen
-    """(up to three estimates, the best first, one for each mesh; a reason for each).
+def search(plan: Plan, wish: Wish = Wish()) -> list[Proposal]:  # noqa: B008 - frozen
+    """Up to three proposals, the best first, one for each mesh.
 
     If none fits: the one that needs the least, and why it does not fit. Raises ConfigError if there is no layout at
     all.
@@ -147,14 +125,14 @@ def search(plan: Plan, wish: Wish = Wish()) -> tuple[list[Estimate], list[str]]:
     fitting = [each for each in found if each.fits(plan.hardware)]
     if not fitting:
         least = min(found, key=lambda each: each.memory.peak)
-        return [least], [_does_not_fit(plan, least)]
+        return [Proposal(least, _does_not_fit(plan, least))]
     fitting.sort(key=lambda each: -each.samples_per_s)
     best: list[Estimate] = []
     while fitting and len(best) < BEST:
         equal = [each for each in fitting if each.samples_per_s >= fitting[0].samples_per_s * (1 - _SAME)]
         best.append(min(equal, key=_complexity))
-        fitting = [each for each in fitting if each.layout.mesh() != best[-1].layout.mesh()]
-    return best, [_reason(plan, each, best[0], found) for each in best]
+        fitting = [each for each in fitting if each.layout.mesh != best[-1].layout.mesh]
+    return [Proposal(each, _reason(plan, each, best[0], found)) for each in best]
 
 
 def _complexity(found: Estimate) -> tuple:
@@ -184,7 +162,7 @@ def _reason(plan: Plan, found: Estimate, best: Estimate, everything: list[Estima
             if found is best
             else f"{found.samples_per_s / best.samples_per_s:.0%} of the best one's speed"
         ),
-        f"{found.memory.peak / 1e9:.3g} of {plan.hardware.memory_gb:g} GB",
+        f"{gigabytes(found.memory.peak)} of {plan.hardware.memory_gb:g} GB",
         f"it loses most to {cost}, {share:.1%} of a step" if share > 0.005 else "it computes nearly all the time",
     ]
     for name, simpler in (
@@ -193,7 +171,7 @@ def _reason(plan: Plan, found: Estimate, best: Estimate, everything: list[Estima
     ):
         other = next((each for each in everything if each.layout == simpler), None)
         if other and simpler != found.layout and other.memory.peak > available:
-            pieces.append(f"without {name} it would need {other.memory.peak / 1e9:.3g} GB")
+            pieces.append(f"without {name} it would need {gigabytes(other.memory.peak)}")
     return "; ".join(pieces)
 
 
@@ -203,6 +181,6 @@ def _does_not_fit(plan: Plan, least: Estimate) -> str:
         largest[0], "use more devices or a larger one"
     )
     return (
-        f"does not fit, because even {least.layout.describe()} needs {least.memory.peak / 1e9:.3g} GB on a device of"
-        f" {plan.hardware.memory_gb:g} GB, {largest[1] / 1e9:.3g} GB of it for {largest[0]}: {cure}"
+        f"does not fit, because even {least.layout.describe()} needs {gigabytes(least.memory.peak)} on a device of"
+        f" {plan.hardware.memory_gb:g} GB, {gigabytes(largest[1])} of it for {largest[0]}: {cure}"
     )

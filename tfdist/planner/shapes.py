@@ -17,6 +17,7 @@ from typing import Any
 
 from tfdist.config import Config, parse_args
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.sources.source_facts import BYTES, DIGIT_SHAPE, DIGITS, SYNTHETIC
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class ModelShape:
         """The mesh axes besides data and pipe that can divide it."""
         return {weight.axis for part in self.parts for weight in part.weights} - {""}
 
+    @property
+    def experts(self) -> set[int]:
+        """The numbers of experts that its layers have; none, if it has no mixture."""
+        return {weight.shape[0] for part in self.parts for weight in part.weights if weight.axis == "expert"}
+
     def stages(self, pipe: int) -> list[list[ModelPart]]:
         """The parts cut into `pipe` stages of about the same work, each with a block at least."""
         assert pipe == 1 or pipe <= self.blocks, (pipe, self.blocks)
@@ -160,15 +166,15 @@ def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | Non
     data, options = config.data, parse_args("source_args", config.data.source_args)
     found: Sample | None = None
     if data.source == "digits":
-        found = Sample((8, 8, 1), 10)
+        found = Sample(DIGIT_SHAPE, DIGITS)
     elif data.source == "text":
-        found = Sample((data.sequence_length,), 256)
+        found = Sample((data.sequence_length,), BYTES)
     elif data.source == "synthetic":
-        text = options.get("task", "image") == "text"
+        options = {**SYNTHETIC, **options}
         found = (
-            Sample((data.sequence_length,), options.get("vocab", 50_257))
-            if text
-            else Sample(tuple(options.get("shape", (224, 224, 3))), options.get("classes", 1000))
+            Sample((data.sequence_length,), options["vocab"])
+            if options["task"] == "text"
+            else Sample(tuple(options["shape"]), options["classes"])
         )
     elif "image_size" in options and outputs:
         found = Sample((options["image_size"], options["image_size"], 3), outputs)

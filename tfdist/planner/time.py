@@ -18,6 +18,7 @@ from tfdist.planner.hardware import Hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS, slot_elements
 from tfdist.planner.shapes import ModelPart, ModelShape
+from tfdist.runtime.mesh import REPLICA_AXES
 
 DAY = 86_400.0
 
@@ -85,8 +86,8 @@ class GradientTraffic(NamedTuple):
 def gradient_traffic(
     stages: list[list[ModelPart]], layout: Layout, hardware: Hardware, algorithm: str
 ) -> GradientTraffic:
-    """The traffic over the data axis, float32."""
-    group = Group.of(layout.replicas, layout.pipe * layout.model, hardware)
+    """The traffic between the replicas, float32."""
+    group = Group.along(layout.mesh, REPLICA_AXES, hardware)
     size = gradient_bytes(stages, layout)
     if layout.replicas == 1:
         return GradientTraffic(0.0, "none")
@@ -108,14 +109,14 @@ def _inner_seconds(stages: list[list[ModelPart]], layout: Layout, hardware: Hard
     output = max((part.output for parts in stages for part in parts if part.block), default=0.0) * layout.micro_batch
     if layout.model > 1:
         # Two all-reduces forward and two backward for each block (Shoeybi et al. 2019), two more if recomputed.
-        each = min(all_reduce_seconds(Group.of(layout.model, 1, hardware), output, hardware).values())
+        each = min(all_reduce_seconds(Group.along(layout.mesh, ["model"], hardware), output, hardware).values())
         seconds += blocks * (6 if layout.recompute else 4) * each * layout.micro_batches
     if layout.pipe > 1:
-        group = Group.of(layout.pipe, layout.model, hardware)
+        group = Group.along(layout.mesh, ["pipe"], hardware)
         link = group.flat(hardware)
         seconds += 2 * (link.alpha + output / link.beta) * (layout.micro_batches + layout.pipe - 1)
     if layout.expert > 1:  # tokens to their experts and back, forward and backward
-        group = Group.of(layout.expert, layout.pipe * layout.model, hardware)
+        group = Group.along(layout.mesh, ["expert"], hardware)
         experts = max(sum(part.repeat for part in parts if "expert" in part.elements) for parts in stages)
         seconds += 4 * experts * all_to_all(layout.expert, output, group.flat(hardware)) * layout.micro_batches
     return seconds

@@ -61,6 +61,16 @@ class Mesh:
         """The number of workers in a group along these axes."""
         return math.prod(self.degrees[AXES.index(axis)] for axis in axes)
 
+    def by_axis(self) -> dict[str, int]:
+        """axis -> degree, of all axes."""
+        return dict(zip(AXES, self.degrees, strict=True))
+
+    def stride(self, *axes: str) -> int:
+        """The distance of neighbouring ranks in a group along these axes, which stand side by side in AXES."""
+        places = sorted(AXES.index(axis) for axis in axes)
+        assert places == list(range(places[0], places[-1] + 1)), axes
+        return math.prod(self.degrees[places[-1] + 1 :])
+
     @property
     def replicas(self) -> int:
         """Copies of the model, which read different samples."""

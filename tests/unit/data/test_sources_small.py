@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.config import DataConfig
+from tfdist.config import Config, DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data import input_pipeline
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources.load_split import SOURCES, load_split
+from tfdist.data.sources.source_facts import DIGITS_TO_TRAIN
 from tfdist.data.sources.split import Split, array_split
+from tfdist.planner.shapes import Sample, sample_of
 
 
 def fetch(split: Split, *indices: int) -> list[np.ndarray]:
@@ -93,3 +95,15 @@ def test_every_registered_source_can_be_imported():
     for target in SOURCES.values():
         module, function = target.split(":")
         assert callable(getattr(__import__(module, fromlist=[function]), function))
+
+
+@pytest.mark.parametrize(
+    ("source", "options"), [("digits", ""), ("text", ""), ("synthetic", ""), ("synthetic", "task=text,samples=9")]
+)
+def test_what_is_known_of_a_source_before_it_is_opened(source, options):
+    """As the planner knows it."""
+    config = Config().replace(source=source, source_args=options, sequence_length=32)
+    split = load_split(config.data, "train")
+    assert sample_of(config) == Sample(tuple(split.element_spec[0].shape), split.num_classes)
+    if source == "digits":
+        assert split.size == DIGITS_TO_TRAIN

@@ -2,13 +2,12 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from tfdist import flags
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plan import model_shape
-from tfdist.planner.calibrate import calibrate, fit, nonnegative_least_squares, read_run, terms
+from tfdist.planner.calibrate import calibrate, read_run, terms
 from tfdist.planner.estimate import Plan, estimate
 from tfdist.planner.hardware import load_hardware
 from tfdist.planner.layout import Layout
@@ -94,10 +93,6 @@ def test_noise_makes_nothing_negative(tmp_path):
     assert found.step_ms >= 0 and found.efficiency > 0 and found.network_gbs > 0 and predicted(found, 8, 32) > 0
 
 
-def test_terms_that_are_not_free_stay():
-    assert fit([(1, 2, 0)], [5.0], [1.0, 99.0, 7.0], [1]) == [1.0, 2.0, 7.0]
-
-
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
         read_run(str(tmp_path))
@@ -106,22 +101,6 @@ def test_what_is_no_run_is_named(tmp_path):
     log.write_text("\n".join(log.read_text().splitlines()[:2]))
     with pytest.raises(ConfigError, match="fewer than two log lines"):
         read_run(str(tmp_path / "a"))
-
-
-def test_least_squares_without_negative_parts_are_scipys():
-    """Also where columns depend on each other, or none helps."""
-    optimize = pytest.importorskip("scipy.optimize")
-    random = np.random.default_rng(0)
-    for case in range(60):
-        matrix = random.normal(size=(random.integers(1, 7), random.integers(1, 4)))
-        if case % 5 == 0:
-            matrix[:, -1] = matrix[:, 0]
-        target = -matrix.sum(axis=1) if case % 7 == 0 else random.normal(size=len(matrix))
-        found = nonnegative_least_squares(matrix, target)
-        assert found.min() >= 0
-        # Of several solutions either may be found: what is left is the same.
-        _, left = optimize.nnls(matrix, target)
-        assert np.linalg.norm(matrix @ found - target) == pytest.approx(left, rel=1e-9, abs=1e-12)
 
 
 def test_a_store_that_cannot_be_used_is_told_with_the_flag(s3):

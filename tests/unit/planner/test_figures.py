@@ -20,6 +20,7 @@ from tfdist.planner.hardware import load_hardware
 from tfdist.planner.memory import Recipe, shard_states
 from tfdist.planner.reliability import daly_interval, reliability, young_interval
 from tfdist.planner.time import bubble_fraction
+from tfdist.runtime.mesh import REPLICA_AXES, Mesh
 
 GB = 1e9
 # 16-bit weights and gradients, float32 master weights and Adam: 16 bytes a parameter
@@ -81,6 +82,29 @@ def test_groups_on_nodes():
     assert times["hierarchical"] == pytest.approx(2 * 7 / 8 * 4 / 450 + 2 * 7 / 8 * 0.5 / 50)
     assert pass_seconds(outside, 4 * GB, hardware) == pytest.approx(63 / 64 * 4 / 400)
     assert set(all_reduce_seconds(Group.of(1, 1, hardware), 1, hardware).values()) == {0.0}
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"data": 16},
+        {"pipe": 2, "data": 8},
+        {"pipe": 4, "data": 2, "model": 2},
+        {"data": 4, "expert": 4},
+        {"data": 2, "expert": 4, "model": 2},
+        {"pipe": 2, "data": 2, "expert": 2, "model": 2},
+    ],
+)
+def test_groups_are_those_of_the_runtime(degrees, per_node):
+    """On nodes filled in the order of the ranks: how many each group spans, and how many groups leave each of them."""
+    mesh, hardware = Mesh.create(**degrees), load_hardware(f"h100,per_node={per_node}")
+    for axes in (["pipe"], REPLICA_AXES, ["data"], ["expert"], ["model"]):
+        nodes = [{rank // per_node for rank in group} for group in mesh.groups(*axes)]
+        group = Group.along(mesh, axes, hardware)
+        assert [len(each) for each in nodes] == [group.nodes] * len(nodes), axes
+        if group.nodes > 1:
+            assert group.rivals == sum(0 in each for each in nodes), axes
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ import pytest
 from tfdist import flags
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plan import main, model_shape
-from tfdist.planner.estimate import Plan, estimate, scaling
+from tfdist.planner.estimate import Plan, communication_table, estimate, scaling
 from tfdist.planner.hardware import DEVICES, load_hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import memory
-from tfdist.planner.search import Wish, parse_mesh, search
+from tfdist.planner.plan_text import gigabytes
+from tfdist.planner.search import Wish, layouts, parse_mesh, search
+from tfdist.planner.time import DAY
+from tfdist.runtime.mesh import Mesh
 
 SMALL = [
     "--source=text",
@@ -41,31 +44,35 @@ def plan(train, devices, hardware="h100", **changes):
 
 
 def test_a_model_of_seven_billion_needs_zero_on_eight_devices():
-    best, reasons = search(plan(LARGE, 8))
-    assert best[0].layout.zero > 0 and "without ZeRO it would need" in reasons[0]
+    found = search(plan(LARGE, 8))
+    best = [each.estimate for each in found]
+    assert best[0].layout.zero > 0 and "without ZeRO it would need" in found[0].reason
     assert [found.fits(DEVICES["h100"]) for found in best] == [True] * len(best) and 1 < len(best) <= 3
-    assert len({found.layout.mesh() for found in best}) == len(best)
+    assert len({found.layout.mesh for found in best}) == len(best)
 
 
 def test_a_small_model_is_best_with_data_parallelism_alone():
-    best, reasons = search(plan(SMALL, 8))
-    assert best[0].layout.mesh() == "data=8" and not best[0].layout.recompute and "the fastest that fits" in reasons[0]
+    best = search(plan(SMALL, 8))[0]
+    layout = best.estimate.layout
+    assert layout.mesh.describe() == "data=8" and not layout.recompute and "the fastest that fits" in best.reason
 
 
 def test_what_does_not_fit_says_why():
-    (only,), (reason,) = search(plan(LARGE, 1, "t4,reserved_gb=0"))
+    (only,) = search(plan(LARGE, 1, "t4,reserved_gb=0"))
+    reason = only.reason
+    assert f"needs {gigabytes(only.estimate.memory.peak)} on a device of 16 GB" in reason
     assert "does not fit, because" in reason and "optimizer state" in reason and "more devices" in reason
-    assert only.layout.recompute  # it has tried
-    (_,), (reason,) = search(plan([*SMALL, "--micro_batch=64"], 1, "t4"), Wish(recompute=False))
-    assert "activations" in reason and "--micro_batch" in reason
+    assert only.estimate.layout.recompute  # it has tried
+    (only,) = search(plan([*SMALL, "--micro_batch=64"], 1, "t4"), Wish(recompute=False))
+    assert "activations" in only.reason and "--micro_batch" in only.reason
 
 
 def test_of_another_model_it_is_not_known_what_model_divides():
     of_cnn = plan(["--source=digits", "--model=cnn", "--global_batch=64"], 2)
     with pytest.raises(ConfigError, match="what model=2 would divide of cnn is not known here"):
-        search(of_cnn, Wish(mesh={"model": 2}))
+        search(of_cnn, Wish(mesh=Mesh.create(model=2)))
     with pytest.raises(ConfigError, match="model=5 must divide the attention heads, of which .* has [0-9]+"):
-        search(plan(SMALL, 5), Wish(mesh={"model": 5}))
+        search(plan(SMALL, 5), Wish(mesh=Mesh.create(model=5)))
 
 
 def test_memory_of_layouts():
@@ -113,6 +120,17 @@ def test_scaling_gets_worse_and_faster():
     assert all(a["samples_per_s"] < b["samples_per_s"] for a, b in zip(rows, rows[1:], strict=False))
 
 
+def test_replicas_of_a_stage_share_a_node_and_stages_do_not():
+    """As in the runtime, whose `pipe` is the outermost axis."""
+    asked = plan(SMALL, 16, "h100,per_node=8,link_us=0,network_us=0")
+    layout = Layout(pipe=2, data=8, micro_batches=4)
+    inside, everywhere = communication_table(asked, layout).items()
+    assert inside == ("in one node, over 8", everywhere[1]) and everywhere[0] == "over all 8 replicas"
+    sent = max(part.output for part in asked.model.parts if part.block)
+    one = sent / (asked.hardware.node_gbs * 1e9 / 8)  # eight stages share the network of a node
+    assert estimate(asked, layout).step.tensor == pytest.approx(2 * one * (4 + 2 - 1))
+
+
 def test_a_step_is_its_parts():
     found = estimate(plan(LARGE, 16), Layout(data=2, pipe=2, model=4, micro_batch=1, micro_batches=4))
     step = found.step
@@ -132,9 +150,9 @@ def test_a_step_is_its_parts():
         (["--hardware=name=mine"], ["memory_gb", "h100,"]),
         (["--hardware=h100,network=isdn"], ["isdn", "ib-ndr"]),
         (["--hardware=no/file.json"], ["no/file.json"]),
-        (["--mesh=data=3"], ["3 devices", "--devices=8"]),
+        (["--mesh=data=3"], ["--mesh=data=3 needs 3 workers", "there are 8", "--mesh=data=8"]),
         (["--mesh=model=8"], ["12", "heads"]),
-        (["--mesh=pipe=8,pipe=1"], ["pipe=1"]),
+        (["--mesh=pipe=8,pipe=1"], ["pipe=8,pipe=1", "pipe twice"]),
         (["--mesh=expert=8"], ["no experts"]),
         (["--devices=16", "--mesh=pipe=16"], ["12 blocks"]),
         (["--mesh=row=8"], ["row=8"]),
@@ -168,7 +186,29 @@ def test_hardware_of_the_user(tmp_path):
     found = load_hardware(str(tmp_path / "mine.json"))
     assert (found.name, found.per_node, found.memory_gb, found.network_gbs) == ("mine", 4, 80, 12.5)
     assert load_hardware("name=own,memory_gb=10,half_tflops=1,float32_tflops=1,memory_gbs=1,link_gbs=1").name == "own"
-    assert parse_mesh("auto") is None and parse_mesh("data=4,model=2") == {"data": 4, "model": 2}
+    assert parse_mesh("auto", 8) is None and parse_mesh("data=4,model=2", 8) == Mesh.create(data=4, model=2)
+
+
+def test_data_takes_what_a_mesh_leaves_as_in_train():
+    wished = parse_mesh("model=2", 8)
+    assert wished == Mesh.create(data=4, model=2)
+    assert {layout.mesh for layout in layouts(plan(SMALL, 8), Wish(mesh=wished))} == {wished}
+
+
+def test_days_without_a_global_batch():
+    """Which then follows from the layout: the steps take as long as they take."""
+    train = [*SMALL, "--global_batch=0", "--micro_batch=2", "--steps=1000"]
+    found = estimate(plan(train, 8, steps=1000), Layout(data=8, micro_batch=2))
+    assert found.days * DAY * found.reliability.availability == pytest.approx(1000 * found.step.total)
+
+
+@pytest.mark.parametrize("batch", [["--global_batch=64"], ["--global_batch=0", "--micro_batch=2"]])
+def test_the_command_tells_days_for_all_steps(batch, capsys):
+    assert main(["--mesh=data=8", "--json=-", "--", *SMALL, *batch, "--steps=1000"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = told["plans"][0]
+    assert told["samples"] == 1000 * best["layout"]["global_batch"]
+    assert best["days"] * DAY * best["reliability"]["availability"] == pytest.approx(1000 * best["step_s"]["total"])
 
 
 def test_the_command_answers_at_once_without_tensorflow(tmp_path):

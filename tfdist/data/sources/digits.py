@@ -13,6 +13,7 @@ import numpy as np
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import UnsupportedError
+from tfdist.data.sources.source_facts import DIGIT_SHAPE, DIGITS
 from tfdist.data.sources.split import Split, array_split, read_options
 
 
@@ -21,10 +22,10 @@ def load(config: DataConfig, split: str) -> Split:
     read_options(config, {})
     images, digits = _read()
     held_out = np.zeros(len(digits), bool)
-    for digit in range(10):
+    for digit in range(DIGITS):
         held_out[np.flatnonzero(digits == digit)[4::5]] = True
     rows = held_out if split == "eval" else ~held_out
-    return array_split(f"digits/{split}", (images[rows], digits[rows]), num_classes=10)
+    return array_split(f"digits/{split}", (images[rows], digits[rows]), num_classes=DIGITS)
 
 
 def _read() -> tuple[np.ndarray, np.ndarray]:
@@ -37,4 +38,4 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
         delimiter=",",
         dtype=np.float32,
     )
-    return (table[:, :-1] / 16).reshape(-1, 8, 8, 1), table[:, -1].astype(np.int32)
+    return (table[:, :-1] / 16).reshape(-1, *DIGIT_SHAPE), table[:, -1].astype(np.int32)

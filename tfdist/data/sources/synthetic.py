@@ -19,23 +19,15 @@ import tensorflow as tf
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data import order
+from tfdist.data.sources.source_facts import SYNTHETIC
 from tfdist.data.sources.split import Sample, Split, on_host, read_options
 
-DEFAULTS = {
-    "task": "image",
-    "shape": (224, 224, 3),
-    "classes": 1000,
-    "samples": 1_281_167,
-    "eval_samples": 50_000,
-    "vocab": 50_257,
-    "fixed": False,
-}
 NOISE_OFFSETS = 65_536  # different stretches of one noise array
 
 
 def load(config: DataConfig, split: str) -> Split:
     """Loads a split as described above. Raises ConfigError for an option that is not valid."""
-    options = read_options(config, DEFAULTS)
+    options = read_options(config, SYNTHETIC)
     task, shape, length = options["task"], options["shape"], config.sequence_length
     if task not in ("image", "text"):
         raise ConfigError(f"--source_args: task={task} must be image or text.")

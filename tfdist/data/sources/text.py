@@ -35,6 +35,7 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.data.sources.source_facts import BYTES
 from tfdist.data.sources.split import SPLITS, Sample, Split, on_host, read_options
 from tfdist.storage.data_cache import cache_of
 
@@ -93,7 +94,7 @@ def load(config: DataConfig, split: str) -> Split:
         (len(corpus.data) - 1) // length,
         spec,
         fetch,
-        256,
+        BYTES,
         info,
         cheap=True,
         contents=lambda: [int(corpus.digest, 16) % 2**32],
@@ -111,7 +112,7 @@ class Corpus:
     @functools.cached_property
     def unigram_entropy(self) -> float:
         """Nats a byte: the loss of the best model that knows only how often each byte occurs."""
-        p = np.bincount(self.data, minlength=256) / len(self.data)
+        p = np.bincount(self.data, minlength=BYTES) / len(self.data)
         return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
     @functools.cached_property

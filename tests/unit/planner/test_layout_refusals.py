@@ -1,0 +1,140 @@
+"""What training would refuse is not proposed, and a wish for it ends with a sentence."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from tfdist import flags
+from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
+from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import plan_batch
+from tfdist.plan import model_shape
+from tfdist.planner import layout_refusals
+from tfdist.planner.estimate import Plan
+from tfdist.planner.hardware import load_hardware
+from tfdist.planner.layout import Layout
+from tfdist.planner.search import Wish, layouts, search
+from tfdist.planner.shapes import Weight
+from tfdist.runtime.mesh import Mesh
+from tfdist.training.parallel import compose
+from tfdist.training.parallel.pipe_schedule import make_schedule
+
+TEXT = ["--source=text", "--model=transformer", "--model_args=layers=4,heads=4,width=64", "--global_batch=64"]
+IMAGES = ["--source=synthetic", "--model=resnet50", "--global_batch=64"]
+
+
+def plan(train, devices=8):
+    config = flags.parse([*train, "--steps=10"]).config
+    shape = model_shape(config, train, input_shape="", outputs=0)
+    return Plan(config, shape, load_hardware("h100"), devices)
+
+
+def with_experts(asked, experts):
+    """The same model, whose blocks have so many experts each."""
+    blocks = [
+        dataclasses.replace(part, weights=(*part.weights, Weight("experts_up/kernel", (experts, 64, 64), "expert")))
+        if part.block
+        else part
+        for part in asked.model.parts
+    ]
+    return dataclasses.replace(asked, model=dataclasses.replace(asked.model, parts=tuple(blocks)))
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon"])
+def test_an_optimizer_that_needs_whole_variables(optimizer):
+    asked = plan([*TEXT, f"--optimizer={optimizer}"])
+    found = list(layouts(asked, Wish()))
+    assert {layout.zero for layout in found} == {0} and {layout.model for layout in found} == {1}
+    assert {layout.pipe for layout in found} == ({1} if optimizer == "adafactor" else {1, 2, 4})
+    with pytest.raises(ConfigError, match=f"--zero=1 with --optimizer={optimizer}: .*use sgd, .* or lion, or --zero=0"):
+        search(asked, Wish(zero=1))
+    with pytest.raises(ConfigError, match=f"--mesh=data=4,model=2 with --optimizer={optimizer}: .*, or data= only"):
+        search(asked, Wish(mesh=Mesh.create(data=4, model=2)))
+
+
+def test_adafactor_and_a_pipeline():
+    with pytest.raises(ConfigError, match="pipe=2.*--optimizer=adafactor.*use another optimizer"):
+        search(plan([*TEXT, "--optimizer=adafactor"]), Wish(mesh=Mesh.create(data=4, pipe=2)))
+
+
+def test_elementwise_optimizers_are_spread():
+    for optimizer in ELEMENTWISE_OPTIMIZERS:
+        found = list(layouts(plan([*TEXT, f"--optimizer={optimizer}"]), Wish()))
+        assert {layout.zero for layout in found} == {0, 1, 2, 3} and {layout.model for layout in found} == {1, 2, 4}
+
+
+def test_experts_and_a_pipeline():
+    asked = with_experts(plan(TEXT), 4)
+    found = list(layouts(asked, Wish()))
+    assert {layout.pipe for layout in found} == {1} and {layout.expert for layout in found} == {1, 2, 4}
+    for mesh in (Mesh.create(data=4, pipe=2), Mesh.create(data=2, pipe=2, expert=2)):
+        with pytest.raises(ConfigError, match="pipe=2, but transformer has experts.*use data="):
+            search(asked, Wish(mesh=mesh))
+    with pytest.raises(ConfigError, match="expert=8 must divide the experts, of which .* has 4"):
+        search(asked, Wish(mesh=Mesh.create(expert=8)))
+
+
+def test_a_resnet_has_no_blocks_that_training_can_cut():
+    found = list(layouts(plan(IMAGES), Wish()))
+    assert {layout.pipe for layout in found} == {1} and not any(layout.recompute for layout in found)
+    with pytest.raises(ConfigError, match="pipe=2 is more than the 0 blocks"):
+        search(plan(IMAGES), Wish(mesh=Mesh.create(data=4, pipe=2)))
+    with pytest.raises(ConfigError, match="--recompute=blocks, but no blocks of resnet50.*--recompute=none"):
+        search(plan(IMAGES), Wish(recompute=True))
+
+
+def test_parts_of_a_pipeline():
+    mesh = ["--strategy=mesh"]
+    found = list(layouts(plan([*TEXT, *mesh, "--pipe_cut=block_02"]), Wish()))
+    assert {layout.pipe for layout in found} == {2}
+    found = list(layouts(plan([*TEXT, *mesh, "--pipe_chunks=2"]), Wish(mesh=Mesh.create(data=4, pipe=2))))
+    assert found and not any(layout.micro_batches % 2 for layout in found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulation": 2},
+        {"accumulation": 3},
+        {"global_batch": 63, "accumulation": 3},
+        {"compression": "bf16"},
+        {"offload": "optimizer"},
+        {"sequence_parallel": True},
+        {"jit_compile": True},
+        {"all_reduce": "hierarchical"},
+        {"pipe_chunks": 2, "accumulation": 1},
+        {"pipe_chunks": 2, "accumulation": 4},
+    ],
+)
+def test_training_refuses_the_same(changes):
+    base = plan(TEXT).config.replace(strategy="mesh", **changes)
+    for mesh, zero in itertools.product(
+        (
+            Mesh.create(data=8),
+            Mesh.create(data=4, pipe=2),
+            Mesh.create(data=4, model=2),
+            Mesh.create(data=4, expert=2),
+            Mesh.create(data=2, pipe=2, model=2),
+            Mesh.create(),
+        ),
+        range(4),
+    ):
+        config = base.replace(zero=zero)
+        batch = plan_batch(config.batch, mesh.replicas)
+        layout = Layout.on(mesh, zero=zero, micro_batch=batch.micro_batch, micro_batches=batch.accumulation)
+        said = layout_refusals.of_zero(base, zero) or layout_refusals.of_layout(base, layout, batch)
+        assert bool(said) == bool(refused_by_training(config, mesh, batch)), (mesh.describe(), zero, said)
+
+
+def refused_by_training(config, mesh, batch):
+    """The sentence of the checks that need no model; "": none."""
+    try:
+        config.validate()
+        compose._check(config, SimpleNamespace(mesh=mesh), batch)
+        make_schedule("1f1b", mesh.degree("pipe"), batch.accumulation, config.parallel.pipe_chunks)
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,52 @@
+"""Least squares for what times are made of: no term negative, over relative errors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_SMALLEST = 1e-18  # seconds for an operation or a byte: rates stay finite
+
+Terms = TypeVar("Terms", bound=NamedTuple)  # the first field is a fixed cost, the others are amounts with a rate
+
+
+def fit(rows: Sequence[Terms], seconds: Sequence[float], known: Terms, free: Collection[str]) -> Terms:
+    """Coefficients c >= 0 with rows @ c = seconds, least squares over relative errors; the fields that are not in
+    `free` stay as `known`.
+    """
+    import numpy as np
+
+    places = [known._fields.index(name) for name in free]
+    measured = np.array(seconds)
+    matrix = np.array(rows, float) / measured[:, None]
+    coefficients = np.array(known, float)
+    coefficients[places] = 0.0
+    scale = matrix[:, places].max(axis=0)
+    solved = nonnegative_least_squares(matrix[:, places] / scale, np.maximum(1 - matrix @ coefficients, 0.0))
+    coefficients[places] = solved / scale
+    fixed, *rates = map(float, coefficients)
+    found = [fixed, *(max(rate, _SMALLEST) for rate in rates)]
+    return known._replace(**dict(zip(known._fields, found, strict=True)))
+
+
+def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """x >= 0 with the least |matrix @ x - target|, for a few columns.
+
+    It is the unbounded solution on the columns where it is positive (Lawson and Hanson, Solving Least Squares Problems,
+    1974, chapter 23), so of all choices of columns whose solution has no negative part the best is taken.
+    """
+    import numpy as np
+
+    columns = matrix.shape[1]
+    best, least = np.zeros(columns), float(target @ target)
+    for chosen in itertools.product((False, True), repeat=columns):
+        trial, some = np.zeros(columns), np.flatnonzero(chosen)
+        trial[some] = np.linalg.lstsq(matrix[:, some], target, rcond=None)[0]
+        error = target - matrix @ trial
+        if trial.min() >= 0 and error @ error < least:
+            best, least = trial, float(error @ error)
+    return best
