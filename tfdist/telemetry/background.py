@@ -18,8 +18,8 @@ class Background:
 
     def __init__(self, name: str, make: Callable[[], Observer], last_seconds: float = _LAST_SECONDS):
         self._make, self._last_seconds = make, last_seconds
-        self._events: queue.Queue[Event | None] = queue.Queue(_MOST_WAITING)
-        self._error: Exception | None = None
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
         self.__qualname__ = name  # which messages show
         self._thread = threading.Thread(target=self._work, name=f"tfdist-{self.__qualname__}", daemon=True)
         self._thread.start()
@@ -27,15 +27,17 @@ class Background:
     def __call__(self, event: Event) -> None:
         if self._error:
             raise self._error
-        self._events.put_nowait(event)
+        if self._events.qsize() >= _MOST_WAITING:
+            self._last_seconds = 0.0  # the run goes on without it, and does not stand still for it
+            raise TimeoutError(f"{self._events.qsize():,} events wait to be passed on")
+        self._events.put(event)
 
     def close(self) -> None:
         """Waits for what was told to be passed on, a limited time.
 
         Raises the error of a failed observer, TimeoutError if it is too slow.
         """
-        if self._error is None:
-            self._events.put(None, timeout=self._last_seconds)
+        self._events.put(None)
         self._thread.join(self._last_seconds)
         if self._error:
             raise self._error
@@ -48,5 +50,5 @@ class Background:
             while (event := self._events.get()) is not None:
                 observer(event)
             getattr(observer, "close", lambda: None)()
-        except Exception as error:  # noqa: BLE001 - raised in the thread of who tells events
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised in the thread of who tells events
             self._error = error

@@ -76,20 +76,28 @@ class FanOut:
             self._each("leave", name, failed)
 
     def close(self) -> None:
-        self._each("close")
+        for observer in self.observers:
+            try:
+                getattr(observer, "close", lambda: None)()
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - see __call__
+                _tell_of_failure(observer, error)  # and not closed again: it may have taken its time already
         self.observers.clear()
 
     def _each(self, method: str, *args: Any) -> None:
         for observer in list(self.observers):
             try:
                 getattr(observer, method, lambda *_: None)(*args)
-            except (Exception, SystemExit) as error:  # noqa: BLE001
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - see __call__
                 self._switch_off(observer, error)
 
     def _switch_off(self, observer: Observer, error: BaseException) -> None:
         self.observers.remove(observer)
         with contextlib.suppress(Exception, SystemExit):  # it has failed already; this only frees what it holds
             getattr(observer, "close", lambda: None)()
-        name = getattr(observer, "__qualname__", type(observer).__name__)
-        with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
-            say(f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training goes on.")
+        _tell_of_failure(observer, error)
+
+
+def _tell_of_failure(observer: Observer, error: BaseException) -> None:
+    name = getattr(observer, "__qualname__", type(observer).__name__)
+    with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
+        say(f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training goes on.")

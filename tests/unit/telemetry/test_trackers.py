@@ -3,6 +3,7 @@
 import csv
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -269,6 +270,49 @@ def test_a_tracker_that_never_ends_is_left_behind():
     background(train_event(1, 1.0))
     with pytest.raises(TimeoutError, match="not passed on within 0.1 s"):
         background.close()
+
+
+def stuck(event):
+    threading.Event().wait()
+
+
+def test_the_end_of_a_run_waits_for_a_hanging_tracker_once(capsys):
+    fan_out = FanOut([Background("stuck", lambda: stuck, last_seconds=0.5)])
+    fan_out(train_event(1, 1.0))
+    begin = time.monotonic()
+    fan_out.close()
+    assert 0.5 <= time.monotonic() - begin < 0.9
+    assert capsys.readouterr().err.count("stuck failed (TimeoutError: 1 events were not passed on within 0.5 s)") == 1
+
+
+def test_a_tracker_for_which_too_much_waits_is_left_behind(monkeypatch, capsys):
+    """At the close, too, which waits for what was told; and not during the training, which would stand still."""
+    monkeypatch.setattr("tfdist.telemetry.background._MOST_WAITING", 2)
+    full, late = (Background("stuck", lambda: stuck, last_seconds=last_seconds) for last_seconds in (0.1, 60))
+    for background in (full, late):
+        background(train_event(0, 1.0))
+        while background._events.qsize():
+            time.sleep(0.001)
+        for step in (1, 2):
+            background(train_event(step, 1.0))
+    with pytest.raises(TimeoutError, match="3 events were not passed on within 0.1 s"):
+        full.close()
+    fan_out = FanOut([late])
+    begin = time.monotonic()
+    fan_out(train_event(3, 1.0))
+    assert time.monotonic() - begin < 30 and fan_out.observers == []
+    assert "stuck failed (TimeoutError: 2 events wait to be passed on)" in capsys.readouterr().err
+
+
+def test_a_tracker_that_ends_its_thread_is_switched_off(capsys):
+    """Else what it was told would be lost without a word."""
+
+    def leaving():
+        raise SystemExit(0)
+
+    fan_out = FanOut([Background("the leaving one", leaving)])
+    fan_out.close()
+    assert "the leaving one failed (SystemExit: 0) and is switched off" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
