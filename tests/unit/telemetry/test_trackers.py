@@ -14,8 +14,11 @@ from tfdist.control.exit_codes import ConfigError, UnsupportedError
 from tfdist.control.optional_packages import optional_module
 from tfdist.telemetry.background import Background
 from tfdist.telemetry.events import Event, FanOut
-from tfdist.telemetry.jsonl import JsonlObserver, replay
+from tfdist.telemetry.jsonl import JsonlObserver, read_jsonl, replay
+from tfdist.telemetry.jsonl import history as kept_history
 from tfdist.telemetry.observers import build_observers
+from tfdist.telemetry.plot import read_series
+from tfdist.telemetry.run_log import RunLog
 from tfdist.telemetry.trackers import Run, by_path, make_trackers
 
 
@@ -65,6 +68,40 @@ def test_the_history_of_a_run_has_each_step_once(tmp_path):
     assert [entry[:2] for entry in history(tmp_path)] == [("train", 10), ("train", 15), ("train", 20)]
     assert np.isnan(history(tmp_path)[-1][2])
     assert [event.step for event in replay(tmp_path / "logs" / "rank-0.jsonl", 15)] == [10, 15]
+
+
+def rolled_back(folder):
+    """The log of a run that went back from 60 to 30, with an evaluation after each third log line."""
+    log = JsonlObserver(folder / "logs" / "rank-0.jsonl", run_id="r", attempt=0, rank=0)
+    for event in (
+        Event("start", 0, {}),
+        *(train_event(step, step) for step in (20, 40, 60)),
+        Event("eval", 60, {"eval/loss": 9.0}),
+        train_event(35, 3.5),
+        Event("eval", 35, {"eval/loss": 8.0}),
+    ):
+        log(event)
+    log.close()
+    return folder / "logs" / "rank-0.jsonl"
+
+
+def test_curves_and_trackers_have_the_same_history(tmp_path):
+    path = rolled_back(tmp_path)
+    assert history(tmp_path) == [("train", 20, 20.0), ("train", 35, 3.5), ("eval", 35, 8.0)]
+    for series in (read_series(path), RunLog(tmp_path, "").series):
+        assert series["train/loss"] == {20: 20.0, 35: 3.5} and series["eval/loss"] == {35: 8.0}
+
+
+def test_a_rollback_replaces_evaluations_of_later_steps_at_once(tmp_path):
+    path = rolled_back(tmp_path)
+    records = list(read_jsonl(path))
+    assert [(record["kind"], record["step"]) for record in kept_history(records[:-1])] == [("train", 20), ("train", 35)]
+    assert [(record["kind"], record["step"]) for record in kept_history(records[:-2])] == [
+        ("train", 20),
+        ("train", 40),
+        ("train", 60),
+        ("eval", 60),
+    ]
 
 
 def rows(path):
