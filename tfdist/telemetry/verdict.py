@@ -23,13 +23,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tfdist.telemetry.phases import CHECKPOINT, EVALUATION, OTHER, PHASES, SYNC
+from tfdist.telemetry.phases import PHASES, Phase
 from tfdist.telemetry.run_log import span
 
 LEAST, MOST = 0.2, 0.5
 _PATIENCE = 2  # accounts in a row that must agree before a change is told
-_INPUT, _COMPUTE = [0, 1], [2, 3, 5]
-_OWN = [*_COMPUTE, OTHER]
+_INPUT = [Phase.DATA_WAIT, Phase.HOST_TO_DEVICE]
+_COMPUTE = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+_OWN = [*_COMPUTE, Phase.OTHER]
 
 
 @dataclass(frozen=True)
@@ -111,20 +112,20 @@ _ADVICE = {
 
 def judge(by_rank: np.ndarray) -> Finding:
     """by_rank: float64 [workers, len(PHASES)], seconds per step of each phase on each worker."""
-    time = max(float(np.median(np.delete(by_rank, EVALUATION, axis=1).sum(axis=1))), 1e-12)
+    time = max(float(np.median(np.delete(by_rank, Phase.EVALUATION, axis=1).sum(axis=1))), 1e-12)
     own, fed = by_rank[:, _OWN].sum(axis=1), by_rank[:, _INPUT].sum(axis=1)
     slow, starved = int(own.argmax()), int(fed.argmax())
     losses = {
-        "storage": float(by_rank[:, CHECKPOINT].max()),
+        "storage": float(by_rank[:, Phase.CHECKPOINT].max()),
         "input": float(fed[starved]),
-        "communication": float(by_rank[:, SYNC].min()),
+        "communication": float(by_rank[:, Phase.GRADIENT_SYNC].min()),
         "slow rank": float(own[slow] - np.median(np.delete(own, slow))) if len(own) > 1 else 0.0,
     }
     kind = max(losses, key=losses.__getitem__)
     if losses[kind] < LEAST * time:
         rest = {
             "compute": float(np.median(by_rank[:, _COMPUTE].sum(axis=1))),
-            "host": float(np.median(by_rank[:, OTHER])),
+            "host": float(np.median(by_rank[:, Phase.OTHER])),
         }
         kind = max(rest, key=rest.__getitem__)
         if rest[kind] < MOST * time:
@@ -149,7 +150,7 @@ def judge(by_rank: np.ndarray) -> Finding:
     return Finding(kind, share)
 
 
-def _of_rank(kind: str, share: float, by_rank: np.ndarray, rank: int, phases: list[int]) -> Finding:
+def _of_rank(kind: str, share: float, by_rank: np.ndarray, rank: int, phases: list[Phase]) -> Finding:
     """The finding about a rank, with that of `phases` in which it is furthest behind the others."""
     others = np.median(np.delete(by_rank, rank, axis=0), axis=0)
     phase = max(phases, key=lambda phase: by_rank[rank, phase] - others[phase])
