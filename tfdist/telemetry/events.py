@@ -66,7 +66,7 @@ class FanOut:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Tells the observers that want to know of a section of the run: "step", "evaluation", "save", ..."""
+        """Tells the observers that want to know of a section of the run (control/sections.py)."""
         self._each("enter", name)
         failed = True
         try:

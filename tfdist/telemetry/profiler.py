@@ -14,10 +14,9 @@ import signal
 import threading
 from collections.abc import Callable
 
+from tfdist.control import sections
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.trackers import Run
-
-_STEPS = ("first step", "step")
 
 
 class Profiler:
@@ -48,7 +47,7 @@ class Profiler:
         """Does nothing: sections tell all."""
 
     def enter(self, name: str) -> None:
-        if name in _STEPS and self._since is None:
+        if name in sections.STEPS and self._since is None:
             self._maybe_start(self._run.step())
         if self._since is None:
             self._open.append(None)
@@ -56,14 +55,14 @@ class Profiler:
         import tensorflow as tf
 
         trace = tf.profiler.experimental.Trace
-        scope = trace("train", step_num=self._run.step(), _r=1) if name in _STEPS else trace(name)
+        scope = trace("train", step_num=self._run.step(), _r=1) if name in sections.STEPS else trace(name)
         self._open.append(scope)
         scope.__enter__()
 
     def leave(self, name: str, failed: bool) -> None:
         if scope := self._open.pop():
             scope.__exit__(None, None, None)
-        if self._since is not None and name in _STEPS and self._run.step() >= self._until:
+        if self._since is not None and name in sections.STEPS and self._run.step() >= self._until:
             self._stop()
 
     def _maybe_start(self, step: int) -> None:
