@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable
 
 from tfdist.control.terminal import without_control
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 
 _NOT_METRICS = ("train/learning_rate", "train/gradient_norm", "train/loss_scale", "train/skipped_steps")
 
 EpochAt = Callable[[int], float | None]  # step -> passes over the data by then; None: not known
 
 
-class PlainConsole:
+class PlainConsole(Observer):
     """Prints a line per event."""
 
     def __init__(self, total_steps: int, epoch_at: EpochAt):

@@ -19,7 +19,7 @@ from typing import Any
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.own_files import appended_to
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 
 VERSION = 1
 _TYPES = {"attempt": int, "kind": str, "step": int, "values": dict}
@@ -40,7 +40,7 @@ def _usable(path: Path) -> Iterator[None]:
         ) from None
 
 
-class JsonlObserver:
+class JsonlObserver(Observer):
     """Appends events to a file, each flushed, so that a killed process loses nothing that it has told."""
 
     def __init__(self, path: Path, *, run_id: str, attempt: int, rank: int):

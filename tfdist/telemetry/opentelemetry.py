@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from tfdist.control import sections
 from tfdist.control.exit_codes import UnsupportedError
 from tfdist.control.optional_packages import isolate_random, optional_module
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.trackers import Run, numbers
 
 _PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
@@ -24,7 +24,7 @@ _STARTUP_PARTS = (("import", "import_s"), ("build", "build_s"), ("restore", "res
 _SECTIONS = (sections.EVALUATION, sections.SAVE, sections.RESTORE)
 
 
-class Spans:
+class Spans(Observer):
     """Turns events and sections into spans. Raises UnsupportedError without the packages."""
 
     def __init__(self, run: Run):

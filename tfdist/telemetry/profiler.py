@@ -12,14 +12,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 
 from tfdist.control import sections
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer, Tell
 from tfdist.telemetry.trackers import Run
 
 
-class Profiler:
+class Profiler(Observer):
     """Follows the sections of a run, and traces some.
 
     Args:
@@ -27,7 +26,7 @@ class Profiler:
       tell: what takes the event that says where a trace is.
     """
 
-    def __init__(self, steps: tuple[int, int] | None, run: Run, tell: Callable[[Event], None]):
+    def __init__(self, steps: tuple[int, int] | None, run: Run, tell: Tell):
         self._steps, self._run, self._tell = steps, run, tell
         self.folder = run.folder / "tensorboard" / (f"rank-{run.rank}" if run.rank else "")
         self._asked = False
@@ -42,9 +41,6 @@ class Profiler:
         os.write(
             2, b"tfdist: SIGUSR2: the next call of the training function is traced.\n"
         )  # print() may deadlock in a handler
-
-    def __call__(self, event: Event) -> None:
-        """Does nothing: sections tell all."""
 
     def enter(self, name: str) -> None:
         if name in sections.STEPS and self._since is None:

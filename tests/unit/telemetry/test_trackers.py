@@ -13,7 +13,7 @@ from tfdist.config import TelemetryConfig
 from tfdist.control.exit_codes import ConfigError, UnsupportedError
 from tfdist.control.optional_packages import optional_module
 from tfdist.telemetry.background import Background
-from tfdist.telemetry.events import Event, FanOut
+from tfdist.telemetry.events import Event, FanOut, Observer
 from tfdist.telemetry.jsonl import JsonlObserver, read_jsonl, replay
 from tfdist.telemetry.jsonl import history as kept_history
 from tfdist.telemetry.observers import build_observers
@@ -260,6 +260,75 @@ def test_a_users_own_tracker(tmp_path):
         match="--trackers=tensorbord is unknown: use tensorboard, csv, mlflow, wandb, or package.module:function.",
     ):
         make_trackers("csv,tensorbord", Run(tmp_path, "r"))
+
+
+def as_a_function(told):
+    return lambda event: told.append(event.kind)
+
+
+def as_a_builtin(told):
+    class Kinds(list):
+        def append(self, event):
+            told.append(event.kind)
+
+    return Kinds().append
+
+
+class Closing:
+    def __init__(self, told):
+        self.told = told
+
+    def __call__(self, event):
+        self.told.append(event.kind)
+
+    def close(self):
+        self.told.append("close")
+
+
+class Following(Closing):
+    def enter(self, section):  # by another name than `Observer` has for it
+        self.told.append(f"enter {section}")
+
+    def leave(self, section, failed):
+        self.told.append(f"leave {section} {failed}")
+
+
+class Inheriting(Observer):
+    def __init__(self, told):
+        self.told = told
+
+    def leave(self, name, failed):
+        self.told.append(f"leave {name} {failed}")
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (as_a_function, ["train"]),
+        (as_a_builtin, ["train"]),
+        (Closing, ["train", "close"]),
+        (Following, ["enter save", "train", "leave save False", "close"]),
+        (Inheriting, ["leave save False"]),
+    ],
+)
+def test_what_users_may_give_for_an_observer(tmp_path, monkeypatch, make, expected):
+    told = []
+    monkeypatch.setitem(sys.modules, "own_observers", SimpleNamespace(track=lambda run: make(told)))
+    fan_out = FanOut(make_trackers("own_observers:track", Run(tmp_path, "r")))
+    around = FanOut([fan_out])
+    with around.section("save"):
+        around(train_event(1, 1.0))
+    around.close()
+    assert told == expected
+    assert isinstance(fan_out, Observer) and fan_out.observers == around.observers == []
+
+
+@pytest.mark.parametrize("make", [as_a_function, Closing, Following])
+def test_a_users_own_observer_is_named_as_it_is(make, capsys):
+    own = make(None)  # which cannot be appended to
+    FanOut([own])(train_event(1, 1.0))
+    name = getattr(own, "__qualname__", type(own).__name__)
+    assert f"WARNING: {name} failed (AttributeError: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("trackers", "package"), [("mlflow", "mlflow"), ("wandb", "wandb")])
