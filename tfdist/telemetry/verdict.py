@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tfdist.control.amounts_text import short_time
 from tfdist.telemetry.phases import PHASES, Phase
-from tfdist.telemetry.run_log import span
 
 LEAST, MOST = 0.2, 0.5
 _PATIENCE = 2  # accounts in a row that must agree before a change is told
@@ -56,8 +56,8 @@ class Finding:
         about, advice = _ADVICE[self.kind]
         if self.rank >= 0:
             when += (
-                f"; rank {self.rank} takes {span(self.phase_s)} a step for {_WORDS[self.phase]}, the others"
-                f" {span(self.others_s)}"
+                f"; rank {self.rank} takes {short_time(self.phase_s)} a step for {_WORDS[self.phase]}, the others"
+                f" {short_time(self.others_s)}"
             )
         return about.format(percent=percent, rank=self.rank, beside=self.beside) + when + ". " + advice
 
