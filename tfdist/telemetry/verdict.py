@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,21 @@ _PATIENCE = 2  # accounts in a row that must agree before a change is told
 _INPUT = [Phase.DATA_WAIT, Phase.HOST_TO_DEVICE]
 _COMPUTE = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
 _OWN = [*_COMPUTE, Phase.OTHER]
+
+
+class _Subject(NamedTuple):
+    """What a verdict is about: as long as it stays, the verdict is the same."""
+
+    kind: str
+    rank: int
+
+
+class _Account(NamedTuple):
+    """Where the time of some steps went."""
+
+    first_step: int
+    steps: int
+    by_rank: np.ndarray  # see `judge`
 
 
 @dataclass(frozen=True)
@@ -46,8 +62,8 @@ class Finding:
     beside: str = ""  # what the rest of the time goes to, where nothing has most of it
 
     @property
-    def subject(self) -> tuple[str, int]:
-        return self.kind, self.rank
+    def subject(self) -> _Subject:
+        return _Subject(self.kind, self.rank)
 
     def sentence(self, since: int | None) -> str:
         """The verdict with its figure, since when, and what to do."""
@@ -161,14 +177,14 @@ class Verdicts:
     """The accounts of a run, one after the other, and the verdict on them."""
 
     def __init__(self):
-        self._accounts: list[tuple[int, int, np.ndarray]] = []  # (first step, steps, by rank)
-        self._told: tuple[str, int] | None = None
+        self._accounts: list[_Account] = []
+        self._told: _Subject | None = None
 
     def add(self, first_step: int, steps: int, by_rank: np.ndarray) -> str:
         """Adds one account. Returns a sentence when the verdict is new, or has changed, and holds; else ""."""
-        self._accounts.append((first_step, steps, by_rank))
+        self._accounts.append(_Account(first_step, steps, by_rank))
         last = self._accounts[-_PATIENCE:]
-        subjects = {judge(each).subject for _, _, each in last}
+        subjects = {judge(each.by_rank).subject for each in last}
         if len(last) < _PATIENCE or len(subjects) > 1 or subjects == {self._told}:
             return ""
         (self._told,) = subjects
@@ -181,20 +197,21 @@ class Verdicts:
         finding = judge(_mean(self._accounts))
         since = self._since(finding.subject)
         if finding.rank >= 0 and since is not None:
-            finding = judge(_mean([account for account in self._accounts if account[0] >= since]))
+            finding = judge(_mean([account for account in self._accounts if account.first_step >= since]))
         return finding.sentence(since)
 
-    def _since(self, subject: tuple[str, int]) -> int | None:
+    def _since(self, subject: _Subject) -> int | None:
         """The step since which this has been the verdict without a break; None: it is not the last one, or it has
         always been and is about no rank.
         """
         since = None
-        for first_step, _, by_rank in reversed(self._accounts):
-            if judge(by_rank).subject != subject:
+        for account in reversed(self._accounts):
+            if judge(account.by_rank).subject != subject:
                 return since
-            since = first_step
-        return since if subject[1] >= 0 else None
+            since = account.first_step
+        return since if subject.rank >= 0 else None
 
 
-def _mean(accounts: Sequence[tuple[int, int, np.ndarray]]) -> np.ndarray:
-    return np.average([by_rank for _, _, by_rank in accounts], axis=0, weights=[steps for _, steps, _ in accounts])
+def _mean(accounts: Sequence[_Account]) -> np.ndarray:
+    """The mean of a step, by rank."""
+    return np.average([each.by_rank for each in accounts], axis=0, weights=[each.steps for each in accounts])
