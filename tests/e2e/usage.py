@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from tfdist.telemetry.events import Event, Observer
+from tfdist.telemetry.events import Event, Tell
 from tfdist.telemetry.trackers import Run
 
 FILE = "usage.jsonl"  # in the run folder
@@ -22,7 +22,7 @@ def usage() -> dict[str, float]:
     }
 
 
-def track(run: Run) -> Observer:
+def track(run: Run) -> Tell:
     """Writes the usage of the chief at every log interval."""
 
     def write(event: Event) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.control import datagrams, wire
+from tfdist.control import datagrams, sections, wire
 from tfdist.control.cluster import Cluster
 from tfdist.control.packet_filter import bind_address, marked_only
 from tfdist.control.terminal import printable
@@ -35,7 +35,7 @@ class Report:
     """The last that was heard of a worker."""
 
     heard: float  # monotonic seconds, here
-    section: str = "start-up"
+    section: str = sections.START_UP
     seconds: float = 0.0  # in that section, when it was sent
     calls: int = 0  # sections entered
     at: str = ""  # where the main thread is

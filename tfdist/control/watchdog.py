@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from tfdist.control import sections
+
 _FRAMES_SHOWN = 6
 # Frames below these packages tell how a call is made, not what is being called.
 _PLUMBING = ("/tensorflow/", "/keras/", "/absl/", "/contextlib.py", "/runpy.py", "<frozen runpy>")
@@ -40,7 +42,7 @@ class Watchdog:
         now: Callable[[], float] = time.monotonic,
     ):
         self.limits, self.on_expiry, self.interval, self._now = dict(limits), on_expiry, interval, now
-        self.name, self.since, self.calls = "start-up", now(), 0
+        self.name, self.since, self.calls = sections.START_UP, now(), 0
         self._stop_at: float | None = None
         self._stop_seconds = 0.0
         self._closed = threading.Event()
@@ -86,7 +88,7 @@ class Watchdog:
         if 0 < self.limits.get(name, 0) < seconds:
             return name, seconds
         if self._stop_at is not None and self._now() > self._stop_at:
-            return "stopping", self._stop_seconds
+            return sections.STOPPING, self._stop_seconds
         return None
 
     def _watch(self) -> None:

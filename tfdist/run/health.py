@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tfdist.config import ClusterConfig, Config
-from tfdist.control import faults
+from tfdist.control import faults, sections
 from tfdist.control.beacons import ENDPOINT_BYTES, Beacons
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode, PeerLostError, TfdistError, error_line, say_last_words
@@ -23,7 +24,6 @@ from tfdist.runtime.decisions import texts_of_all
 from tfdist.runtime.errors import explain, explain_own_code
 
 _START_UPS = 4  # start-up as a whole (runtime, data, model, restore) may take this many times --startup_timeout
-BETWEEN_STEPS = "between steps"
 _WORDS_SECONDS = 1.0  # how long a worker that lost a peer waits to hear why that one ended
 _VERDICT_SECONDS = 5.0  # how long a worker stays, after an error that all may share, for those that have yet to see it
 
@@ -107,7 +107,7 @@ class HealthMonitor:
         """Names what is stuck, in this worker's log and to the others, and ends the process. Runs in the watchdog's
         thread."""
         ranks = self.beacons.culprits() if self.beacons else None
-        if section == "stopping":
+        if section == sections.STOPPING:
             sentence = (
                 f"Not saved within --grace_period={self.options.grace_period:g} s of SIGTERM: the run goes on from the"
                 " snapshot before. Raise the platform's limit and the flag, or make calls shorter with"
@@ -115,7 +115,7 @@ class HealthMonitor:
             )
         else:
             sentence = (
-                f'Section "{section}" took {seconds:.0f} s, more than {_FLAG.get(section, _FLAG["start-up"])} allows:'
+                f'Section "{section}" took {seconds:.0f} s, more than {_LIMITS[section].flag} allows:'
                 f" {self._blame(ranks)}"
             )
         words = error_line(sentence, ExitCode.HANG)
@@ -151,26 +151,28 @@ def take_signals(options: ClusterConfig) -> SignalRequests:
     return requests
 
 
-# Which flag limits a section.
-_FLAG = {
-    "first step": "--first_step_timeout",
-    "step": "--step_timeout",
-    "evaluation": "--eval_timeout",
-    "save": "--save_timeout",
-    "restore": "--save_timeout",
-    BETWEEN_STEPS: "--step_timeout",
-    "start-up": f"{_START_UPS} x --startup_timeout",
+class _Limit(NamedTuple):
+    """How long a section may take."""
+
+    option: str  # of ClusterConfig: seconds; 0: no limit
+    times: int = 1
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.option}" if self.times == 1 else f"{self.times} x --{self.option}"
+
+
+_LIMITS = {
+    sections.START_UP: _Limit("startup_timeout", times=_START_UPS),
+    sections.RESTORE: _Limit("save_timeout"),
+    sections.FIRST_STEP: _Limit("first_step_timeout"),
+    sections.STEP: _Limit("step_timeout"),
+    sections.BETWEEN_STEPS: _Limit("step_timeout"),
+    sections.EVALUATION: _Limit("eval_timeout"),
+    sections.SAVE: _Limit("save_timeout"),
 }
 
 
 def section_limits(options: ClusterConfig) -> dict[str, float]:
     """The seconds that each section of a run may take; 0: no limit."""
-    return {
-        "start-up": _START_UPS * options.startup_timeout,
-        "restore": options.save_timeout,
-        "first step": options.first_step_timeout,
-        "step": options.step_timeout,
-        BETWEEN_STEPS: options.step_timeout,
-        "evaluation": options.eval_timeout,
-        "save": options.save_timeout,
-    }
+    return {section: limit.times * getattr(options, limit.option) for section, limit in _LIMITS.items()}

@@ -23,7 +23,7 @@ from tfdist.models.build_model import build_model
 from tfdist.run.recovery import Recovery
 from tfdist.runtime.errors import cause, message_of
 from tfdist.telemetry import plot, summary
-from tfdist.telemetry.events import Event, Observer
+from tfdist.telemetry.events import Event, Tell
 from tfdist.telemetry.timer import Clock
 from tfdist.training.loop import TrainResult
 
@@ -63,7 +63,7 @@ def leave_results(
     job: Job,
     weights: Mapping[str, np.ndarray],
     folder: Path,
-    observer: Observer,
+    observer: Tell,
     step: int,
     values: Mapping[str, Any],
     unwritten: str,

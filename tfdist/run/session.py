@@ -16,7 +16,7 @@ from tfdist.artifacts.run_folder import run_folder
 from tfdist.artifacts.status import write_status
 from tfdist.build import Job
 from tfdist.config import Config, parse_profile_steps
-from tfdist.control import lease
+from tfdist.control import lease, sections
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.control.signals import SignalRequests
@@ -24,7 +24,7 @@ from tfdist.run import results
 from tfdist.run.agreement import RunIdentity, identify, must_agree, must_go_together
 from tfdist.run.announcement import Announcement
 from tfdist.run.diagnosis import Diagnosis
-from tfdist.run.health import BETWEEN_STEPS, HealthMonitor
+from tfdist.run.health import HealthMonitor
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.jit_tune import tuned
 from tfdist.run.opened import Opened
@@ -158,7 +158,7 @@ class Session:
         self.opened.on_failure(lambda error: self.recovery.files.give_up())
         self.opened.afterwards(self.recovery.files.close)
         self.announcement.built()
-        with self.monitor.watchdog.section("restore"):
+        with self.monitor.watchdog.section(sections.RESTORE):
             messages, self.first_step = self.recovery.restore(checkpoint=self.memory and self.memory.checkpoint)
         self.announcement.restored(messages)
         self.recovery.check_epochs(self.start.config.run, self.first_step)
@@ -233,14 +233,14 @@ class Session:
         if self.config.loop.on_nan == "rollback" and self.first_step == 0:
             self.recovery.save(0)  # so that there is something to go back to
         hooks = self.hooks.for_loop(self.first_step)
-        self.monitor.watchdog.enter(BETWEEN_STEPS)
+        self.monitor.watchdog.enter(sections.BETWEEN_STEPS)
         with self.diagnosis.naming():
             return train(hooks, self.first_step)
 
     # -- end -------------------------------------------------------------------------------------------------------
 
     def _finish(self, result: TrainResult) -> ExitCode:
-        with self.hooks.section("save"):
+        with self.hooks.section(sections.SAVE):
             if self.config.checkpoint.save_final and not result.stopped:
                 self.hooks.save(result.step)
             unwritten = self.recovery.files.finish()
@@ -275,7 +275,7 @@ class Session:
 
     def _leave(self, step: int, memory: WorkerMemory) -> NoReturn:
         """Leaves the group, in order and together with all others; the process goes on. Raises GroupChange."""
-        with self.hooks.section("save"):
+        with self.hooks.section(sections.SAVE):
             self.recovery.copy(step, memory, now=True)
             self.recovery.files.finish()
             self.hooks.tell_of_saves(step)

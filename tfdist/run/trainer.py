@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfdist.build import Job
-from tfdist.telemetry.events import Observer
+from tfdist.telemetry.events import Tell
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
 from tfdist.training.log_interval import Watch
@@ -25,7 +25,7 @@ class TrainerInputs:
     schedule: LoopSchedule
     position: Callable[[int], int]  # step -> samples consumed
     clock: Clock
-    observer: Observer
+    observer: Tell
 
 
 class Trainer:

@@ -6,36 +6,41 @@ import queue
 import threading
 from collections.abc import Callable
 
-from tfdist.telemetry.events import Event, Observer
+from tfdist.telemetry.events import Event, Observer, Tell, observer_of
 
 _MOST_WAITING = 10_000  # events; more means that the server does not keep up
 _LAST_SECONDS = 30.0  # at the end of the run, for what still waits
 
 
-class Background:
+class Background(Observer):
     """Makes an observer and passes events on to it in order, without holding up who tells them. A failure is raised at
-    the next event, or at the close."""
+    the next event, or at the close.
 
-    def __init__(self, name: str, make: Callable[[], Observer], last_seconds: float = _LAST_SECONDS):
+    Of sections it is not told: it would hear of them too late, and of some a hundred times a second.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Tell], last_seconds: float = _LAST_SECONDS):
         self._make, self._last_seconds = make, last_seconds
-        self._events: queue.Queue[Event | None] = queue.Queue(_MOST_WAITING)
-        self._error: Exception | None = None
-        self.__qualname__ = name  # which messages show
-        self._thread = threading.Thread(target=self._work, name=f"tfdist-{self.__qualname__}", daemon=True)
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self.name = name
+        self._thread = threading.Thread(target=self._work, name=f"tfdist-{name}", daemon=True)
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
         if self._error:
             raise self._error
-        self._events.put_nowait(event)
+        if self._events.qsize() >= _MOST_WAITING:
+            self._last_seconds = 0.0  # the run goes on without it, and does not stand still for it
+            raise TimeoutError(f"{self._events.qsize():,} events wait to be passed on")
+        self._events.put(event)
 
     def close(self) -> None:
         """Waits for what was told to be passed on, a limited time.
 
         Raises the error of a failed observer, TimeoutError if it is too slow.
         """
-        if self._error is None:
-            self._events.put(None, timeout=self._last_seconds)
+        self._events.put(None)
         self._thread.join(self._last_seconds)
         if self._error:
             raise self._error
@@ -44,9 +49,9 @@ class Background:
 
     def _work(self) -> None:
         try:
-            observer = self._make()
+            observer = observer_of(self._make())
             while (event := self._events.get()) is not None:
                 observer(event)
-            getattr(observer, "close", lambda: None)()
-        except Exception as error:  # noqa: BLE001 - raised in the thread of who tells events
+            observer.close()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised in the thread of who tells events
             self._error = error

@@ -6,15 +6,16 @@ import math
 import sys
 from collections.abc import Callable
 
+from tfdist.control.amounts_text import clock_time
 from tfdist.control.terminal import without_control
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 
 _NOT_METRICS = ("train/learning_rate", "train/gradient_norm", "train/loss_scale", "train/skipped_steps")
 
 EpochAt = Callable[[int], float | None]  # step -> passes over the data by then; None: not known
 
 
-class PlainConsole:
+class PlainConsole(Observer):
     """Prints a line per event."""
 
     def __init__(self, total_steps: int, epoch_at: EpochAt):
@@ -69,7 +70,7 @@ class PlainConsole:
             parts.append(f"{values['perf/samples_per_s']:,.0f} samples/s")
         speed = values.get("perf/steps_per_s", 0.0)
         if speed > 0 and math.isfinite(speed):
-            parts.append(f"eta {_duration(max(self.total_steps - event.step, 0) / speed)}")
+            parts.append(f"eta {clock_time(max(self.total_steps - event.step, 0) / speed)}")
         return parts
 
 
@@ -117,7 +118,3 @@ def make_console(progress: str, total_steps: int, epoch_at: EpochAt) -> PlainCon
 def _number(value: float) -> str:
     """Four decimals, or an exponent where they would show nothing or too much."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.3e}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{int(seconds // 3600)}:{int(seconds // 60 % 60):02d}:{int(seconds % 60):02d}"

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tfdist.control.own_files import appended_to, written_whole
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.trackers import Run, numbers
 
 FILES = {"train": "metrics.csv", "eval": "evaluations.csv"}
@@ -23,7 +23,7 @@ def track(run: Run) -> CsvFiles:
     return CsvFiles(run.folder, run.replay())
 
 
-class CsvFiles:
+class CsvFiles(Observer):
     """Events as rows, each flushed. history: the events before this attempt."""
 
     def __init__(self, folder: Path, history: Iterable[Event]):

@@ -45,51 +45,107 @@ class Event:
     time: float = field(default_factory=time.time)
 
 
-# May also have close(), and, to follow what the worker is doing, enter(section) and leave(section, failed).
-Observer = Callable[[Event], None]
+Tell = Callable[[Event], None]  # what takes events: an observer, or any function
 
 
-class FanOut:
-    """Passes events on to several observers. One that fails, or wants to end the program, is switched off, loudly:
-    training goes on without it. Each has values of its own, which it may change.
+class Observer:
+    """Follows a run. Each method does nothing until it is overridden.
+
+    A user's own need not inherit from it: `observer_of` takes any function of an event, and objects that have some of
+    the other methods as well.
     """
 
-    def __init__(self, observers: Iterable[Observer]):
-        self.observers = list(observers)
+    name = ""  # in messages; "": that of its class
 
     def __call__(self, event: Event) -> None:
-        for observer in list(self.observers):
-            try:
-                observer(replace(event, values=dict(event.values)))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker's failure must not end the training
-                self._switch_off(observer, error)
+        """Takes an event."""
+
+    def enter(self, name: str) -> None:
+        """The worker enters a section of the run (control/sections.py)."""
+
+    def leave(self, name: str, failed: bool) -> None:
+        """The worker leaves it. `failed`: by an exception."""
+
+    def close(self) -> None:
+        """There are no more events."""
+
+
+class _Own(Observer):
+    """A user's own observer, with the methods that it has."""
+
+    def __init__(self, own: Tell):
+        self._own = own
+        self.name = getattr(own, "__qualname__", type(own).__name__)
+
+    def __call__(self, event: Event) -> None:
+        self._own(event)
+
+    def enter(self, name: str) -> None:
+        self._if_there("enter", name)
+
+    def leave(self, name: str, failed: bool) -> None:
+        self._if_there("leave", name, failed)
+
+    def close(self) -> None:
+        self._if_there("close")
+
+    def _if_there(self, method: str, *args: Any) -> None:
+        getattr(self._own, method, lambda *_: None)(*args)
+
+
+def observer_of(tell: Tell) -> Observer:
+    """It, if it is an observer, else one that passes on to it what it takes."""
+    return tell if isinstance(tell, Observer) else _Own(tell)
+
+
+class FanOut(Observer):
+    """Passes events and sections on to several observers. One that fails, or wants to end the program, is switched
+    off, loudly: training goes on without it. Each has values of its own, which it may change.
+    """
+
+    def __init__(self, observers: Iterable[Tell]):
+        self.observers = [observer_of(each) for each in observers]
+
+    def __call__(self, event: Event) -> None:
+        self._each(lambda observer: observer(replace(event, values=dict(event.values))))
+
+    def enter(self, name: str) -> None:
+        self._each(lambda observer: observer.enter(name))
+
+    def leave(self, name: str, failed: bool) -> None:
+        self._each(lambda observer: observer.leave(name, failed))
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Tells the observers that want to know of a section of the run: "step", "evaluation", "save", ..."""
-        self._each("enter", name)
+        """A context in a section of the run."""
+        self.enter(name)
         failed = True
         try:
             yield
             failed = False
         finally:
-            self._each("leave", name, failed)
+            self.leave(name, failed)
 
     def close(self) -> None:
-        self._each("close")
+        for observer in self.observers:
+            try:
+                observer.close()
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - see _each
+                _tell_of_failure(observer, error)  # and not closed again: it may have taken its time already
         self.observers.clear()
 
-    def _each(self, method: str, *args: Any) -> None:
+    def _each(self, do: Callable[[Observer], None]) -> None:
         for observer in list(self.observers):
             try:
-                getattr(observer, method, lambda *_: None)(*args)
-            except (Exception, SystemExit) as error:  # noqa: BLE001
-                self._switch_off(observer, error)
+                do(observer)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker's failure must not end the training
+                self.observers.remove(observer)
+                with contextlib.suppress(Exception, SystemExit):  # it has failed; this only frees what it holds
+                    observer.close()
+                _tell_of_failure(observer, error)
 
-    def _switch_off(self, observer: Observer, error: BaseException) -> None:
-        self.observers.remove(observer)
-        with contextlib.suppress(Exception, SystemExit):  # it has failed already; this only frees what it holds
-            getattr(observer, "close", lambda: None)()
-        name = getattr(observer, "__qualname__", type(observer).__name__)
-        with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
-            say(f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training goes on.")
+
+def _tell_of_failure(observer: Observer, error: BaseException) -> None:
+    name = observer.name or type(observer).__name__
+    with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
+        say(f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training goes on.")

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 PARTS = ("train", "lost", "restart", "startup", "trace", "evaluation", "saving", "results", "idle", "other")
 _PAUSES = {"evaluation": "evaluation", "saving": "saving", "rollback": "lost"}  # pause/NAME_s -> part
@@ -69,6 +69,13 @@ class Restart:
     reason: str
     from_step: int  # the last that was told
     to_step: int  # where the new attempt went on
+
+
+class _Reset(NamedTuple):
+    """A place in the life where the run went back: what was trained before it beyond the step is lost."""
+
+    spans: int  # how many lie before it
+    step: int
 
 
 @dataclass(frozen=True)
@@ -116,9 +123,7 @@ def account(records: Iterable[Mapping[str, Any]]) -> Goodput:
     attempts = [_Attempt(list(group)) for _, group in groupby(_in_order(records), key=lambda record: record["attempt"])]
     paces = [pace for attempt in attempts for pace in attempt.paces]
     spans: list[Span] = []
-    resets: list[
-        tuple[int, int]
-    ] = []  # (number of spans before it, step): what was trained there beyond the step is lost
+    resets: list[_Reset] = []
     restarts: list[Restart] = []
     recovering = False  # since a death no new step has been done
     for before, attempt in zip([None, *attempts], attempts, strict=False):
@@ -128,18 +133,18 @@ def account(records: Iterable[Mapping[str, Any]]) -> Goodput:
                 Restart(attempt.number, before.last["at"], before.reason, before.last["step"], attempt.first["step"])
             )
         if before:
-            resets.append((len(spans), attempt.first["step"]))
+            resets.append(_Reset(len(spans), attempt.first["step"]))
         walk = _Walk(attempt, attempt.pace or _median(paces))
         walk.start(before)
         walk.go()
-        resets += [(len(spans) + count, step) for count, step in walk.resets]
+        resets += [reset._replace(spans=len(spans) + reset.spans) for reset in walk.resets]
         for span in walk.spans:
             recovering = recovering and span.first_step == span.last_step
             is_restart = span.part in ("failure", "down") or (recovering and span.part in ("startup", "trace"))
             spans.append(replace(span, part="restart", within=span.part) if is_restart else span)
     last = attempts[-1] if attempts else None
     if last and last.state == "failed":
-        resets.append((len(spans), last.saved_step))
+        resets.append(_Reset(len(spans), last.saved_step))
     spans = _split(spans, resets)
     return Goodput(
         tuple(spans),
@@ -211,7 +216,7 @@ class _Walk:
     def __init__(self, attempt: _Attempt, pace: float):
         self.attempt, self.pace = attempt, pace
         self.spans: list[Span] = []
-        self.resets: list[tuple[int, int]] = []
+        self.resets: list[_Reset] = []
         self.at, self.step = attempt.first["at"], attempt.first["step"]  # up to here all is laid down
         self.trained = False
 
@@ -232,7 +237,7 @@ class _Walk:
                 self._tail(told)
                 self._lay("lost", record["at"] - self.at)
                 self.step, told = record["step"], []
-                self.resets.append((len(self.spans), self.step))
+                self.resets.append(_Reset(len(self.spans), self.step))
             elif record["kind"] == "train":
                 self._interval(record)
                 told = []
@@ -275,12 +280,12 @@ class _Walk:
             self.at += seconds
 
 
-def _split(spans: list[Span], resets: list[tuple[int, int]]) -> list[Span]:
+def _split(spans: list[Span], resets: list[_Reset]) -> list[Span]:
     """Cuts what was trained beyond a later reset off as lost."""
     kept, limit, found = sorted(resets), float("inf"), []
     for number in range(len(spans) - 1, -1, -1):
-        while kept and kept[-1][0] > number:
-            limit = min(limit, kept.pop()[1])
+        while kept and kept[-1].spans > number:
+            limit = min(limit, kept.pop().step)
         span = spans[number]
         if span.part != "train" or span.last_step <= limit:
             found.append(span)

@@ -12,19 +12,20 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.own_files import appended_to
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 
 VERSION = 1
 _TYPES = {"attempt": int, "kind": str, "step": int, "values": dict}
 _NEW_YEAR = "1970-01-01T00:00:00+00:00"  # of a record without a time
 _NOT_JSON = ("nan", "inf", "-inf")
+_KEPT = ("train", "eval")  # kinds of the history
 
 
 @contextlib.contextmanager
@@ -39,7 +40,7 @@ def _usable(path: Path) -> Iterator[None]:
         ) from None
 
 
-class JsonlObserver:
+class JsonlObserver(Observer):
     """Appends events to a file, each flushed, so that a killed process loses nothing that it has told."""
 
     def __init__(self, path: Path, *, run_id: str, attempt: int, rank: int):
@@ -99,24 +100,32 @@ def _is_time(text: Any) -> bool:
     return True
 
 
-def replay(path: Path, last_step: int) -> list[Event]:
-    """The train and eval events of a log up to `last_step`, each step of a kind once, as the run's one history has
-    them: an attempt, or a rollback, replaces all that was told before about later steps."""
-    kept: dict[str, list[Event]] = {"train": [], "eval": []}
-    for record in read_jsonl(path):
+def history(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The train and eval records of the run's one history, by step, each step of a kind once: an attempt, or a
+    rollback, replaces all that was told before about later steps."""
+    kept: list[Mapping[str, Any]] = []
+    for record in records:
         kind, step = record["kind"], record["step"]
-        for other in kept if kind == "start" else [kind] if kind in kept else []:
-            last = step if kind == "start" else step - 1
-            while kept[other] and kept[other][-1].step > last:
-                kept[other].pop()
-        if kind in kept:
+        if kind not in (*_KEPT, "start"):
+            continue
+        at = len(kept)
+        while at and kept[at - 1]["step"] >= step:
+            at -= 1
+        kept[at:] = [each for each in kept[at:] if each["step"] == step and each["kind"] != kind]
+        if kind in _KEPT:
+            kept.append(record)
+    return kept
+
+
+def replay(path: Path, last_step: int) -> list[Event]:
+    """The events of the history in a log up to `last_step`."""
+    found = []
+    for record in history(read_jsonl(path)):
+        if record["step"] <= last_step:
             values = {name: float(value) if value in _NOT_JSON else value for name, value in record["values"].items()}
-            kept[kind].append(
-                Event(kind, step, values, datetime.fromisoformat(record.get("time", _NEW_YEAR)).timestamp())
-            )
-    return sorted(
-        (event for events in kept.values() for event in events if event.step <= last_step), key=lambda event: event.time
-    )
+            time = datetime.fromisoformat(record.get("time", _NEW_YEAR)).timestamp()
+            found.append(Event(record["kind"], record["step"], values, time))
+    return found
 
 
 def next_attempt(path: Path) -> int:

@@ -11,7 +11,7 @@ import os
 
 from tfdist.control.optional_packages import isolate_random, optional_module
 from tfdist.telemetry.background import Background
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.trackers import Run, numbers
 
 _TAG = "tfdist.run_id"
@@ -32,7 +32,7 @@ def _uri(run: Run) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.resolve() / 'mlflow.db'}"
 
 
-class MlflowTracker:
+class MlflowTracker(Observer):
     """Metrics as they are, flags as parameters.
 
     What MLflow has of a step stays as it was told first: it cannot forget.

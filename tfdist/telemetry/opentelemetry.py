@@ -13,17 +13,18 @@ import os
 import time
 from importlib.metadata import entry_points
 
+from tfdist.control import sections
 from tfdist.control.exit_codes import UnsupportedError
 from tfdist.control.optional_packages import isolate_random, optional_module
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.trackers import Run, numbers
 
 _PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _STARTUP_PARTS = (("import", "import_s"), ("build", "build_s"), ("restore", "restore_s"))  # in order of time
-_SECTIONS = ("evaluation", "save", "restore")
+_SECTIONS = (sections.EVALUATION, sections.SAVE, sections.RESTORE)
 
 
-class Spans:
+class Spans(Observer):
     """Turns events and sections into spans. Raises UnsupportedError without the packages."""
 
     def __init__(self, run: Run):
@@ -95,7 +96,7 @@ class Spans:
     def enter(self, name: str) -> None:
         from opentelemetry import context
 
-        if self._interval_began is None and name in ("step", "first step"):
+        if self._interval_began is None and name in sections.STEPS:
             self._interval_began = time.time_ns()
         self._open.append(
             self._tracer.start_span(name, context=context.Context(), attributes=self._constant)

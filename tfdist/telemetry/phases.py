@@ -20,27 +20,37 @@ sampled calls of the training function; the other calls are taken to split in th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
 from tfdist.telemetry.timer import Clock
 
-PHASES = (
-    "data_wait",
-    "host_to_device",
-    "forward",
-    "backward",
-    "gradient_sync",
-    "optimizer",
-    "other",
-    "checkpoint",
-    "evaluation",
+
+class Phase(IntEnum):
+    """A phase, and its place in arrays of phases."""
+
+    DATA_WAIT = 0
+    HOST_TO_DEVICE = 1
+    FORWARD = 2
+    BACKWARD = 3
+    GRADIENT_SYNC = 4
+    OPTIMIZER = 5
+    OTHER = 6
+    CHECKPOINT = 7
+    EVALUATION = 8
+
+
+PHASES = tuple(phase.name.lower() for phase in Phase)  # as events name them
+IN_CALL = (  # what is measured inside the training function, in the order of `Call.phases_s`
+    Phase.DATA_WAIT,
+    Phase.HOST_TO_DEVICE,
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.GRADIENT_SYNC,
+    Phase.OPTIMIZER,
 )
-IN_CALL = 6  # the first six are measured inside the training function
-SYNC, OTHER, CHECKPOINT, EVALUATION = (
-    PHASES.index(name) for name in ("gradient_sync", "other", "checkpoint", "evaluation")
-)
-_PAUSES = {CHECKPOINT: "saving", EVALUATION: "evaluation"}  # of the clock
+_PAUSES = {Phase.CHECKPOINT: "saving", Phase.EVALUATION: "evaluation"}  # of the clock
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Call:
     steps: int
     wall_s: float
     sync_s: float | None  # gradient synchronisation; None: only sampled calls know it
-    phases_s: np.ndarray | None  # float64 [IN_CALL]; None: not sampled
+    phases_s: np.ndarray | None  # float64 [len(IN_CALL)]; None: not sampled
     travel_s: float | None  # in which gradients travelled, hidden or not; None: not known
 
 
@@ -86,17 +96,17 @@ class PhaseMeter:
             return None
         steps, calls_s = sum(call.steps for call in self._all), sum(call.wall_s for call in self._all)
         found = np.zeros(len(PHASES))
-        found[:IN_CALL] = np.maximum(sum(phases_s for _, phases_s in sampled), 0.0)
-        found[OTHER] = max(0.0, sum(wall_s for wall_s, _ in sampled) - found.sum())
+        found[list(IN_CALL)] = np.maximum(sum(phases_s for _, phases_s in sampled), 0.0)
+        found[Phase.OTHER] = max(0.0, sum(wall_s for wall_s, _ in sampled) - found.sum())
         reduced = [call.sync_s for call in self._all if call.sync_s is not None]
         if len(reduced) < len(self._all):
             found *= calls_s / max(found.sum(), 1e-12)
         else:
             sync_s = min(sum(reduced), calls_s)
-            found[SYNC] = 0.0
+            found[Phase.GRADIENT_SYNC] = 0.0
             found *= (calls_s - sync_s) / max(found.sum(), 1e-12)
-            found[SYNC] = sync_s
-        found[OTHER] += max(0.0, self.clock.seconds - self.clock_s - calls_s)
+            found[Phase.GRADIENT_SYNC] = sync_s
+        found[Phase.OTHER] += max(0.0, self.clock.seconds - self.clock_s - calls_s)
         for phase, name in _PAUSES.items():
             found[phase] = self.clock.pauses.get(name, 0.0) - self.pauses.get(name, 0.0)
         return found / steps

@@ -9,7 +9,7 @@ from typing import Any
 from tfdist.control import optional_packages
 from tfdist.control.exit_codes import UnsupportedError
 from tfdist.control.own_files import written_whole
-from tfdist.telemetry.jsonl import read_jsonl
+from tfdist.telemetry.jsonl import history, read_jsonl
 
 _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#777777"
 
@@ -64,23 +64,17 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None)
 
 
 def read_series(log: Path) -> dict[str, dict[int, float]]:
-    """name -> {step: value}; an attempt replaces all that earlier ones wrote after the step from which it went on."""
+    """See `series_of`."""
     return series_of(read_jsonl(log))
 
 
 def series_of(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """name -> {step: value}, from records."""
+    """name -> {step: value} of the records' history (jsonl.py)."""
     series: dict[str, dict[int, float]] = {}
-    for record in records:
-        if record["kind"] == "start":
-            series = {
-                name: {step: value for step, value in points.items() if step <= record["step"]}
-                for name, points in series.items()
-            }
-        if record["kind"] in ("train", "eval"):
-            for name, value in record["values"].items():
-                if isinstance(value, (int, float)):
-                    series.setdefault(name, {})[record["step"]] = float(value)
+    for record in history(records):
+        for name, value in record["values"].items():
+            if isinstance(value, (int, float)):
+                series.setdefault(name, {})[record["step"]] = float(value)
     return series
 
 

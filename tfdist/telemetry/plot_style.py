@@ -125,11 +125,3 @@ def legend_above(figure: Figure, parts: Sequence[str], marks: Sequence = ()) -> 
         handlelength=1,
         columnspacing=1.2,
     )
-
-
-def bytes_text(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

@@ -12,15 +12,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 
-from tfdist.telemetry.events import Event
+from tfdist.control import sections
+from tfdist.telemetry.events import Event, Observer, Tell
 from tfdist.telemetry.trackers import Run
 
-_STEPS = ("first step", "step")
 
-
-class Profiler:
+class Profiler(Observer):
     """Follows the sections of a run, and traces some.
 
     Args:
@@ -28,7 +26,7 @@ class Profiler:
       tell: what takes the event that says where a trace is.
     """
 
-    def __init__(self, steps: tuple[int, int] | None, run: Run, tell: Callable[[Event], None]):
+    def __init__(self, steps: tuple[int, int] | None, run: Run, tell: Tell):
         self._steps, self._run, self._tell = steps, run, tell
         self.folder = run.folder / "tensorboard" / (f"rank-{run.rank}" if run.rank else "")
         self._asked = False
@@ -44,11 +42,8 @@ class Profiler:
             2, b"tfdist: SIGUSR2: the next call of the training function is traced.\n"
         )  # print() may deadlock in a handler
 
-    def __call__(self, event: Event) -> None:
-        """Does nothing: sections tell all."""
-
     def enter(self, name: str) -> None:
-        if name in _STEPS and self._since is None:
+        if name in sections.STEPS and self._since is None:
             self._maybe_start(self._run.step())
         if self._since is None:
             self._open.append(None)
@@ -56,14 +51,14 @@ class Profiler:
         import tensorflow as tf
 
         trace = tf.profiler.experimental.Trace
-        scope = trace("train", step_num=self._run.step(), _r=1) if name in _STEPS else trace(name)
+        scope = trace("train", step_num=self._run.step(), _r=1) if name in sections.STEPS else trace(name)
         self._open.append(scope)
         scope.__enter__()
 
     def leave(self, name: str, failed: bool) -> None:
         if scope := self._open.pop():
             scope.__exit__(None, None, None)
-        if self._since is not None and name in _STEPS and self._run.step() >= self._until:
+        if self._since is not None and name in sections.STEPS and self._run.step() >= self._until:
             self._stop()
 
     def _maybe_start(self, step: int) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 
 from tfdist.control.exit_codes import StartupError
 from tfdist.control.optional_packages import optional_module
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.trackers import Run, numbers
 
 
-class PrometheusEndpoint:
+class PrometheusEndpoint(Observer):
     """Serves the numbers of one worker.
 
     Raises UnsupportedError without the package, StartupError if the port is taken.

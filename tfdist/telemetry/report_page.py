@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 
+from tfdist.control.amounts_text import counted, long_time
 from tfdist.telemetry import life_plots, plot_style
 from tfdist.telemetry import report_plots as plots
 from tfdist.telemetry.goodput import PARTS
 from tfdist.telemetry.report_text import WORDS, restart_detail
-from tfdist.telemetry.run_log import RunLog, counted, duration
+from tfdist.telemetry.run_log import RunLog
 
 _MOST_EVENTS = 200  # in the table of a run
 _UNTOLD = "–"
@@ -144,7 +145,7 @@ def _time_line(runs: Sequence[RunLog]) -> str:
             [
                 run.name,
                 str(restart.attempt),
-                duration(restart.died - begin),
+                long_time(restart.died - begin),
                 f"{restart.from_step:,} → {restart.to_step:,}",
                 restart.reason,
             ]
@@ -209,7 +210,7 @@ def _events(runs: Sequence[RunLog]) -> str:
     for run in runs:
         told = run.timed("start", "restore", "warning", "error", "end")
         rows = [
-            [duration(seconds), record["attempt"], record["kind"], f"{record['step']:,}", _message(record)]
+            [long_time(seconds), record["attempt"], record["kind"], f"{record['step']:,}", _message(record)]
             for seconds, record in told[-_MOST_EVENTS:]
         ]
         more = (

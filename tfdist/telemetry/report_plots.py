@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from tfdist.telemetry.plot_style import as_svg, bytes_text, color, draw_line, label_rows, one_plot, styled
-from tfdist.telemetry.run_log import RunLog, counted, quantile, span
+from tfdist.control.amounts_text import bytes_with_unit, counted, short_time
+from tfdist.telemetry.plot_style import as_svg, color, draw_line, label_rows, one_plot, styled
+from tfdist.telemetry.run_log import RunLog, quantile
 
 _PHASE_COLORS = {
     "data_wait": "#d9730d",
@@ -87,7 +88,7 @@ def step_times(runs: Sequence[RunLog]) -> str:
         axis.xaxis.set_minor_formatter(NullFormatter())
     else:
         axis.xaxis.set_major_locator(MaxNLocator(5))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: span(value)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_time(value)))
     axis.set(xlabel="time per step, mean over a log interval (line: median)", ylabel="steps (%)")
     if len(found) > 1:
         axis.legend(fontsize=9)
@@ -176,13 +177,14 @@ def checkpoints(run: RunLog) -> str:
     for (kind, values), tint in zip(told, ("#a03a8c", "#7d8fa9"), strict=True):
         if values:
             size = sum(value.get("save/bytes", 0) for value in values) / len(values)
+            files = counted(len(values), "snapshot" if kind == "save" else "backup")
             axis.plot(
                 [value["save/step"] for value in values],
                 [value["save/write_s"] for value in values],
                 "o",
                 color=tint,
                 markersize=4,
-                label=f"{counted(len(values), 'snapshot' if kind == 'save' else 'backup')}, mean {bytes_text(size)}",
+                label=f"{files}, mean {bytes_with_unit(size)}",
             )
     axis.set(xlabel="optimizer step", ylabel="time to write (s)")
     axis.set_ylim(bottom=0)
@@ -200,7 +202,7 @@ def memory(run: RunLog) -> str:
         draw_line(
             axis, sorted(points.items()), color=color(number), label=name.removesuffix("_bytes").replace("_", " ")
         )
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: bytes_text(value)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: bytes_with_unit(value)))
     axis.set(xlabel="optimizer step", ylabel="memory")
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=9)

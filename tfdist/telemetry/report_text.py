@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tfdist.control.amounts_text import long_time
 from tfdist.telemetry.goodput import PARTS, Goodput
-from tfdist.telemetry.run_log import RunLog, duration
+from tfdist.telemetry.run_log import RunLog
 
 WORDS = {
     "train": ("training", "steps that were kept"),
@@ -50,7 +51,7 @@ def as_text(run: RunLog) -> str:
     begin = goodput.spans[0].begin if goodput.spans else 0.0
     for restart in goodput.restarts:
         lines.append(
-            f"  restart of attempt {restart.attempt} after {duration(restart.died - begin)}, from step"
+            f"  restart of attempt {restart.attempt} after {long_time(restart.died - begin)}, from step"
             f" {restart.from_step:,} to {restart.to_step:,}: {restart.reason}"
         )
     return "\n".join(lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tfdist.control.amounts_text import counted, long_time, short_time, with_prefix
 from tfdist.telemetry.goodput import Goodput, account, seconds_of
 from tfdist.telemetry.jsonl import read_jsonl
 from tfdist.telemetry.plot import series_of
@@ -147,7 +147,7 @@ class RunLog:
                     else ""
                 )
             ),
-            "wall time": duration(goodput.wall_s),
+            "wall time": long_time(goodput.wall_s),
             "goodput": f"{100 * goodput.fraction:.1f} %",
             "attempts": (
                 f"{len({record['attempt'] for record in self.records})}, {counted(len(goodput.restarts), 'restart')}"
@@ -163,8 +163,10 @@ class RunLog:
             ),
             "samples/s": f"{samples:,.0f}" if samples else "",
             "tokens/s": f"{tokens:,.0f}" if tokens else "",
-            "step time": f"{span(quantile(times, 0.5))} median, {span(quantile(times, 0.95))} at 95 %" if times else "",
-            "model FLOP/s": with_unit(flops),
+            "step time": f"{short_time(quantile(times, 0.5))} median, {short_time(quantile(times, 0.95))} at 95 %"
+            if times
+            else "",
+            "model FLOP/s": with_prefix(flops),
             "MFU": f"{100 * mfu:.1f} %" if mfu else "",
             "scaling efficiency": f"{100 * efficiency:.0f} % against one worker" if efficiency else "",
             "configuration": str(values.get("config_digest", "")),
@@ -180,14 +182,6 @@ class RunLog:
         return f"{points[max(points)]:.4g}" if points else ""
 
 
-def with_unit(value: float) -> str:
-    """ "208 M", "1.25 T": three digits and the prefix that leaves the fewest of them before the point; "" for 0."""
-    if not value:
-        return ""
-    exponent = min(5, max(0, int(math.floor(math.log10(abs(float(f"{value:.3g}"))) / 3))))
-    return f"{value / 1000**exponent:,.3g} {('', 'k', 'M', 'G', 'T', 'P')[exponent]}".strip()
-
-
 def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float:
     """The smallest value at or below which `share` of the weight lies; `weighted`: (value, weight), not empty."""
     left = share * sum(weight for _, weight in weighted)
@@ -196,25 +190,3 @@ def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float:
         if left <= 0:
             return value
     return max(weighted)[0]
-
-
-def duration(seconds: float) -> str:
-    """ "37.2 s", "5:07 min", "3:05:07 h"."""
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    return (
-        f"{whole // 60}:{whole % 60:02d} min"
-        if whole < 3600
-        else f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} h"
-    )
-
-
-def span(seconds: float) -> str:
-    """A short time with its unit: "3.4 ms", "1.25 s"."""
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def counted(number: int, word: str) -> str:
-    """A number with its word: "1 restart", "2 restarts"."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"

@@ -10,7 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.trackers import Run
 
 _GROUPS = ("train/", "eval/", "perf/", "staleness/")
@@ -21,7 +21,7 @@ def track(run: Run) -> TensorBoardObserver:
     return TensorBoardObserver(run.folder / "tensorboard", run.resumed_step, run=run)
 
 
-class TensorBoardObserver:
+class TensorBoardObserver(Observer):
     """Writes train/, eval/, perf/ and staleness/ values as scalars, and the flags as text.
 
     resumed_step: what earlier attempts wrote after this step is repeated now; TensorBoard is told to forget it.

@@ -1,9 +1,11 @@
 """Trackers: the chief's observers that write for tools which compare runs. --trackers lists them.
 
-A tracker is made by a function `Run -> Observer`; a user's own is given as package.module:function. An attempt after a
-restart goes on with the same run: `Run.run_id` is the same, and `Run.resumed_step` says where training went on. What a
-tool cannot take back (MLflow, Weights & Biases) is not told twice; what an earlier attempt had no time to tell is
-taken from the JSONL log (`Run.replay`). So a curve has each step once, whatever was killed when.
+A tracker is made by a function `Run -> Observer`. A user's own is given as package.module:function, and may return any
+function of an Event, or an object with some of the methods of an `Observer` (events.py).
+
+An attempt after a restart goes on with the same run: `Run.run_id` is the same, and `Run.resumed_step` says where
+training went on. What a tool cannot take back (MLflow, Weights & Biases) is not told twice; what an earlier attempt had
+no time to tell is taken from the JSONL log (`Run.replay`). So a curve has each step once, whatever was killed when.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import check_takes, own_code, resolve
-from tfdist.telemetry.events import Event, Observer
+from tfdist.telemetry.events import Event, Observer, Tell, observer_of
 from tfdist.telemetry.jsonl import replay
 from tfdist.telemetry.tracker_names import TRACKERS, names_in
 
@@ -78,7 +80,7 @@ def _made(name: str, run: Run) -> Observer:
         observer = function(run)
     if not callable(observer):
         raise ConfigError(f"--trackers={name} returned {observer!r}: {what}.")
-    return cast(Observer, observer)
+    return observer_of(cast(Tell, observer))
 
 
 def numbers(event: Event) -> dict[str, float]:

@@ -20,16 +20,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from tfdist.telemetry.phases import CHECKPOINT, EVALUATION, OTHER, PHASES, SYNC
-from tfdist.telemetry.run_log import span
+from tfdist.control.amounts_text import short_time
+from tfdist.telemetry.phases import PHASES, Phase
 
 LEAST, MOST = 0.2, 0.5
 _PATIENCE = 2  # accounts in a row that must agree before a change is told
-_INPUT, _COMPUTE = [0, 1], [2, 3, 5]
-_OWN = [*_COMPUTE, OTHER]
+_INPUT = [Phase.DATA_WAIT, Phase.HOST_TO_DEVICE]
+_COMPUTE = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+_OWN = [*_COMPUTE, Phase.OTHER]
+
+
+class _Subject(NamedTuple):
+    """What a verdict is about: as long as it stays, the verdict is the same."""
+
+    kind: str
+    rank: int
+
+
+class _Account(NamedTuple):
+    """Where the time of some steps went."""
+
+    first_step: int
+    steps: int
+    by_rank: np.ndarray  # see `judge`
 
 
 @dataclass(frozen=True)
@@ -45,8 +62,8 @@ class Finding:
     beside: str = ""  # what the rest of the time goes to, where nothing has most of it
 
     @property
-    def subject(self) -> tuple[str, int]:
-        return self.kind, self.rank
+    def subject(self) -> _Subject:
+        return _Subject(self.kind, self.rank)
 
     def sentence(self, since: int | None) -> str:
         """The verdict with its figure, since when, and what to do."""
@@ -55,8 +72,8 @@ class Finding:
         about, advice = _ADVICE[self.kind]
         if self.rank >= 0:
             when += (
-                f"; rank {self.rank} takes {span(self.phase_s)} a step for {_WORDS[self.phase]}, the others"
-                f" {span(self.others_s)}"
+                f"; rank {self.rank} takes {short_time(self.phase_s)} a step for {_WORDS[self.phase]}, the others"
+                f" {short_time(self.others_s)}"
             )
         return about.format(percent=percent, rank=self.rank, beside=self.beside) + when + ". " + advice
 
@@ -111,20 +128,20 @@ _ADVICE = {
 
 def judge(by_rank: np.ndarray) -> Finding:
     """by_rank: float64 [workers, len(PHASES)], seconds per step of each phase on each worker."""
-    time = max(float(np.median(np.delete(by_rank, EVALUATION, axis=1).sum(axis=1))), 1e-12)
+    time = max(float(np.median(np.delete(by_rank, Phase.EVALUATION, axis=1).sum(axis=1))), 1e-12)
     own, fed = by_rank[:, _OWN].sum(axis=1), by_rank[:, _INPUT].sum(axis=1)
     slow, starved = int(own.argmax()), int(fed.argmax())
     losses = {
-        "storage": float(by_rank[:, CHECKPOINT].max()),
+        "storage": float(by_rank[:, Phase.CHECKPOINT].max()),
         "input": float(fed[starved]),
-        "communication": float(by_rank[:, SYNC].min()),
+        "communication": float(by_rank[:, Phase.GRADIENT_SYNC].min()),
         "slow rank": float(own[slow] - np.median(np.delete(own, slow))) if len(own) > 1 else 0.0,
     }
     kind = max(losses, key=losses.__getitem__)
     if losses[kind] < LEAST * time:
         rest = {
             "compute": float(np.median(by_rank[:, _COMPUTE].sum(axis=1))),
-            "host": float(np.median(by_rank[:, OTHER])),
+            "host": float(np.median(by_rank[:, Phase.OTHER])),
         }
         kind = max(rest, key=rest.__getitem__)
         if rest[kind] < MOST * time:
@@ -149,7 +166,7 @@ def judge(by_rank: np.ndarray) -> Finding:
     return Finding(kind, share)
 
 
-def _of_rank(kind: str, share: float, by_rank: np.ndarray, rank: int, phases: list[int]) -> Finding:
+def _of_rank(kind: str, share: float, by_rank: np.ndarray, rank: int, phases: list[Phase]) -> Finding:
     """The finding about a rank, with that of `phases` in which it is furthest behind the others."""
     others = np.median(np.delete(by_rank, rank, axis=0), axis=0)
     phase = max(phases, key=lambda phase: by_rank[rank, phase] - others[phase])
@@ -160,14 +177,14 @@ class Verdicts:
     """The accounts of a run, one after the other, and the verdict on them."""
 
     def __init__(self):
-        self._accounts: list[tuple[int, int, np.ndarray]] = []  # (first step, steps, by rank)
-        self._told: tuple[str, int] | None = None
+        self._accounts: list[_Account] = []
+        self._told: _Subject | None = None
 
     def add(self, first_step: int, steps: int, by_rank: np.ndarray) -> str:
         """Adds one account. Returns a sentence when the verdict is new, or has changed, and holds; else ""."""
-        self._accounts.append((first_step, steps, by_rank))
+        self._accounts.append(_Account(first_step, steps, by_rank))
         last = self._accounts[-_PATIENCE:]
-        subjects = {judge(each).subject for _, _, each in last}
+        subjects = {judge(each.by_rank).subject for each in last}
         if len(last) < _PATIENCE or len(subjects) > 1 or subjects == {self._told}:
             return ""
         (self._told,) = subjects
@@ -180,20 +197,21 @@ class Verdicts:
         finding = judge(_mean(self._accounts))
         since = self._since(finding.subject)
         if finding.rank >= 0 and since is not None:
-            finding = judge(_mean([account for account in self._accounts if account[0] >= since]))
+            finding = judge(_mean([account for account in self._accounts if account.first_step >= since]))
         return finding.sentence(since)
 
-    def _since(self, subject: tuple[str, int]) -> int | None:
+    def _since(self, subject: _Subject) -> int | None:
         """The step since which this has been the verdict without a break; None: it is not the last one, or it has
         always been and is about no rank.
         """
         since = None
-        for first_step, _, by_rank in reversed(self._accounts):
-            if judge(by_rank).subject != subject:
+        for account in reversed(self._accounts):
+            if judge(account.by_rank).subject != subject:
                 return since
-            since = first_step
-        return since if subject[1] >= 0 else None
+            since = account.first_step
+        return since if subject.rank >= 0 else None
 
 
-def _mean(accounts: Sequence[tuple[int, int, np.ndarray]]) -> np.ndarray:
-    return np.average([by_rank for _, _, by_rank in accounts], axis=0, weights=[steps for _, steps, _ in accounts])
+def _mean(accounts: Sequence[_Account]) -> np.ndarray:
+    """The mean of a step, by rank."""
+    return np.average([each.by_rank for each in accounts], axis=0, weights=[each.steps for each in accounts])

@@ -12,7 +12,7 @@ from types import ModuleType
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.optional_packages import optional_module
 from tfdist.control.user_errors import first_line
-from tfdist.telemetry.events import Event
+from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.jsonl import read_jsonl
 from tfdist.telemetry.trackers import Run, numbers
 
@@ -22,7 +22,7 @@ def track(run: Run) -> WandbTracker:
     return WandbTracker(run, optional_module("wandb", "--trackers=wandb", "wandb"))
 
 
-class WandbTracker:
+class WandbTracker(Observer):
     """A row per step; train and eval values of one step share it. Steps only grow there: what was told first stays."""
 
     def __init__(self, run: Run, wandb: ModuleType):

@@ -27,6 +27,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tfdist.control import sections
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.events import Event
 from tfdist.training.log_interval import Interval
@@ -53,7 +54,7 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
     clock.start()
     while step < schedule.target and not stopped and not left:
         n = schedule.next_boundary(step, step_s) - step
-        with hooks.section("first step" if first else "step"):
+        with hooks.section(sections.FIRST_STEP if first else sections.STEP):
             out = hooks.step(iterators, n, hooks.requests(step))
         if out.step != step + n:
             raise RuntimeError(
@@ -65,7 +66,7 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
         if not out.finite:
             if hooks.rollback is None:
                 raise DivergedError(out.why_not_finite(before))
-            with clock.pause("rollback"), hooks.section("restore"):
+            with clock.pause("rollback"), hooks.section(sections.RESTORE):
                 step, iterators = hooks.rollback(step)
             interval = _interval(hooks)
             continue
@@ -103,7 +104,7 @@ def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: 
     if hooks.pull_state:
         _save(hooks, hooks.pull_state, step)
     try:
-        with hooks.clock.pause("evaluation"), hooks.section("evaluation"):
+        with hooks.clock.pause("evaluation"), hooks.section(sections.EVALUATION):
             evaluation = evaluate()
     except Exception:
         save = hooks.save_final if step == hooks.schedule.target and hooks.save_final else due
@@ -116,5 +117,5 @@ def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: 
 
 
 def _save(hooks: LoopHooks, save: Save, step: int) -> None:
-    with hooks.clock.pause("saving"), hooks.section("save"):
+    with hooks.clock.pause("saving"), hooks.section(sections.SAVE):
         save(step)

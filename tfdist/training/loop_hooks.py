@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from tfdist.telemetry.events import Observer
+from tfdist.telemetry.events import Tell
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
 from tfdist.training.log_interval import Watch
@@ -80,7 +80,7 @@ class LoopHooks:
     global_batch: int
     position: Callable[[int], int]  # step -> samples consumed
     clock: Clock
-    observer: Observer
+    observer: Tell
     extra_values: Callable[[], dict[str, float]]  # of a train event, such as the learning rate
     evaluate: Callable[[], dict[str, float]] | None  # on all workers
     save: Save

@@ -31,6 +31,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.runtime.host import on_host, timestamp
+from tfdist.telemetry.phases import IN_CALL, Phase
 from tfdist.training.dtypes import values_of
 from tfdist.training.replica_gradients import Accumulated
 
@@ -119,7 +120,7 @@ def gradients_last(local: Sequence[Accumulated]) -> list[tf.Tensor]:
 
 
 def in_step(times: MarkTimes, wait_s: float | None) -> np.ndarray:
-    """float64 [6]: the seconds of data wait, host to device, forward, backward, gradient synchronisation and optimizer.
+    """float64 [len(IN_CALL)]: the seconds of the phases of `IN_CALL`.
 
     `wait_s`: gradient synchronisation, where the runtime knows it better; None: it does not.
     """
@@ -128,16 +129,15 @@ def in_step(times: MarkTimes, wait_s: float | None) -> np.ndarray:
     backward, local = times.backward, times.local
     if wait_s is not None:
         backward, local = backward + times.reduced - wait_s - local, times.reduced - wait_s
-    return np.array(
-        [
-            times.data - begins,
-            times.device - times.data,
-            times.forward - times.device,
-            backward - times.forward,
-            times.reduced - local,
-            times.total - (times.reduced - times.start),
-        ]
-    )
+    seconds = {
+        Phase.DATA_WAIT: times.data - begins,
+        Phase.HOST_TO_DEVICE: times.device - times.data,
+        Phase.FORWARD: times.forward - times.device,
+        Phase.BACKWARD: backward - times.forward,
+        Phase.GRADIENT_SYNC: times.reduced - local,
+        Phase.OPTIMIZER: times.total - (times.reduced - times.start),
+    }
+    return np.array([seconds[phase] for phase in IN_CALL])
 
 
 def _time_of_python() -> tf.Tensor:

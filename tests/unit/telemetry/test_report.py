@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.unit.telemetry.test_goodput import TWO_KILLS, record
+from tfdist.control.amounts_text import long_time, with_prefix
 from tfdist.control.exit_codes import ConfigError
 from tfdist.report import main, read_runs
 from tfdist.storage.reader_copy import ReadRun
 from tfdist.telemetry.report_plots import memory
-from tfdist.telemetry.run_log import RunLog, duration, quantile, with_unit
+from tfdist.telemetry.run_log import RunLog, quantile
 
 VOID = {"meta", "br"}
 
@@ -234,7 +235,7 @@ def test_the_page_is_in_the_run_folder_and_takes_the_place_of_no_other_file(tmp_
     ],
 )
 def test_flops_have_the_unit_that_fits(value, text):
-    assert with_unit(value) == text
+    assert with_prefix(value) == text
 
 
 def test_curves_hold_the_kept_history_alone(tmp_path):
@@ -294,7 +295,7 @@ def test_text_needs_neither_tensorflow_nor_matplotlib(tmp_path):
 
 
 def test_numbers():
-    assert [duration(seconds) for seconds in (37.24, 307.4, 11107, 99.99)] == [
+    assert [long_time(seconds) for seconds in (37.24, 307.4, 11107, 99.99)] == [
         "37.2 s",
         "5:07 min",
         "3:05:07 h",

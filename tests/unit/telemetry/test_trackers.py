@@ -3,6 +3,7 @@
 import csv
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,12 @@ from tfdist.config import TelemetryConfig
 from tfdist.control.exit_codes import ConfigError, UnsupportedError
 from tfdist.control.optional_packages import optional_module
 from tfdist.telemetry.background import Background
-from tfdist.telemetry.events import Event, FanOut
-from tfdist.telemetry.jsonl import JsonlObserver, replay
+from tfdist.telemetry.events import Event, FanOut, Observer
+from tfdist.telemetry.jsonl import JsonlObserver, read_jsonl, replay
+from tfdist.telemetry.jsonl import history as kept_history
 from tfdist.telemetry.observers import build_observers
+from tfdist.telemetry.plot import read_series
+from tfdist.telemetry.run_log import RunLog
 from tfdist.telemetry.trackers import Run, by_path, make_trackers
 
 
@@ -64,6 +68,40 @@ def test_the_history_of_a_run_has_each_step_once(tmp_path):
     assert [entry[:2] for entry in history(tmp_path)] == [("train", 10), ("train", 15), ("train", 20)]
     assert np.isnan(history(tmp_path)[-1][2])
     assert [event.step for event in replay(tmp_path / "logs" / "rank-0.jsonl", 15)] == [10, 15]
+
+
+def rolled_back(folder):
+    """The log of a run that went back from 60 to 30, with an evaluation after each third log line."""
+    log = JsonlObserver(folder / "logs" / "rank-0.jsonl", run_id="r", attempt=0, rank=0)
+    for event in (
+        Event("start", 0, {}),
+        *(train_event(step, step) for step in (20, 40, 60)),
+        Event("eval", 60, {"eval/loss": 9.0}),
+        train_event(35, 3.5),
+        Event("eval", 35, {"eval/loss": 8.0}),
+    ):
+        log(event)
+    log.close()
+    return folder / "logs" / "rank-0.jsonl"
+
+
+def test_curves_and_trackers_have_the_same_history(tmp_path):
+    path = rolled_back(tmp_path)
+    assert history(tmp_path) == [("train", 20, 20.0), ("train", 35, 3.5), ("eval", 35, 8.0)]
+    for series in (read_series(path), RunLog(tmp_path, "").series):
+        assert series["train/loss"] == {20: 20.0, 35: 3.5} and series["eval/loss"] == {35: 8.0}
+
+
+def test_a_rollback_replaces_evaluations_of_later_steps_at_once(tmp_path):
+    path = rolled_back(tmp_path)
+    records = list(read_jsonl(path))
+    assert [(record["kind"], record["step"]) for record in kept_history(records[:-1])] == [("train", 20), ("train", 35)]
+    assert [(record["kind"], record["step"]) for record in kept_history(records[:-2])] == [
+        ("train", 20),
+        ("train", 40),
+        ("train", 60),
+        ("eval", 60),
+    ]
 
 
 def rows(path):
@@ -224,6 +262,75 @@ def test_a_users_own_tracker(tmp_path):
         make_trackers("csv,tensorbord", Run(tmp_path, "r"))
 
 
+def as_a_function(told):
+    return lambda event: told.append(event.kind)
+
+
+def as_a_builtin(told):
+    class Kinds(list):
+        def append(self, event):
+            told.append(event.kind)
+
+    return Kinds().append
+
+
+class Closing:
+    def __init__(self, told):
+        self.told = told
+
+    def __call__(self, event):
+        self.told.append(event.kind)
+
+    def close(self):
+        self.told.append("close")
+
+
+class Following(Closing):
+    def enter(self, section):  # by another name than `Observer` has for it
+        self.told.append(f"enter {section}")
+
+    def leave(self, section, failed):
+        self.told.append(f"leave {section} {failed}")
+
+
+class Inheriting(Observer):
+    def __init__(self, told):
+        self.told = told
+
+    def leave(self, name, failed):
+        self.told.append(f"leave {name} {failed}")
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (as_a_function, ["train"]),
+        (as_a_builtin, ["train"]),
+        (Closing, ["train", "close"]),
+        (Following, ["enter save", "train", "leave save False", "close"]),
+        (Inheriting, ["leave save False"]),
+    ],
+)
+def test_what_users_may_give_for_an_observer(tmp_path, monkeypatch, make, expected):
+    told = []
+    monkeypatch.setitem(sys.modules, "own_observers", SimpleNamespace(track=lambda run: make(told)))
+    fan_out = FanOut(make_trackers("own_observers:track", Run(tmp_path, "r")))
+    around = FanOut([fan_out])
+    with around.section("save"):
+        around(train_event(1, 1.0))
+    around.close()
+    assert told == expected
+    assert isinstance(fan_out, Observer) and fan_out.observers == around.observers == []
+
+
+@pytest.mark.parametrize("make", [as_a_function, Closing, Following])
+def test_a_users_own_observer_is_named_as_it_is(make, capsys):
+    own = make(None)  # which cannot be appended to
+    FanOut([own])(train_event(1, 1.0))
+    name = getattr(own, "__qualname__", type(own).__name__)
+    assert f"WARNING: {name} failed (AttributeError: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("trackers", "package"), [("mlflow", "mlflow"), ("wandb", "wandb")])
 def test_a_missing_package_is_a_sentence(tmp_path, monkeypatch, trackers, package):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
@@ -269,6 +376,49 @@ def test_a_tracker_that_never_ends_is_left_behind():
     background(train_event(1, 1.0))
     with pytest.raises(TimeoutError, match="not passed on within 0.1 s"):
         background.close()
+
+
+def stuck(event):
+    threading.Event().wait()
+
+
+def test_the_end_of_a_run_waits_for_a_hanging_tracker_once(capsys):
+    fan_out = FanOut([Background("stuck", lambda: stuck, last_seconds=0.5)])
+    fan_out(train_event(1, 1.0))
+    begin = time.monotonic()
+    fan_out.close()
+    assert 0.5 <= time.monotonic() - begin < 0.9
+    assert capsys.readouterr().err.count("stuck failed (TimeoutError: 1 events were not passed on within 0.5 s)") == 1
+
+
+def test_a_tracker_for_which_too_much_waits_is_left_behind(monkeypatch, capsys):
+    """At the close, too, which waits for what was told; and not during the training, which would stand still."""
+    monkeypatch.setattr("tfdist.telemetry.background._MOST_WAITING", 2)
+    full, late = (Background("stuck", lambda: stuck, last_seconds=last_seconds) for last_seconds in (0.1, 60))
+    for background in (full, late):
+        background(train_event(0, 1.0))
+        while background._events.qsize():
+            time.sleep(0.001)
+        for step in (1, 2):
+            background(train_event(step, 1.0))
+    with pytest.raises(TimeoutError, match="3 events were not passed on within 0.1 s"):
+        full.close()
+    fan_out = FanOut([late])
+    begin = time.monotonic()
+    fan_out(train_event(3, 1.0))
+    assert time.monotonic() - begin < 30 and fan_out.observers == []
+    assert "stuck failed (TimeoutError: 2 events wait to be passed on)" in capsys.readouterr().err
+
+
+def test_a_tracker_that_ends_its_thread_is_switched_off(capsys):
+    """Else what it was told would be lost without a word."""
+
+    def leaving():
+        raise SystemExit(0)
+
+    fan_out = FanOut([Background("the leaving one", leaving)])
+    fan_out.close()
+    assert "the leaving one failed (SystemExit: 0) and is switched off" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

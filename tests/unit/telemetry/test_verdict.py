@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tfdist.telemetry.phases import PHASES, Call, PhaseMeter, values
+from tfdist.telemetry.phases import IN_CALL, PHASES, Call, Phase, PhaseMeter, values
 from tfdist.telemetry.timer import Clock
 from tfdist.telemetry.verdict import Verdicts, judge
 
@@ -137,3 +137,19 @@ def test_where_only_sampled_calls_know_the_reduction_all_splits_as_they_do():
     assert values(meter.seconds(), meter.overlap_s, split=True) == pytest.approx(
         {"phase/data_wait_s": 1.0, "phase/gradient_sync_s": 1.0}
     )
+
+
+def test_events_name_the_phases_so():
+    """In this order they stand in logs and plots."""
+    assert PHASES == (
+        "data_wait",
+        "host_to_device",
+        "forward",
+        "backward",
+        "gradient_sync",
+        "optimizer",
+        "other",
+        "checkpoint",
+        "evaluation",
+    )
+    assert [PHASES[phase] for phase in Phase] == list(PHASES) and set(IN_CALL) < set(Phase)
