@@ -1,18 +1,20 @@
 """What training would refuse, so far as a configuration, a mesh and the shape of a model tell. Such layouts are not
 proposed.
 
-Training has the last word, over the model that is built: training/parallel/compose.py. A test holds both together.
+What does not depend on the model stands in mesh_rules.py, which training asks, too. Of the model that is built
+training/parallel/compose.py has the last word; a test holds both together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tfdist.config import Config
 from tfdist.config.strategies import strategy_or_undecided
 from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
+from tfdist.planner import mesh_rules
 from tfdist.planner.layout import Layout
 from tfdist.planner.shapes import ModelShape
 from tfdist.runtime.mesh import Mesh
@@ -54,29 +56,26 @@ def of_mesh(model: ModelShape, mesh: Mesh) -> str:
     return ""
 
 
-def of_zero(config: Config, zero: int) -> str:
-    """The reason why the run's flags do not go with a ZeRO stage, as a sentence; "": they do."""
-    parallel, optimizer = config.parallel, config.optimizer.optimizer
+def of_zero(config: Config) -> str:
+    """The reason why the run's flags do not go with its ZeRO stage, as a sentence; "": they do."""
+    zero, optimizer = config.parallel.zero, config.optimizer.optimizer
     if zero and optimizer not in ELEMENTWISE_OPTIMIZERS:
         return f"--zero={zero} with --optimizer={optimizer}: {_WHOLE} shards; use {_ELEMENTWISE}, or --zero=0."
-    if parallel.compression != "none" and zero:
-        return f"--compression={parallel.compression} does not go with --zero={zero}: drop one of them."
-    if parallel.offload != "none" and zero not in (1, 2):
-        return f"--offload={parallel.offload} is for --zero=1 or 2, not {zero}: change one of them."
     if strategy_or_undecided(config.strategy.strategy).mesh:  # else there is no --zero to check with the other flags
         try:
-            config.replace(zero=zero).validate()
+            config.validate()
         except ConfigError as error:
             return str(error)
     return ""
 
 
 def of_layout(config: Config, layout: Layout, batch: BatchPlan) -> str:
-    """The reason why the run's flags do not go with the rest of a layout, as a sentence; "": they do."""
-    return next((found for each in _CHECKS for found in each(config, layout, batch)), "")
+    """The reason why the run's flags do not go with a layout, as a sentence; "": they do. config: with its --zero."""
+    of_model = (*_optimizer(config, layout), *_pipe(config, layout, batch))
+    return mesh_rules.refusal(config, layout.mesh, batch) or next(iter(of_model), "")
 
 
-def _optimizer(config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str]:
+def _optimizer(config: Config, layout: Layout) -> Iterator[str]:
     name, mesh = config.optimizer.optimizer, layout.mesh
     if name not in ELEMENTWISE_OPTIMIZERS and mesh.degree("model", "expert") > 1:
         yield (
@@ -88,20 +87,6 @@ def _optimizer(config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str
             f"--mesh has pipe={layout.pipe}, over which the state of --optimizer=adafactor cannot be spread, as it has"
             " not the shapes of the variables: use another optimizer, or data= only."
         )
-
-
-def _batch(config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str]:
-    if batch.even:
-        return
-    parts = (
-        f"must be of one size, but --global_batch={batch.global_batch} is not a multiple of"
-        f" --accumulation={batch.accumulation} x {batch.replicas} replicas: change one of them."
-    )
-    for axis in ("pipe", "expert"):
-        if layout.mesh.degree(axis) > 1:
-            yield f"--mesh has {axis}={layout.mesh.degree(axis)}, whose micro-batches {parts}"
-    if layout.model > 1 and batch.accumulation > 2:
-        yield f"--mesh has model={layout.model}, whose micro-batches after the first {parts}"
 
 
 def _pipe(config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str]:
@@ -116,36 +101,3 @@ def _pipe(config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str]:
             f"--pipe_cut={cut} names the beginnings of {len(cut.split(',')) + 1} parts, but --mesh has"
             f" pipe={layout.pipe} and --pipe_chunks={chunks}: change one of them, or drop it."
         )
-
-
-def _parallel(config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str]:
-    parallel, mesh = config.parallel, layout.mesh
-    if parallel.sequence_parallel and layout.model == 1:
-        yield f"--sequence_parallel spreads positions over model, of which --mesh={mesh.describe()} has none: drop it."
-    if parallel.sequence_parallel and (layout.pipe > 1 or layout.zero == 3):
-        other = "--zero=3" if layout.zero == 3 else f"pipe={layout.pipe}"
-        yield f"--sequence_parallel does not go with {other} yet: drop one of them."
-    if parallel.compression != "none" and mesh.degree("pipe", "expert", "model") > 1:
-        yield (
-            f"--compression={parallel.compression} is for --mesh with data only, not {mesh.describe()}: drop one of"
-            " them."
-        )
-
-
-def _compiled(config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str]:
-    if not config.model.jit_compile or layout.devices == 1:
-        return
-    if layout.zero == 3 or layout.mesh.degree("pipe", "expert", "model") > 1:
-        yield (
-            f"--jit_compile cannot compile the collectives of --mesh={layout.mesh.describe()} with"
-            f" --zero={layout.zero}: drop it, or use data= only and --zero=2 at most."
-        )
-
-
-_CHECKS: tuple[Callable[[Config, Layout, BatchPlan], Iterator[str]], ...] = (
-    _optimizer,
-    _batch,
-    _pipe,
-    _parallel,
-    _compiled,
-)

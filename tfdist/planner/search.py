@@ -41,10 +41,11 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
             f"--recompute=blocks, but no blocks of {plan.model.name} are known here that could be computed again: use"
             " --recompute=none."
         )
-    by_zero = [layout_refusals.of_zero(plan.config, zero) for zero in range(4)]
+    configs = [plan.config.replace(zero=zero) for zero in range(4)]
+    by_zero = [layout_refusals.of_zero(config) for config in configs]
     refused, left = "", False
     for layout, batch in _candidates(plan, wish):
-        found = by_zero[layout.zero] or layout_refusals.of_layout(plan.config, layout, batch)
+        found = by_zero[layout.zero] or layout_refusals.of_layout(configs[layout.zero], layout, batch)
         if found:
             refused = refused or found
         else:

@@ -14,7 +14,7 @@ from tfdist.config import Config
 from tfdist.config.strategies import strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.nested_functions import refuse_batch_norm
-from tfdist.planner import memory_check
+from tfdist.planner import memory_check, mesh_rules
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory_check import MemoryLimits
 from tfdist.planner.shapes import Weight
@@ -81,19 +81,10 @@ def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
         bool(tf.config.list_logical_devices("GPU"))
         and not strategy_or_undecided(config.strategy.strategy).parameter_servers
         and not (config.run.deterministic or _is_synchronized(model) and runtime.replicas > 1)
-        and not (runtime.mesh and not_compiled_on(runtime.mesh, config))
+        and not (runtime.mesh and mesh_rules.not_compiled_on(runtime.mesh, config))
         and all(getattr(layer, "supports_jit", True) for layer in keras_layers.all_layers(model))
     )
     return config.replace(jit_compile=can)
-
-
-def not_compiled_on(mesh: Mesh, config: Config) -> str:
-    """The part of a mesh's step that XLA cannot compile; "": none."""
-    if (degree := mesh.degree("pipe")) > 1:
-        return f"what the stages of pipe={degree} send each other"
-    if mesh.size > 1 and (config.parallel.zero == 3 or mesh.degree("expert", "model") > 1):  # in the forward pass
-        return "the collectives of --zero=3 or an expert or model axis"
-    return ""
 
 
 def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:

@@ -11,12 +11,13 @@ from tfdist import build
 from tfdist.config import Config, OptimizerConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
+from tfdist.planner import mesh_rules
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.composition_checks import check_added
 from tfdist.training.optimizer import make_optimizer
-from tfdist.training.parallel.compose import _check, _check_slots, _pieces, compose_mesh
+from tfdist.training.parallel.compose import _check_slots, _pieces, compose_mesh
 from tfdist.training.parallel.expert import parallelize_experts
 from tfdist.training.parallel.pipeline_parts import divide
 from tfdist.training.parallel.segments import cut_into_blocks
@@ -69,16 +70,18 @@ class Alone(MeshRuntime):
 def test_refused(mesh, changes, words):
     runtime = Alone(Mesh.parse(mesh, 2))
     config = BASE.replace(**changes)
-    with pytest.raises(ConfigError) as error:
-        _check(config, runtime, build.plan_batch(config.batch, runtime.replicas))
-    assert all(word in str(error.value) for word in words), error.value
+    refused = mesh_rules.refusal(config, runtime.mesh, build.plan_batch(config.batch, runtime.replicas))
+    assert all(word in refused for word in words), refused
+    with pytest.raises(ConfigError) as error:  # before anything is done to a model
+        compose_mesh(config, runtime, None, None, None, build.plan_batch(config.batch, runtime.replicas), None)
+    assert str(error.value) == refused
 
 
 @pytest.mark.parametrize("changes", [{"global_batch": 9, "accumulation": 3}, {"global_batch": 11, "accumulation": 2}])
 def test_what_a_model_axis_can_repeat_is_not_refused(changes):
     runtime = Alone(Mesh.parse("model=2", 2))
     config = BASE.replace(**changes)
-    _check(config, runtime, build.plan_batch(config.batch, runtime.replicas))
+    assert not mesh_rules.refusal(config, runtime.mesh, build.plan_batch(config.batch, runtime.replicas))
 
 
 @pytest.mark.slow

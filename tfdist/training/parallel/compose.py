@@ -14,9 +14,9 @@ import keras
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
+from tfdist.planner import mesh_rules
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training.composition_checks import not_compiled_on
 from tfdist.training.objectives import Objective
 from tfdist.training.optimizer import ELEMENTWISE
 from tfdist.training.parallel import cut_trial, segments
@@ -65,7 +65,8 @@ def compose_mesh(
     rows: (number) -> x of so many samples, the same on all workers: a model of the user's own is tried with them.
     Raises ConfigError on what does not fit.
     """
-    _check(config, runtime, plan)
+    if refusal := mesh_rules.refusal(config, runtime.mesh, plan):
+        raise ConfigError(refusal)
     layers = _parallelize(config, runtime, model, objective, rows)
     if layers.parts and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
@@ -193,82 +194,12 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     return divide(cut, degree * chunks, config.parallel.pipe_cut)
 
 
-def _check(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
-    if config.model.jit_compile and (what := not_compiled_on(runtime.mesh, config)):
-        raise ConfigError(f"--jit_compile cannot compile {what}: drop it.")
-    _check_compression(config, runtime)
-    if config.parallel.offload != "none" and config.parallel.zero not in (1, 2):
-        raise ConfigError(
-            f"--offload={config.parallel.offload} moves the optimizer's copy of the weights, which there is with"
-            f" --zero=1 or 2 only, not {config.parallel.zero}: add --zero=1."
-        )
-    if runtime.mesh.degree("expert") > 1 and not plan.even:
-        raise ConfigError(
-            f"--mesh has expert={runtime.mesh.degree('expert')}, whose workers must have as many samples each, but"
-            f" --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x"
-            f" {plan.replicas} replicas: change one of them."
-        )
-    if runtime.mesh.degree("model") > 1 and plan.accumulation > 2 and not plan.even:
-        # TensorFlow keeps the shape that a collective operation had first in a call, and the loop repeats it.
-        raise ConfigError(
-            f"--mesh has model={runtime.mesh.degree('model')}, whose micro-batches after the first must be of one size,"
-            f" but --global_batch={plan.global_batch} is not a multiple of --accumulation={plan.accumulation} x"
-            f" {plan.replicas} replicas: change one of them, or take --accumulation=2."
-        )
-    if config.parallel.sequence_parallel:
-        _check_sequence(config, runtime)
-    if runtime.mesh.degree("pipe") > 1:
-        _check_pipe(config, runtime, plan)
-
-
-def _check_sequence(config: Config, runtime: MeshRuntime) -> None:
-    if runtime.mesh.degree("model") == 1:
-        raise ConfigError(
-            f"--sequence_parallel spreads positions over model, of which --mesh={runtime.mesh.describe()} has none: add"
-            " for example model=2, or drop it."
-        )
-    if runtime.mesh.degree("pipe") > 1 or config.parallel.zero == 3:
-        other = "--zero=3" if config.parallel.zero == 3 else f"pipe={runtime.mesh.degree('pipe')}"
-        raise ConfigError(f"--sequence_parallel does not go with {other} yet: drop one of them.")
-
-
-def _check_pipe(config: Config, runtime: MeshRuntime, plan: BatchPlan) -> None:
-    degree = runtime.mesh.degree("pipe")
-    if not plan.even:
-        raise ConfigError(
-            f"--mesh has pipe={degree}, whose micro-batches must be of one size, but --global_batch={plan.global_batch}"
-            f" is not a multiple of --accumulation={plan.accumulation} x {plan.replicas} replicas: change one of them."
-        )
-    if config.parallel.recompute == "attention":
-        raise ConfigError(f"--recompute=attention does not go with pipe={degree}: use --recompute=block.")
-
-
 def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRuntime) -> None:
     """Refuses state of no variable's shape (Adafactor's sums over rows): it would be of another size on each stage."""
     if any(len(variable.shape) and id(variable) not in update.owners for variable in optimizer.variables):
         raise ConfigError(
             f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name}"
             " cannot be spread, as it has not the shapes of the variables: use another optimizer, or data= only."
-        )
-
-
-def _check_compression(config: Config, runtime: MeshRuntime) -> None:
-    kind = config.parallel.compression
-    if kind == "none":
-        return
-    if config.parallel.zero:
-        raise ConfigError(
-            f"--compression={kind} is for gradients that are whole on all workers, but --zero={config.parallel.zero}"
-            " shares them out: use --zero=0, or drop --compression."
-        )
-    if runtime.mesh.degree("pipe", "expert", "model") > 1:
-        raise ConfigError(
-            f"--compression={kind} is for --mesh with data only, not {runtime.mesh.describe()}: drop one of them."
-        )
-    if config.precision.precision == "float16" and kind in ("int8", "topk", "powersgd"):
-        raise ConfigError(
-            f"--compression={kind} carries errors from step to step, which the changing loss scale of"
-            " --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16."
         )
 
 

@@ -1,0 +1,102 @@
+"""What of a configuration does not go with a mesh, whatever the model: training refuses it, and the planner does not
+propose it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tfdist.config import Config
+from tfdist.data.batch_plan import BatchPlan
+from tfdist.runtime.mesh import Mesh
+
+
+def refusal(config: Config, mesh: Mesh, batch: BatchPlan) -> str:
+    """The reason why, as a sentence; "": they go together."""
+    return next((found for each in _RULES for found in each(config, mesh, batch)), "")
+
+
+def not_compiled_on(mesh: Mesh, config: Config) -> str:
+    """The part of a mesh's step that XLA cannot compile; "": none."""
+    if (degree := mesh.degree("pipe")) > 1:
+        return f"what the stages of pipe={degree} send each other"
+    if mesh.size > 1 and (config.parallel.zero == 3 or mesh.degree("expert", "model") > 1):  # in the forward pass
+        return "the collectives of --zero=3 or an expert or model axis"
+    return ""
+
+
+def _compiled(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
+    if config.model.jit_compile and (what := not_compiled_on(mesh, config)):
+        yield f"--jit_compile cannot compile {what}: drop it."
+
+
+def _compression(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
+    kind = config.parallel.compression
+    if kind == "none":
+        return
+    if config.parallel.zero:
+        yield (
+            f"--compression={kind} is for gradients that are whole on all workers, but --zero={config.parallel.zero}"
+            " shares them out: use --zero=0, or drop --compression."
+        )
+    if mesh.degree("pipe", "expert", "model") > 1:
+        yield f"--compression={kind} is for --mesh with data only, not {mesh.describe()}: drop one of them."
+    if config.precision.precision == "float16" and kind in ("int8", "topk", "powersgd"):
+        yield (
+            f"--compression={kind} carries errors from step to step, which the changing loss scale of"
+            " --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16."
+        )
+
+
+def _offload(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
+    if config.parallel.offload != "none" and config.parallel.zero not in (1, 2):
+        yield (
+            f"--offload={config.parallel.offload} moves the optimizer's copy of the weights, which there is with"
+            f" --zero=1 or 2 only, not {config.parallel.zero}: add --zero=1."
+        )
+
+
+def _batch(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
+    if batch.even:
+        return
+    parts = (
+        f"but --global_batch={batch.global_batch} is not a multiple of --accumulation={batch.accumulation} x"
+        f" {batch.replicas} replicas: change one of them"
+    )
+    if (degree := mesh.degree("expert")) > 1:
+        yield f"--mesh has expert={degree}, whose workers must have as many samples each, {parts}."
+    if (degree := mesh.degree("model")) > 1 and batch.accumulation > 2:
+        # TensorFlow keeps the shape that a collective operation had first in a call, and the loop repeats it.
+        yield (
+            f"--mesh has model={degree}, whose micro-batches after the first must be of one size, {parts}, or take"
+            " --accumulation=2."
+        )
+    if (degree := mesh.degree("pipe")) > 1:
+        yield f"--mesh has pipe={degree}, whose micro-batches must be of one size, {parts}."
+
+
+def _sequence(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
+    if not config.parallel.sequence_parallel:
+        return
+    if mesh.degree("model") == 1:
+        yield (
+            f"--sequence_parallel spreads positions over model, of which --mesh={mesh.describe()} has none: add for"
+            " example model=2, or drop it."
+        )
+    if mesh.degree("pipe") > 1 or config.parallel.zero == 3:
+        other = "--zero=3" if config.parallel.zero == 3 else f"pipe={mesh.degree('pipe')}"
+        yield f"--sequence_parallel does not go with {other} yet: drop one of them."
+
+
+def _recompute(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
+    if (degree := mesh.degree("pipe")) > 1 and config.parallel.recompute == "attention":
+        yield f"--recompute=attention does not go with pipe={degree}: use --recompute=block."
+
+
+_RULES: tuple[Callable[[Config, Mesh, BatchPlan], Iterator[str]], ...] = (
+    _compiled,
+    _compression,
+    _offload,
+    _batch,
+    _sequence,
+    _recompute,
+)
