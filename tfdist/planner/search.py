@@ -31,7 +31,12 @@ class Wish:
 
 def parse_mesh(text: str, devices: int) -> Mesh | None:
     """Reads --mesh as tfdist.train does; None for "auto". Raises ConfigError."""
-    return None if text == "auto" else Mesh.parse(text, devices)
+    if text == "auto":
+        return None
+    try:
+        return Mesh.parse(text, devices)
+    except ConfigError as error:  # it speaks of workers, each of which has a device
+        raise ConfigError(f"--devices={devices}: {error}") from None
 
 
 def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:

@@ -150,7 +150,7 @@ def test_a_step_is_its_parts():
         (["--hardware=name=mine"], ["memory_gb", "h100,"]),
         (["--hardware=h100,network=isdn"], ["isdn", "ib-ndr"]),
         (["--hardware=no/file.json"], ["no/file.json"]),
-        (["--mesh=data=3"], ["--mesh=data=3 needs 3 workers", "there are 8", "--mesh=data=8"]),
+        (["--mesh=data=3"], ["--devices=8: --mesh=data=3 needs 3 workers", "there are 8", "--mesh=data=8"]),
         (["--mesh=model=8"], ["12", "heads"]),
         (["--mesh=pipe=8,pipe=1"], ["pipe=8,pipe=1", "pipe twice"]),
         (["--mesh=expert=8"], ["no experts"]),
