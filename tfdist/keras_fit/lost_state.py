@@ -18,13 +18,14 @@ from tfdist.compat.keras_random import global_seed_generator
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
+from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.variables import of_model
 from tfdist.training import unsaved_state_checks
 
 _KEPT_AS = "_tfdist_lost_state"  # on the model itself: a step that was traced is used again by a later fit
 _GENERATOR = "StateVar"  # how TensorFlow names the state of a tf.random.Generator, which workers advance alike
-_FUNCTIONS = ("train_function", "test_function")  # of Keras', in which the steps are traced
+_LOOPS = (Loop.TRAIN, Loop.TEST)  # whose steps are looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +78,9 @@ def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(_backups.pop)
         if not now:  # what Keras has traced without us nobody has looked at
-            for name in _FUNCTIONS:
-                if getattr(model, name, None) is not None:
-                    stack.enter_context(attribute_replaced(model, name, None))
+            for loop in _LOOPS:
+                if getattr(model, loop.function_name, None) is not None:
+                    stack.enter_context(attribute_replaced(model, loop.function_name, None))
         yield
 
 

@@ -28,9 +28,10 @@ from tfdist.data.tuning import untuned
 from tfdist.keras_fit import variables
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.refusals import inner_models
-from tfdist.keras_fit.step_function import Loop, Replacements, StepFunction
+from tfdist.keras_fit.step_function import Replacements, StepFunction
 from tfdist.models.nested_functions import traced_anew
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
@@ -164,7 +165,7 @@ class DistributedModel:
             return
         with self._call.alone():
             if loop is not Loop.PREDICT and (self._use.training or self._model.compiled):
-                keras_trainer.build_for(self._model, batch, f"{loop.value}_step", not self._steps_call_inner_models)
+                keras_trainer.build_for(self._model, batch, loop.step_name, not self._steps_call_inner_models)
             elif not self._steps_call_inner_models:
                 keras_trainer.build_for_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._start()

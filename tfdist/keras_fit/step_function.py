@@ -21,37 +21,11 @@ from tfdist.keras_fit import lost_state, own_rows
 from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import OwnRows
 from tfdist.models import missing_rows
 from tfdist.runtime.base import PeerRuntime
-
-
-class Loop(enum.Enum):
-    """Keras' loops; the value is what their functions are called after."""
-
-    TRAIN = "train"
-    TEST = "test"
-    PREDICT = "predict"
-
-    @property
-    def function_name(self) -> str:
-        """The attribute of keras.Model that a loop calls."""
-        return f"{self.value}_function"
-
-    @property
-    def call_name(self) -> str:
-        """The name of tfdist's function that runs the loop."""
-        return {"train": "fit", "test": "evaluate"}.get(self.value, self.value)
-
-    @property
-    def maker_name(self) -> str:
-        """The method of keras.Model that a loop calls before the function, each time that it runs."""
-        return f"make_{self.function_name}"
-
-    def step_of(self, model: keras.Model) -> Callable[[Any], Any]:
-        """Keras' own train_step, test_step or predict_step, overridden or not."""
-        return getattr(model, f"{self.value}_step")
 
 
 class Rows(enum.Enum):
