@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_tensors, keras_trainer
+from tfdist.compat.kept_attributes import kept_on
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit import variables
@@ -37,8 +38,6 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.optimizer import updates_rows
 from tfdist.training.table_rows import rows_once, subtracting_rows, takes_repeated_rows
-
-_KEPT_AS = "_tfdist_distributed"  # on the model itself: what was traced lives as long as it
 
 
 @functools.cache
@@ -74,9 +73,7 @@ class DistributedModel:
     @classmethod
     def of(cls, model: keras.Model, runtime: PeerRuntime) -> DistributedModel:
         """The DistributedModel of this model, made at the first call."""
-        if _KEPT_AS not in model.__dict__:
-            object.__setattr__(model, _KEPT_AS, cls(model, runtime))
-        return model.__dict__[_KEPT_AS]
+        return kept_on(model, "_tfdist_distributed", lambda: cls(model, runtime))
 
     @contextlib.contextmanager
     def installed(self, training: bool, optimizer: keras.Optimizer | None = None) -> Iterator[None]:

@@ -11,11 +11,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_trainer
+from tfdist.compat.kept_attributes import kept_on
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.keras_fit.loops import Loop
 from tfdist.models import missing_rows
-
-_KEPT_AS = "_tfdist_looking_up_nan"  # on the model itself: what was traced lives as long as it
 
 
 @contextlib.contextmanager
@@ -38,12 +37,7 @@ def told(model: keras.Model) -> Iterator[None]:
 
 def _kept(model: keras.Model) -> dict[Loop, Any]:
     """The functions that were made inside before, while the model was compiled as it is now."""
-    made_for = keras_trainer.traced_for(model)
-    kept = model.__dict__.get(_KEPT_AS)
-    if kept is None or kept[0] != made_for:
-        kept = made_for, {}
-        object.__setattr__(model, _KEPT_AS, kept)
-    return kept[1]
+    return kept_on(model, "_tfdist_looking_up_nan", dict[Loop, Any], keras_trainer.traced_for(model))
 
 
 def _looking_up_nan(function: Callable) -> Callable:
