@@ -15,7 +15,7 @@ from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
 from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import lost_state
+from tfdist.keras_fit import unsaved_state
 from tfdist.keras_fit.batch_inputs import Returned, of_the_batch
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
@@ -221,7 +221,7 @@ class DistributedCall:
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
         compiles = self._compiles(kwargs, find)
-        with lost_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers):
+        with unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers):
             pass_over = tf.function(forward, jit_compile=True, autograph=False) if compiles else forward
             outputs, losses, masks, added = pass_over(tensors)
         if compiles:

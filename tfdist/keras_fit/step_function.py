@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
-from tfdist.keras_fit import lost_state, own_rows
+from tfdist.keras_fit import own_rows, unsaved_state
 from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
@@ -176,7 +176,7 @@ class StepFunction:
         """Makes a step; called while it is traced."""
         step = self.loop.step_of(self._with.model)
         if self.loop is not Loop.PREDICT:
-            step = lost_state.looked_for(self._with.model, step)
+            step = unsaved_state.looked_for(self._with.model, step)
         if self._rows is Rows.OWN:
             return self._step_of_own_rows(step, batch)
         if self.loop is Loop.PREDICT:

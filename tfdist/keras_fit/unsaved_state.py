@@ -32,7 +32,7 @@ _LOOPS = (Loop.TRAIN, Loop.TEST)  # whose steps are looked at
 class _Found:
     """The findings in a step."""
 
-    lost: Sequence[str]
+    unsaved: Sequence[str]
     drawn: str
 
 
@@ -46,9 +46,9 @@ class _Backup:
 
     def ask(self, found: _Found) -> None:
         """Raises ConfigError for what the backup does not hold; tells once of numbers that are drawn anew."""
-        if found.lost:
+        if found.unsaved:
             raise ConfigError(
-                f"Each step of this fit sets {found.lost[0]}, which was found neither in the model nor in its losses"
+                f"Each step of this fit sets {found.unsaved[0]}, which was found neither in the model nor in its losses"
                 " and metrics before it (it is of a module or a class, or made in the first step), so that"
                 " BackupAndRestore does not hold it, and a fit that is resumed would compute something else: make it an"
                 " attribute of the model, a layer, or the loss, in its constructor, or train without BackupAndRestore."
@@ -66,7 +66,7 @@ _backups: list[_Backup] = []  # one inside the other
 
 def _findings(model: keras.Model) -> dict[str, _Found]:
     """By step, while the model stays compiled as it is: a step that was traced is used again by a later fit."""
-    return kept_on(model, "_tfdist_lost_state", dict[str, _Found], keras_trainer.compile_identity(model))
+    return kept_on(model, "_tfdist_unsaved_state", dict[str, _Found], keras_trainer.compile_identity(model))
 
 
 @contextlib.contextmanager
@@ -112,8 +112,8 @@ def _look(model: keras.Model, step: str) -> None:
     if backup is not None and backup.held is not None:
         held = [each for each in held if id(each) in backup.held]
     kinds = unsaved_state_checks.kinds_here()
-    lost = unsaved_state_checks.lost(kinds, [*held, *of_optimizers, *variables_of_metrics(metrics), *drawn])
-    found = _findings(model)[step] = _Found(lost, unsaved_state_checks.drawn(kinds))
+    unsaved = unsaved_state_checks.unsaved(kinds, [*held, *of_optimizers, *variables_of_metrics(metrics), *drawn])
+    found = _findings(model)[step] = _Found(unsaved, unsaved_state_checks.drawn(kinds))
     if backup is not None:
         backup.ask(found)
 
