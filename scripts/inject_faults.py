@@ -333,33 +333,33 @@ FAULTS: dict[str, Fault] = {
         "known = [*state.collect(self.model, self.optimizer, self.variables).values(), ",
         ("tests/unit/training/test_unsaved_state_checks.py",),
     ),
-    "lost state": Fault(
+    "unsaved state": Fault(
         "a step sets a variable that no snapshot holds",
         "training/unsaved_state_checks.py",
         "if not last_part(name).startswith(_OF_THE_PROCESS)]",
         "if False]",
         ("tests/unit/training/test_unsaved_state_checks.py",),
     ),
-    "lost by a backup": Fault(
+    "state in no backup": Fault(
         "a step of tfdist.fit sets a variable that its backup does not hold",
-        "keras_fit/lost_state.py",
+        "keras_fit/unsaved_state.py",
         "        backup.ask(found)\n\n\n",
         "        pass\n\n\n",
-        ("tests/unit/keras_fit/test_lost_state.py",),
+        ("tests/unit/keras_fit/test_unsaved_state.py",),
     ),
     "state of losses": Fault(
         "what losses and metrics keep is in no backup",
         "keras_fit/variables.py",
         ", *state_beside_layers(model, hidden)]",
         "]",
-        ("tests/unit/keras_fit/test_lost_state.py",),
+        ("tests/unit/keras_fit/test_unsaved_state.py",),
     ),
     "state of schedules": Fault(
         "what a learning rate schedule keeps is in no backup",
         "artifacts/hidden_state.py",
         ", *functions, *of_optimizers])",
         ", *functions])",
-        ("tests/unit/keras_fit/test_lost_state.py",),
+        ("tests/unit/keras_fit/test_unsaved_state.py",),
     ),
     "backup of a later fit": Fault(
         "the first fit of a program takes the backup of its second",
@@ -398,10 +398,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "state of own rows": Fault(
         "the model sets a variable of a module, of which each worker has another value",
-        "keras_fit/lost_state.py",
+        "keras_fit/unsaved_state.py",
         "if unsaved_state_checks.last_part(name) != _GENERATOR\n",
         "if False\n",
-        ("tests/unit/keras_fit/test_lost_state.py",),
+        ("tests/unit/keras_fit/test_unsaved_state.py",),
     ),
     "state of rules": Fault(
         "what a constraint keeps is in no snapshot",

@@ -18,7 +18,7 @@ from tfdist.control.exit_codes import ConfigError, TfdistError
 from tfdist.control.terminal import say
 from tfdist.control.user_errors import failure
 from tfdist.data.tuning import untuned
-from tfdist.keras_fit import lost_state, silent_lookups
+from tfdist.keras_fit import silent_lookups, unsaved_state
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held, backup_of
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
@@ -129,7 +129,7 @@ def fit(
             backup = backup_of(arranged, {"x": x, "y": y, **arguments})
             if has_peers(runtime) or backup is not None:
                 x, y = shuffle_alike(runtime, x, y, arguments, backup)
-            kept = contextlib.nullcontext() if backup is None else lost_state.refused(model, runtime.rank == 0)
+            kept = contextlib.nullcontext() if backup is None else unsaved_state.refused(model, runtime.rank == 0)
             with kept:
                 return _over_workers(
                     runtime,
@@ -283,8 +283,8 @@ def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
         # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
         keeps_keras = model.jit_compile or bool(tf.config.list_logical_devices("GPU"))
         ordered = contextlib.nullcontext() if keeps_keras else rows_in_one_order(model.optimizer)
-        train_step = lost_state.looked_for(model, in_steps()(model.train_step))
-        test_step = lost_state.looked_for(model, model.test_step)
+        train_step = unsaved_state.looked_for(model, in_steps()(model.train_step))
+        test_step = unsaved_state.looked_for(model, model.test_step)
         with (
             ordered,
             every_row_checked(model.optimizer),

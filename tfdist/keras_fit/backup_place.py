@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import held as lease_of_folder
@@ -19,6 +19,7 @@ from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import check_address, is_url
 from tfdist.control.terminal import say
 from tfdist.keras_fit import backup_file
+from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 from tfdist.storage.store_lease import StoreLease
@@ -26,7 +27,6 @@ from tfdist.storage.store_lease import StoreLease
 FILE = "tfdist-backup"
 _NAMES = (f"{FILE}-even", f"{FILE}-odd")  # of epochs
 _leases: dict[str, StoreLease] = {}  # that this process holds, by URL
-Parse = Callable[[bytes], dict[str, Any]]  # raises ValueError for what is no backup, or damaged
 
 
 class BackupPlace(Protocol):
@@ -38,11 +38,11 @@ class BackupPlace(Protocol):
         """A context in which no other job has its backup here. Raises ConfigError if one has, OSError."""
         ...
 
-    def read(self, parse: Parse) -> bytes:
+    def read(self) -> bytes:
         """The newest backup, b"" if there is none. Raises ValueError if there are only damaged ones, OSError."""
         ...
 
-    def write(self, value: dict[str, Any]) -> bool:
+    def write(self, content: BackupContent) -> bool:
         """Replaces the backup. Raises OSError in a folder; a store that is away is told of, and training goes on.
         Returns whether it was written."""
         ...
@@ -71,15 +71,15 @@ class _Folder:
         with lease_of_folder(self._folder, job, name=f"BackupAndRestore's folder {self._folder}"):
             yield
 
-    def read(self, parse: Parse) -> bytes:
+    def read(self) -> bytes:
         if not self._path.exists():
             return b""
         data = self._path.read_bytes()
-        parse(data)
+        BackupContent.from_bytes(data)
         return data
 
-    def write(self, value: dict[str, Any]) -> bool:
-        backup_file.write(self._path, value)
+    def write(self, content: BackupContent) -> bool:
+        backup_file.write(self._path, content.to_dict())
         return True
 
     def remove(self) -> None:
@@ -106,7 +106,7 @@ class _Objects:
             del _leases[self._url]
             lease.give_back()
 
-    def read(self, parse: Parse) -> bytes:
+    def read(self) -> bytes:
         newest, epoch, damage = b"", -1, ""
         self._objects.remove_half_sent(FILE)
         for name in _NAMES:
@@ -114,7 +114,7 @@ class _Objects:
                 continue
             try:
                 data = self._objects.piece(name, 0, size)
-                found = parse(data)["epoch"]
+                found = BackupContent.from_bytes(data).epoch
             except FileNotFoundError:
                 continue
             except ValueError as error:
@@ -126,19 +126,19 @@ class _Objects:
             raise ValueError(damage)
         return newest
 
-    def write(self, value: dict[str, Any]) -> bool:
-        name = _NAMES[value["epoch"] % 2]
+    def write(self, content: BackupContent) -> bool:
+        name = _NAMES[content.epoch % 2]
         try:
             if self._url in _leases:
                 self._objects.allowed = _leases[self._url].confirm
                 self._objects.allowed()
             with tempfile.TemporaryDirectory(prefix="tfdist-") as folder:
                 file = Path(folder, name)
-                backup_file.write(file, value)
+                backup_file.write(file, content.to_dict())
                 self._objects.send(file, name)
         except OSError as error:  # also of the disk here
             say(
-                f"THE BACKUP OF EPOCH {value['epoch']} WAS NOT SENT: {error}. Training goes on; the next epoch"
+                f"THE BACKUP OF EPOCH {content.epoch} WAS NOT SENT: {error}. Training goes on; the next epoch"
                 " tries again."
             )
             return False

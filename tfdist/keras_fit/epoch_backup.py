@@ -28,24 +28,13 @@ from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.terminal import say
 from tfdist.keras_fit import backup_file, callback_state, data_identity
+from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
 from tfdist.keras_fit.variables import of_model
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import of_the_chief
 from tfdist.runtime.host import host_view
-
-_ENTRIES = {
-    "variables": list,
-    "epoch": int,
-    "stopped": bool,
-    "history": dict,
-    "epochs": list,
-    "callbacks": list,
-    "order": (int, type(None)),
-    "ends": object,
-    "generators": object,
-}
 
 
 def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> list[keras.callbacks.Callback]:
@@ -110,36 +99,36 @@ class EpochBackup(FitCallback):
     ):
         super().__init__()
         self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
-        self._state = self._read()
+        self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
         self._told: list[str] = []  # attributes of theirs that are not held
         self._at_first: list[callback_state.Facts] = []  # of each other callback what it began with
-        self.epoch: int = self._state["epoch"] if self._state else 0
-        self.order: int | None = self._state["order"] if self._state else None
+        self.epoch = self._backup.epoch if self._backup else 0
+        self.order = self._backup.order if self._backup else None
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> BackupContent | None:
         """The backup that the chief finds, on all workers."""
 
         def read() -> bytes:
             try:
-                return self._place.read(_parsed)
+                return self._place.read()
             except (OSError, ValueError) as error:
                 raise CheckpointError(
                     f"{self._place.name} cannot be read ({error}): remove it to begin anew."
                 ) from error
 
         received = of_the_chief(self._runtime, read)
-        state = backup_file.parse(received) if received else None
-        if state is not None:
-            backup_checks.refuse_backup_of_later(self._place.name, state.get("fit", 1), not self._delete)
-        return state
+        backup = BackupContent.from_bytes(received) if received else None
+        if backup is not None:
+            backup_checks.refuse_backup_of_later(self._place.name, backup.fit, not self._delete)
+        return backup
 
     def must_have_its_data(self, given: Mapping[str, Any]) -> None:
         """Raises CheckpointError, on all workers, if the backup was written by a fit to other data. A collective.
 
         given: the arguments of `fit`.
         """
-        before = self._state.get("data", {}) if self._state else {}
+        before = self._backup.data if self._backup else {}
 
         def compare() -> None:
             self._data = data_identity.identity_of(given)
@@ -163,32 +152,33 @@ class EpochBackup(FitCallback):
         backup_checks.refuse_unbuilt(self.fitted)
         states, shared = self._states_of_others(), callback_state.shared_in(self._others)
         self._at_first = callback_state.facts_of(self._others, states, shared)
-        if self._state is None:
+        backup = self._backup
+        if backup is None:
             return
         if not self.fitted.optimizer.built:
             self.fitted.optimizer.build(self.fitted.trainable_variables)
         variables = self._variables()
         shapes = [tuple(variable.shape) for variable in variables]
-        if shapes != [value.shape for value in self._state["variables"]]:
+        if shapes != [value.shape for value in backup.variables]:
             raise CheckpointError(
                 f"{self._place.name} is of another model or optimizer: remove it, or give BackupAndRestore another"
                 " folder."
             )
-        for variable, value in zip(variables, self._state["variables"], strict=True):
+        for variable, value in zip(variables, backup.variables, strict=True):
             variable.assign(value)
         keras_trainer.begin_an_epoch_of_metrics(self.fitted)
-        if (drawn := self._state.get("drawn_without_one")) is not None and (made := made_global_seed_generator()):
+        if (drawn := backup.drawn_without_one) is not None and (made := made_global_seed_generator()):
             made.state.assign(drawn)
-        names = self._state.get("callback_names") or callback_state.names_of(self._others)
-        held = dict(zip(names, self._state["callbacks"], strict=False))
-        without = dict(zip(names, self._state.get("deleted", ()), strict=False))
-        callback_state.restore(self._others, held, self._state.get("shared", ()), without)
+        names = backup.callback_names or callback_state.names_of(self._others)
+        held = dict(zip(names, backup.callbacks, strict=False))
+        without = dict(zip(names, backup.deleted, strict=False))
+        callback_state.restore(self._others, held, backup.shared, without)
         # A run that had been stopped has no epochs left.
-        keras_trainer.begin_at(self.fitted, self.epochs if self._state["stopped"] else self.epoch)
+        keras_trainer.begin_at(self.fitted, self.epochs if backup.stopped else self.epoch)
         if self._runtime.rank == 0:
             say(f"resumed after epoch {self.epoch} from {self._place.name}.")
-        if not self._state["stopped"]:
-            self._find_the_place_in_the_data(self._state)
+        if not backup.stopped:
+            self._find_the_place_in_the_data(backup)
 
     def _states_of_others(self) -> list[dict[str, Any]]:
         """The state of each other callback; tells once which attributes are not held."""
@@ -207,15 +197,15 @@ class EpochBackup(FitCallback):
             )
         return states
 
-    def _find_the_place_in_the_data(self, state: dict[str, Any]) -> None:
-        if RunningFit.of(self.fitted).go_to(self.epoch, state["ends"]):
+    def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
+        if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends):
             if self._runtime.rank == 0:
                 say(
                     "the data of these epochs was read again, as what comes next may depend on it (repeat,"
                     " cache, a PyDataset, a generator)."
                 )
         else:  # what reading draws from the generators of the process it has drawn just now
-            host_state.restore_generator_states(state["generators"])
+            host_state.restore_generator_states(backup.generators)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._restore_history()
@@ -232,26 +222,24 @@ class EpochBackup(FitCallback):
         }
         states, shared = self._states_of_others(), callback_state.shared_in(self._others)
         now = callback_state.facts_of(self._others, states, shared)
-        is_written = self._place.write(
-            {
-                "variables": [host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
-                "drawn_without_one": None if without_one is None else np.asarray(without_one.state.value),
-                "epoch": epoch + 1,
-                "data": self._data,
-                "fit": backup_checks.number(self._place.name),
-                "stopped": bool(self.fitted.stop_training),
-                "history": {**history.history, **values},
-                "epochs": [*history.epoch, epoch],
-                "callbacks": list(map(callback_state.changed, states, now, self._at_first)),
-                "deleted": callback_state.deleted(self._others, self._at_first),
-                "callback_names": callback_state.names_of(self._others),
-                "shared": shared,
-                "order": self.order,
-                "ends": RunningFit.of(self.fitted).ends(),
-                "generators": host_state.generator_states(),
-            },
+        content = BackupContent(
+            variables=[host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
+            drawn_without_one=None if without_one is None else np.asarray(without_one.state.value),
+            epoch=epoch + 1,
+            data=self._data,
+            fit=backup_checks.number(self._place.name),
+            stopped=bool(self.fitted.stop_training),
+            history={**history.history, **values},
+            epochs=[*history.epoch, epoch],
+            callbacks=list(map(callback_state.changed, states, now, self._at_first)),
+            deleted=callback_state.deleted(self._others, self._at_first),
+            callback_names=callback_state.names_of(self._others),
+            shared=shared,
+            order=self.order,
+            ends=RunningFit.of(self.fitted).ends(),
+            generators=host_state.generator_states(),
         )
-        if is_written:
+        if self._place.write(content):
             backup_count.count_one()
 
     def on_train_end(self, logs: dict | None = None) -> None:
@@ -262,19 +250,7 @@ class EpochBackup(FitCallback):
             self._place.remove()
 
     def _restore_history(self) -> None:
-        if self._state is not None:
-            self.fitted.history.history, self.fitted.history.epoch = (
-                dict(self._state["history"]),
-                list(self._state["epochs"]),
-            )
-            self._state = None
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is no backup."""
-    state = backup_file.parse(data)
-    if not isinstance(state, dict) or any(
-        name not in state or not isinstance(state[name], kind) for name, kind in _ENTRIES.items()
-    ):
-        raise ValueError("it holds what no backup holds")
-    return state
+        if self._backup is not None:
+            history = self.fitted.history
+            history.history, history.epoch = dict(self._backup.history), list(self._backup.epochs)
+            self._backup = None

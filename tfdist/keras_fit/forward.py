@@ -15,11 +15,11 @@ from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
 from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import lost_state
+from tfdist.keras_fit import unsaved_state
 from tfdist.keras_fit.batch_inputs import Returned, of_the_batch
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
-from tfdist.keras_fit.lookups import Traced, traced
+from tfdist.keras_fit.lookups import LookupFacts, traced
 from tfdist.keras_fit.losses_inside import Scales, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
@@ -60,7 +60,7 @@ class DistributedCall:
         self._may_mix = row_mixing.may_mix(model)
         self._tried: list[tuple] = []  # kinds of calls
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
-        self._finders: dict[str, Callable[[], Traced]] = {}  # by the inputs of a forward pass
+        self._finders: dict[str, Callable[[], LookupFacts]] = {}  # by the inputs of a forward pass
         gradients.calls.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +221,7 @@ class DistributedCall:
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
         compiles = self._compiles(kwargs, find)
-        with lost_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers):
+        with unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers):
             pass_over = tf.function(forward, jit_compile=True, autograph=False) if compiles else forward
             outputs, losses, masks, added = pass_over(tensors)
         if compiles:
@@ -245,7 +245,7 @@ class DistributedCall:
                 shared |= find().shared
         return shared
 
-    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], Traced]:
+    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], LookupFacts]:
         """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""
 
         def forward(tensors: list[tf.Tensor]) -> Any:
@@ -253,13 +253,13 @@ class DistributedCall:
             return self._call(*args, **kwargs)
 
         @functools.cache
-        def find() -> Traced:
+        def find() -> LookupFacts:
             with self._without_a_trace():
                 return traced(forward, specs)
 
         return find
 
-    def _compiles(self, kwargs: dict, find: Callable[[], Traced]) -> bool:
+    def _compiles(self, kwargs: dict, find: Callable[[], LookupFacts]) -> bool:
         """Whether XLA compiles the pass over the own rows. Not with collectives inside it, nor with what its gradient
         would have to take out of it: what a loop or a branch computes, and lookups that do not depend on the batch,
         which cannot be told from others any more then."""

@@ -174,7 +174,7 @@ class Gradients:
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
-        shared = [lookup.values for parts in parts_of for lookup in parts if not lookup.is_own]
+        shared = [lookup.values for parts in parts_of for lookup in parts if not lookup.is_worker_dependent]
         sums = total(self._runtime, [*dense, *shared])
         of_dense, of_shared = iter(sums[: len(dense)]), iter(sums[len(dense) :])
         return [
@@ -187,7 +187,9 @@ class Gradients:
     ) -> tf.IndexedSlices:
         """`sums`: of the rows that all workers have looked up."""
         found = [
-            every_row(self._runtime, [lookup.values, lookup.numbers]) if lookup.is_own else [next(sums), lookup.numbers]
+            every_row(self._runtime, [lookup.values, lookup.numbers])
+            if lookup.is_worker_dependent
+            else [next(sums), lookup.numbers]
             for lookup in parts
         ]
         values, numbers = _joined([rows[0] for rows in found]), _joined([rows[1] for rows in found])
@@ -205,7 +207,7 @@ class Gradients:
                     " gradient is taken where tfdist cannot tell these rows from those of the batch: without"
                     " run_eagerly=True, and in the same tf.function as the model's call, it can."
                 )
-        return [Lookup(gradient.values, gradient.indices, is_own=True)]
+        return [Lookup(gradient.values, gradient.indices, is_worker_dependent=True)]
 
 
 def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.Tensor | None:

@@ -27,19 +27,19 @@ _READS = (
 )  # of variables: the same on all workers
 _LOOKUPS = ("GatherV2", "ResourceGather")
 _BRANCHES = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "TensorListReserve")
-_own: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()  # names of operations
+_worker_dependent: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()  # names of operations
 
 
-def mark(tensor: tf.Tensor) -> tf.Tensor:
+def mark_worker_dependent(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor, which is from now on known to differ between workers."""
     if isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph"):
-        _own.setdefault(tensor.graph, set()).add(tensor.op.name)
+        _worker_dependent.setdefault(tensor.graph, set()).add(tensor.op.name)
     return tensor
 
 
-def is_own(tensor: tf.Tensor) -> bool:
+def is_worker_dependent(tensor: tf.Tensor) -> bool:
     """Whether the values or the shape of a tensor in a graph depend on what was marked."""
-    marked = _own.get(tensor.graph, set())
+    marked = _worker_dependent.get(tensor.graph, set())
     waiting, seen = [tensor.op], set()
     while waiting:
         op = waiting.pop()
@@ -66,7 +66,7 @@ class Lookup:
 
     values: tf.Tensor
     numbers: tf.Tensor
-    is_own: bool  # the numbers depend on the own rows of the batch
+    is_worker_dependent: bool  # the numbers depend on the own rows of the batch
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
@@ -85,7 +85,7 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
     values = tf.split(slices.values, sizes) if len(sizes) > 1 else [slices.values]
     for part, own in zip(values, numbers, strict=True):
         part.set_shape([own.shape[0], *slices.values.shape[1:]])
-    return [Lookup(part, own, is_own(own)) for part, own in zip(values, numbers, strict=True)]
+    return [Lookup(part, own, is_worker_dependent(own)) for part, own in zip(values, numbers, strict=True)]
 
 
 def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
@@ -100,7 +100,7 @@ def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class LookupFacts:
     """The facts that a trace of a forward pass shows.
 
     Attributes: shared, the lookups that do not depend on the batch: id of the table's handle -> name; branches, whether
@@ -111,11 +111,11 @@ class Traced:
     branches: bool
 
 
-def traced(function: Callable, arguments: list[tf.TensorSpec]) -> Traced:
+def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
     """Traces, without running it, `function`, whose arguments are of this worker's rows."""
 
     def trace(*arguments: tf.Tensor) -> list:
-        outputs = tf.nest.flatten(function([mark(argument) for argument in arguments]))
+        outputs = tf.nest.flatten(function([mark_worker_dependent(argument) for argument in arguments]))
         return [output for output in outputs if isinstance(output, tf.Tensor)]
 
     graph = tf.function(trace, autograph=False).get_concrete_function(*arguments).graph
@@ -124,13 +124,13 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> Traced:
         for op in graph.get_operations()
         if op.type in _LOOKUPS
         and op.outputs[0].dtype.is_floating
-        and not is_own(op.inputs[1])
-        and not is_own(op.inputs[0])
+        and not is_worker_dependent(op.inputs[1])
+        and not is_worker_dependent(op.inputs[0])
     ]
     shared = {id(handle): op.name for op in found for handle in _handles(op.inputs[0])}
     definition = graph.as_graph_def()
     nodes = itertools.chain(definition.node, *(inner.node_def for inner in definition.library.function))
-    return Traced(shared, any(node.op in _BRANCHES for node in nodes))
+    return LookupFacts(shared, any(node.op in _BRANCHES for node in nodes))
 
 
 def _handles(table: tf.Tensor) -> Iterator[tf.Tensor]:

@@ -23,21 +23,21 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_tensors, keras_trainer
+from tfdist.compat.kept_attributes import kept_on
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit import variables
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.refusals import inner_models
-from tfdist.keras_fit.step_function import Loop, Replacements, StepFunction
+from tfdist.keras_fit.step_function import Replacements, StepFunction
 from tfdist.models.nested_functions import traced_anew
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.optimizer import updates_rows
 from tfdist.training.table_rows import rows_once, subtracting_rows, takes_repeated_rows
-
-_KEPT_AS = "_tfdist_distributed"  # on the model itself: what was traced lives as long as it
 
 
 @functools.cache
@@ -73,9 +73,7 @@ class DistributedModel:
     @classmethod
     def of(cls, model: keras.Model, runtime: PeerRuntime) -> DistributedModel:
         """The DistributedModel of this model, made at the first call."""
-        if _KEPT_AS not in model.__dict__:
-            object.__setattr__(model, _KEPT_AS, cls(model, runtime))
-        return model.__dict__[_KEPT_AS]
+        return kept_on(model, "_tfdist_distributed", lambda: cls(model, runtime))
 
     @contextlib.contextmanager
     def installed(self, training: bool, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
@@ -164,7 +162,7 @@ class DistributedModel:
             return
         with self._call.alone():
             if loop is not Loop.PREDICT and (self._use.training or self._model.compiled):
-                keras_trainer.build_for(self._model, batch, f"{loop.value}_step", not self._steps_call_inner_models)
+                keras_trainer.build_for(self._model, batch, loop.step_name, not self._steps_call_inner_models)
             elif not self._steps_call_inner_models:
                 keras_trainer.build_for_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._start()

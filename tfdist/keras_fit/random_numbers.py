@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_random, tensorflow_random
 from tfdist.compat.temporary_attributes import attribute_replaced
-from tfdist.keras_fit.lookups import mark
+from tfdist.keras_fit.lookups import mark_worker_dependent
 from tfdist.keras_fit.variables import take_the_chiefs
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.scopes import Once, ThreadScope
@@ -75,7 +75,9 @@ class RandomNumbers:
             if self._runs_alike() and generator not in self._generators:
                 self._meet(generator)
             seed = draw(generator, *args, **kwargs)
-            return mark(tf.stack([self._move(seed[0]), seed[1]])) if self._of_own_rows.is_here else seed
+            if not self._of_own_rows.is_here:
+                return seed
+            return mark_worker_dependent(tf.stack([self._move(seed[0]), seed[1]]))
 
         def default_seed() -> int:
             own = make_default_seed()

@@ -20,7 +20,7 @@ from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
-from tfdist.keras_fit.lookups import mark
+from tfdist.keras_fit.lookups import mark_worker_dependent
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.host import as_list
@@ -77,8 +77,8 @@ class OwnRows:
         if id(whole) in self._others:
             return used_by_all(self._runtime, [whole])[0] if _is_differentiable(whole) else whole
         if not _is_differentiable(whole):
-            return mark(whole[self._first : self._last])
-        return mark(_own_rows(self._runtime, whole, self._first, self._last, self.count))
+            return mark_worker_dependent(whole[self._first : self._last])
+        return mark_worker_dependent(_own_rows(self._runtime, whole, self._first, self._last, self.count))
 
     def trim(self, tensor: tf.Tensor) -> tf.Tensor:
         """Drops the row that was only computed to have any.

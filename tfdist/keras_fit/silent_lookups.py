@@ -11,11 +11,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_trainer
+from tfdist.compat.kept_attributes import kept_on
 from tfdist.compat.temporary_attributes import attribute_replaced
+from tfdist.keras_fit.loops import Loop
 from tfdist.models import missing_rows
-
-_LOOPS = ("train", "test", "predict")
-_KEPT_AS = "_tfdist_looking_up_nan"  # on the model itself: what was traced lives as long as it
 
 
 @contextlib.contextmanager
@@ -28,23 +27,17 @@ def told(model: keras.Model) -> Iterator[None]:
     # What Keras has traced outside is not used inside, nor the other way round.
     functions = _kept(model)
     with contextlib.ExitStack() as stack:
-        for loop in _LOOPS:
-            step = f"{loop}_step"
-            stack.enter_context(attribute_replaced(model, step, _looking_up_nan(getattr(model, step))))
-            stack.enter_context(attribute_replaced(model, f"{loop}_function", functions.get(loop)))
+        for loop in Loop:
+            stack.enter_context(attribute_replaced(model, loop.step_name, _looking_up_nan(loop.step_of(model))))
+            stack.enter_context(attribute_replaced(model, loop.function_name, functions.get(loop)))
         stack.enter_context(attribute_replaced(model, "call", _looking_up_nan(model.call)))
         yield
-        functions.update({loop: getattr(model, f"{loop}_function") for loop in _LOOPS})
+        functions.update({loop: getattr(model, loop.function_name) for loop in Loop})
 
 
-def _kept(model: keras.Model) -> dict[str, Any]:
+def _kept(model: keras.Model) -> dict[Loop, Any]:
     """The functions that were made inside before, while the model was compiled as it is now."""
-    made_for = keras_trainer.traced_for(model)
-    kept = model.__dict__.get(_KEPT_AS)
-    if kept is None or kept[0] != made_for:
-        kept = made_for, {}
-        object.__setattr__(model, _KEPT_AS, kept)
-    return kept[1]
+    return kept_on(model, "_tfdist_looking_up_nan", dict[Loop, Any], keras_trainer.traced_for(model))
 
 
 def _looking_up_nan(function: Callable) -> Callable:

@@ -17,41 +17,15 @@ import tensorflow as tf
 from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
-from tfdist.keras_fit import lost_state, own_rows
+from tfdist.keras_fit import own_rows, unsaved_state
 from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import OwnRows
 from tfdist.models import missing_rows
 from tfdist.runtime.base import PeerRuntime
-
-
-class Loop(enum.Enum):
-    """Keras' loops; the value is what their functions are called after."""
-
-    TRAIN = "train"
-    TEST = "test"
-    PREDICT = "predict"
-
-    @property
-    def function_name(self) -> str:
-        """The attribute of keras.Model that a loop calls."""
-        return f"{self.value}_function"
-
-    @property
-    def call_name(self) -> str:
-        """The name of tfdist's function that runs the loop."""
-        return {"train": "fit", "test": "evaluate"}.get(self.value, self.value)
-
-    @property
-    def maker_name(self) -> str:
-        """The method of keras.Model that a loop calls before the function, each time that it runs."""
-        return f"make_{self.function_name}"
-
-    def step_of(self, model: keras.Model) -> Callable[[Any], Any]:
-        """Keras' own train_step, test_step or predict_step, overridden or not."""
-        return getattr(model, f"{self.value}_step")
 
 
 class Rows(enum.Enum):
@@ -202,7 +176,7 @@ class StepFunction:
         """Makes a step; called while it is traced."""
         step = self.loop.step_of(self._with.model)
         if self.loop is not Loop.PREDICT:
-            step = lost_state.looked_for(self._with.model, step)
+            step = unsaved_state.looked_for(self._with.model, step)
         if self._rows is Rows.OWN:
             return self._step_of_own_rows(step, batch)
         if self.loop is Loop.PREDICT:

@@ -36,7 +36,7 @@ def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list
     for such numbers.
     """
     kinds = kinds_here()
-    if names := lost(kinds, [*known, *variables_of_metrics(metrics_held(model))]):
+    if names := unsaved(kinds, [*known, *variables_of_metrics(metrics_held(model))]):
         raise ConfigError(
             f"Each step sets {names[0]}, which was not found in the model before it (it is of a module, a class or an"
             " --objective, or made while a layer is called), so that no snapshot holds it, and a run that is resumed"
@@ -52,7 +52,7 @@ def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list
 def check_on_servers(model: keras.Model, counter: tf.Variable) -> None:
     """Checks what a worker of parameter servers sets in a step, before it updates anything; `counter`: of updates.
     Raises ConfigError."""
-    if names := lost(kinds_here(), [counter, *variables_of_metrics(metrics_held(model))]):
+    if names := unsaved(kinds_here(), [counter, *variables_of_metrics(metrics_held(model))]):
         raise ConfigError(
             f"--strategy=parameter_server: each step sets {names[0]}, which a worker would set in its own copy only,"
             " not on the servers: use another strategy, such as multi_worker, or make it no part of the step."
@@ -64,7 +64,7 @@ def kinds_here() -> set[str]:
     return tensorflow_graphs.kinds_of_operations(tf.compat.v1.get_default_graph())[0]
 
 
-def lost(kinds: set[str], known: Iterable[Any]) -> list[str]:
+def unsaved(kinds: set[str], known: Iterable[Any]) -> list[str]:
     """The variables and tables, in words, that the traced function sets so far beside the variables `known`."""
     written = tensorflow_graphs.written_from_outside(tf.compat.v1.get_default_graph())
     names = [f"the variable {name!r}" for name in names_of(unknown_of(written, known))]

@@ -10,21 +10,36 @@ import tfdist
 from tests.stores.s3_server import BUCKET
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import backup_file
+from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import backup_place
 
 URL = f"s3://{BUCKET}/backups/one"
 
 
 def epoch_of(place):
-    data = place.read(backup_file.parse)
-    return backup_file.parse(data)["epoch"] if data else None
+    data = place.read()
+    return BackupContent.from_bytes(data).epoch if data else None
+
+
+def content(epoch, size=0):
+    return BackupContent(
+        variables=[np.full(size, epoch, "float32")],
+        epoch=epoch,
+        stopped=False,
+        history={},
+        epochs=[],
+        callbacks=[],
+        order=None,
+        ends={},
+        generators={},
+    )
 
 
 def test_the_newest_that_is_whole_is_read(s3):
     place = backup_place(URL)
     assert epoch_of(place) is None
     for epoch in (1, 2, 3):
-        place.write({"epoch": epoch, "variables": [np.full(1000, epoch, "float32")]})
+        place.write(content(epoch, size=1000))
         assert epoch_of(place) == epoch
     assert len(s3.names("backups/one")) == 2
     odd = "backups/one/tfdist-backup-odd"
@@ -39,13 +54,13 @@ def test_the_newest_that_is_whole_is_read(s3):
 
 def test_a_store_that_is_away_does_not_end_training(s3, monkeypatch, capsys):
     place = backup_place(URL)
-    place.write({"epoch": 1})
+    place.write(content(1))
     monkeypatch.setattr(place._objects, "patience", 0.3)
     with monkeypatch.context() as away:
         away.setattr(place._objects._system, "pipe_file", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("no")))
-        place.write({"epoch": 2})
+        place.write(content(2))
     assert "THE BACKUP OF EPOCH 2 WAS NOT SENT" in capsys.readouterr().err and epoch_of(place) == 1
-    place.write({"epoch": 2})
+    place.write(content(2))
     assert epoch_of(place) == 2
 
 
@@ -57,7 +72,7 @@ def test_a_full_disk_does_not_end_training(s3, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(backup_file, "write", full)
-    place.write({"epoch": 1})
+    place.write(content(1))
     assert "THE BACKUP OF EPOCH 1 WAS NOT SENT: [Errno 28] No space left" in capsys.readouterr().err
 
 

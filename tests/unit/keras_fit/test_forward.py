@@ -153,7 +153,7 @@ def test_which_lookups_depend_on_the_rows():
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int64)])
     def trace(ids):
-        own = lookups.mark(ids[:2])
+        own = lookups.mark_worker_dependent(ids[:2])
         kinds = {
             "own": own,
             "length of a row": tf.range(tf.shape(own)[1]),
@@ -168,10 +168,10 @@ def test_which_lookups_depend_on_the_rows():
         for name, numbers in kinds.items():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.gather(table, numbers))
-            found[name] = [lookup.is_own for lookup in lookups.lookups(tape.gradient(loss, table))]
+            found[name] = [lookup.is_worker_dependent for lookup in lookups.lookups(tape.gradient(loss, table))]
         with tf.GradientTape() as tape:
             loss = sum(tf.reduce_sum(tf.gather(table, kinds[name])) for name in ("own", "constant", "zeros"))
-        found["together"] = sorted(lookup.is_own for lookup in lookups.lookups(tape.gradient(loss, table)))
+        found["together"] = sorted(lookup.is_worker_dependent for lookup in lookups.lookups(tape.gradient(loss, table)))
         return loss
 
     trace.get_concrete_function()

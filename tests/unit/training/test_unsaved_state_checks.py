@@ -130,7 +130,7 @@ class MadeLate(keras.layers.Layer):
         return x + self.calls.assign_add(1.0)
 
 
-def lost(how):
+def unsaved(how):
     """A model whose steps set what is found nowhere in it before the first."""
     if how == "late":
         return model_of(MadeLate())
@@ -159,10 +159,10 @@ def lost(how):
     + [("table", "sets a lookup table")],
 )
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"phase_every": 2}], ids=str)
-def test_what_is_lost_is_refused(how, words, options):
+def test_what_is_unsaved_is_refused(how, words, options):
     if how == "table" and "jit_compile" in options:
         pytest.skip("XLA compiles no tables")
-    step = make_step(model=lost(how), **options)
+    step = make_step(model=unsaved(how), **options)
     with pytest.raises(ConfigError, match=f"Each step {words}, which was not found in the model"):
         step(batches(16), 1)
     assert int(step.counter.numpy()) == 0

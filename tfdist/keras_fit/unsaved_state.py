@@ -14,25 +14,25 @@ import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import hidden_state, metrics_held, variables_of_metrics
 from tfdist.compat import keras_layers, keras_trainer, tensorflow_graphs
+from tfdist.compat.kept_attributes import kept_on
 from tfdist.compat.keras_random import global_seed_generator
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
+from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.variables import of_model
 from tfdist.training import unsaved_state_checks
 
-_KEPT_AS = "_tfdist_lost_state"  # on the model itself: a step that was traced is used again by a later fit
 _GENERATOR = "StateVar"  # how TensorFlow names the state of a tf.random.Generator, which workers advance alike
-_FUNCTIONS = ("train_function", "test_function")  # of Keras', in which the steps are traced
+_LOOPS = (Loop.TRAIN, Loop.TEST)  # whose steps are looked at
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The findings in a step of a model that was compiled as `compiled` says."""
+    """The findings in a step."""
 
-    compiled: Any
-    lost: Sequence[str]
+    unsaved: Sequence[str]
     drawn: str
 
 
@@ -46,9 +46,9 @@ class _Backup:
 
     def ask(self, found: _Found) -> None:
         """Raises ConfigError for what the backup does not hold; tells once of numbers that are drawn anew."""
-        if found.lost:
+        if found.unsaved:
             raise ConfigError(
-                f"Each step of this fit sets {found.lost[0]}, which was found neither in the model nor in its losses"
+                f"Each step of this fit sets {found.unsaved[0]}, which was found neither in the model nor in its losses"
                 " and metrics before it (it is of a module or a class, or made in the first step), so that"
                 " BackupAndRestore does not hold it, and a fit that is resumed would compute something else: make it an"
                 " attribute of the model, a layer, or the loss, in its constructor, or train without BackupAndRestore."
@@ -64,22 +64,26 @@ class _Backup:
 _backups: list[_Backup] = []  # one inside the other
 
 
+def _findings(model: keras.Model) -> dict[str, _Found]:
+    """By step, while the model stays compiled as it is: a step that was traced is used again by a later fit."""
+    return kept_on(model, "_tfdist_unsaved_state", dict[str, _Found], keras_trainer.compile_identity(model))
+
+
 @contextlib.contextmanager
 def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
     """A context in which a step of the model that sets what no backup holds is a ConfigError when it is traced; and at
     once, if it has been."""
     backup = _Backup(model, is_chief)
-    known = model.__dict__.get(_KEPT_AS, {})
-    now = [found for found in known.values() if found.compiled is keras_trainer.compile_identity(model)]
-    for found in now:
+    known = list(_findings(model).values())
+    for found in known:
         backup.ask(found)
     _backups.append(backup)
     with contextlib.ExitStack() as stack:
         stack.callback(_backups.pop)
-        if not now:  # what Keras has traced without us nobody has looked at
-            for name in _FUNCTIONS:
-                if getattr(model, name, None) is not None:
-                    stack.enter_context(attribute_replaced(model, name, None))
+        if not known:  # what Keras has traced without us nobody has looked at
+            for loop in _LOOPS:
+                if getattr(model, loop.function_name, None) is not None:
+                    stack.enter_context(attribute_replaced(model, loop.function_name, None))
         yield
 
 
@@ -108,9 +112,8 @@ def _look(model: keras.Model, step: str) -> None:
     if backup is not None and backup.held is not None:
         held = [each for each in held if id(each) in backup.held]
     kinds = unsaved_state_checks.kinds_here()
-    lost = unsaved_state_checks.lost(kinds, [*held, *of_optimizers, *variables_of_metrics(metrics), *drawn])
-    found = _Found(keras_trainer.compile_identity(model), lost, unsaved_state_checks.drawn(kinds))
-    object.__setattr__(model, _KEPT_AS, {**model.__dict__.get(_KEPT_AS, {}), step: found})
+    unsaved = unsaved_state_checks.unsaved(kinds, [*held, *of_optimizers, *variables_of_metrics(metrics), *drawn])
+    found = _findings(model)[step] = _Found(unsaved, unsaved_state_checks.drawn(kinds))
     if backup is not None:
         backup.ask(found)
 

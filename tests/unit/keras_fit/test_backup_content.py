@@ -1,0 +1,87 @@
+"""What the backup of a tfdist.fit holds: the entries of its file, of this and of earlier versions."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tests.unit.keras_fit.test_resumed_data import Killed, KilledAfter
+from tfdist.keras_fit import backup_file
+from tfdist.keras_fit.backup_content import BackupContent
+from tfdist.keras_fit.backup_place import FILE
+
+NEWER = ("drawn_without_one", "data", "fit", "deleted", "callback_names", "shared")
+ENTRIES = {
+    "variables": [np.ones(3, "float32")],
+    "drawn_without_one": np.array([1, 2], "uint32"),
+    "epoch": 2,
+    "data": {"x": [[3, 4]]},
+    "fit": 2,
+    "stopped": False,
+    "history": {"loss": [2.0, 1.0]},
+    "epochs": [0, 1],
+    "callbacks": [{"wait": 1}],
+    "deleted": [["best"]],
+    "callback_names": ["EarlyStopping 0"],
+    "shared": [[("EarlyStopping 0", "best")]],
+    "order": 7,
+    "ends": {"training": None, "validation": None},
+    "generators": {"python": [], "numpy": []},
+}
+OLD = {name: value for name, value in ENTRIES.items() if name not in NEWER}
+
+
+def test_the_file_keeps_its_entries_and_their_order(tmp_path):
+    content = BackupContent.from_dict(ENTRIES)
+    assert list(content.to_dict().items()) == list(ENTRIES.items())
+    backup_file.write(tmp_path / "dict", ENTRIES)
+    backup_file.write(tmp_path / "content", content.to_dict())
+    data = (tmp_path / "content").read_bytes()
+    assert data == (tmp_path / "dict").read_bytes()
+    assert repr(BackupContent.from_bytes(data)) == repr(content)
+
+
+def test_a_file_of_an_earlier_version_is_read():
+    content = BackupContent.from_dict(OLD)
+    assert {name: getattr(content, name) for name in OLD} == OLD
+    assert (content.drawn_without_one, content.data, content.fit) == (None, {}, 1)
+    assert not content.deleted and not content.callback_names and not content.shared
+
+
+def test_a_fit_goes_on_from_a_file_of_an_earlier_version(tmp_path):
+    def weights(callbacks):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile("adam", "mse")
+        stopping = keras.callbacks.EarlyStopping(monitor="loss", patience=2)
+        x = np.arange(32, dtype="float32").reshape(8, 4) / 32
+        tfdist.fit(model, x, x[:, :3], batch_size=4, epochs=3, verbose=0, callbacks=[stopping, *callbacks])
+        return model.get_weights()
+
+    expected = weights([])
+    with pytest.raises(Killed):
+        weights([keras.callbacks.BackupAndRestore(tmp_path), KilledAfter(2)])
+    entries = backup_file.parse((tmp_path / FILE).read_bytes())
+    assert set(entries) == set(ENTRIES)
+    backup_file.write(tmp_path / FILE, {name: value for name, value in entries.items() if name not in NEWER})
+    resumed = weights([keras.callbacks.BackupAndRestore(tmp_path)])
+    assert all((a == b).all() for a, b in zip(expected, resumed, strict=True))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        *({name: value for name, value in OLD.items() if name != missing} for missing in OLD),
+        *(OLD | {name: "no such kind"} for name in OLD if name not in ("ends", "generators")),
+        [OLD],
+        None,
+        keras.ops.ones(3),
+    ],
+)
+def test_what_is_no_backup_is_refused(entries):
+    with pytest.raises(ValueError, match="it holds what no backup holds"):
+        BackupContent.from_dict(entries)
+
+
+def test_what_a_later_version_adds_is_left_out():
+    assert BackupContent.from_dict(ENTRIES | {"later": 1}).to_dict() == ENTRIES

@@ -1,0 +1,75 @@
+"""What the backup of a tfdist.fit holds, and how the file names it (backup_file.py writes and reads the file)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdist.keras_fit import backup_file, data_identity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackupContent:
+    """The state of a fit after an epoch. In the file the entries have these names and this order; those with a default
+    are not in files of earlier versions.
+
+    Attributes: drawn_without_one, the state of Keras' global generator, from which layers draw that have none of their
+    own; epoch, how many are done; data, which the fit was given; fit, its number in the program; epochs, the history's;
+    callbacks, of each the attributes that changed; deleted, of each the attributes that it has no more; shared, see
+    callback_state.shared_in; order, the seed by which tfdist shuffles arrays, if it does; ends, see RunningFit.ends;
+    generators, the states of those of the process.
+    """
+
+    variables: list[np.ndarray]
+    drawn_without_one: np.ndarray | None = None
+    epoch: int
+    data: data_identity.Identity = dataclasses.field(default_factory=dict)
+    fit: int = 1
+    stopped: bool
+    history: dict[str, list]
+    epochs: list[int]
+    callbacks: list[dict[str, Any]]
+    deleted: Sequence[Sequence[str]] = ()
+    callback_names: Sequence[str] = ()
+    shared: Sequence[Sequence[Any]] = ()
+    order: int | None
+    ends: dict[str, int | None]
+    generators: dict[str, Any]
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> BackupContent:
+        """Of a file. Raises ValueError for what is no backup, or damaged."""
+        return cls.from_dict(backup_file.parse(data))
+
+    @classmethod
+    def from_dict(cls, entries: Any) -> BackupContent:
+        """The inverse of `to_dict`. Raises ValueError for what is no backup."""
+        held = entries if isinstance(entries, dict) else {}
+        names = [field.name for field in dataclasses.fields(cls)]
+        try:
+            content = cls(**{name: held[name] for name in names if name in held})
+        except TypeError:  # an entry that has no default is missing
+            content = None
+        if content is None or not content._has_its_kinds():
+            raise ValueError("it holds what no backup holds")
+        return content
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entries of the file."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def _has_its_kinds(self) -> bool:
+        """Whether the entries that every version writes are what they should be: others may have written the file."""
+        kinds = (
+            (self.variables, list),
+            (self.epoch, int),
+            (self.stopped, bool),
+            (self.history, dict),
+            (self.epochs, list),
+            (self.callbacks, list),
+            (self.order, (int, type(None))),
+        )
+        return all(isinstance(value, kind) for value, kind in kinds)
