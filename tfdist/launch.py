@@ -29,6 +29,7 @@ import os
 import signal
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_saved_st
 from tfdist.control.terminal import say, say_at_once
 from tfdist.control.worker_count import WorkerCount
 from tfdist.data.batch_plan import plan_batch
+from tfdist.runtime import mesh
 
 STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then
 
@@ -100,7 +102,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
     """tfdist.train with the flags `train` on every worker, on this machine."""
     if options.elastic:
         check_elastic(config)
-    run_dir, standbys = config.run.folder, Standbys()
+    run_dir, standbys, fits = config.run.folder, Standbys(), partial(mesh.fits, config.parallel.mesh)
     follow = [sys.executable, "-m", "tfdist.evaluate", "--follow", *train]
 
     def make_job(workers: int) -> LocalJob:
@@ -128,7 +130,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
         make_job,
         RestartPolicy(options.max_restarts),
         lambda: newest_step(config),
-        WorkerCount(options.workers, options.min_workers, options.discover, options.grow_after),
+        WorkerCount(options.workers, options.min_workers, options.discover, options.grow_after, fits),
         STANDBY_AFTER_SECONDS if options.standby else None,
     )
     try:

@@ -118,6 +118,14 @@ def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> No
         tf_variable(variable).assign(arrays[key])
 
 
+CARRIED = "compression_error_"  # in the keys of what training/parallel/compression.py carries on
+
+
+def carried_by_others(stored: Mapping[str, Any], described: Mapping[str, tuple]) -> set[str]:
+    """Keys of errors of compressed gradients that are stored, where none are described."""
+    return {key for key in stored if CARRIED in key and key not in described}
+
+
 def check_arrays(described: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
     """Raises CheckpointError naming the first array that does not fit a table of variables."""
     check(described, {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
@@ -129,6 +137,13 @@ def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
     Raises CheckpointError naming the first misfit.
     """
     missing, unexpected = sorted(set(described) - set(stored)), sorted(set(stored) - set(described))
+    if (missing or unexpected) and all(CARRIED in key for key in (*missing, *unexpected)):
+        here, there = ("none", "some") if unexpected else ("some", "none")
+        raise CheckpointError(
+            f"--compression carries errors of gradients from step to step: there are {there} in the checkpoint, and"
+            f" {here} here. Use the --compression of the run that wrote it"
+            + ("; --allow_config_change goes on without them." if unexpected else ".")
+        )
     if missing or unexpected:
         raise CheckpointError(
             f"The checkpoint does not fit the model and optimizer: it lacks {len(missing)}"

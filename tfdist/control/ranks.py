@@ -26,6 +26,6 @@ def environment_number(environ: Mapping[str, str], name: str) -> int:
     """A whole number that a job system has set. Raises ClusterError."""
     if not re.fullmatch("[0-9]{1,9}", environ[name]):
         raise ClusterError(
-            f"{name}={environ[name]} is not a whole number: leave it to the job system, or set TF_CONFIG."
+            f"{name}={environ[name]} is no whole number from 0 on: leave it to the job system, or set TF_CONFIG."
         )
     return int(environ[name])

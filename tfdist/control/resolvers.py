@@ -11,6 +11,8 @@ from tfdist.control.ranks import environment_number
 from tfdist.control.slurm import from_slurm
 from tfdist.control.tf_config import check_address, from_tf_config
 
+_OF_A_POD = ("TFDIST_WORKERS", "JOB_COMPLETION_INDEX", "TFDIST_ADDRESS")
+
 
 def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
     """The Cluster of a pod of an Indexed Job of `tfdist.jobs`, by its variables; else None. Raises ClusterError.
@@ -19,8 +21,14 @@ def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
     TFDIST_ADDRESS come from our job file, for example 4 and digits-{index}.digits:2222. The addresses follow by rule,
     without a call to any server.
     """
-    if not environ.get("TFDIST_WORKERS") or environ["TFDIST_WORKERS"] == "1" or not environ.get("JOB_COMPLETION_INDEX"):
+    if not (environ.get("TFDIST_WORKERS") or environ.get("TFDIST_ADDRESS")) or environ.get("TFDIST_WORKERS") == "1":
         return None
+    if missing := [name for name in _OF_A_POD if not environ.get(name)]:  # else each worker would train alone
+        there = " and ".join(f"{name}={environ[name]}" for name in _OF_A_POD if environ.get(name))
+        raise ClusterError(
+            f"{there} is set, but {' and '.join(missing)} is not: set all of {', '.join(_OF_A_POD)}, or none of the"
+            " TFDIST_ variables."
+        )
     size, rank = environment_number(environ, "TFDIST_WORKERS"), environment_number(environ, "JOB_COMPLETION_INDEX")
     template = environ.get("TFDIST_ADDRESS", "")
     if "{index}" not in template:

@@ -37,7 +37,7 @@ class WorkerCount:
 
     With `discover` (a shell command that prints how many workers there is room for) its answer decides. Without, a rank
     that is the cause of two failures in a row, with no progress in between, counts as gone; after `grow_after` seconds
-    it is tried again, and each time that fails the wait doubles.
+    it is tried again, and each time that fails the wait doubles. `fits` says which numbers a job can have at all.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class WorkerCount:
         least: int,
         discover: str = "",
         grow_after: float = 300.0,
+        fits: Callable[[int], bool] = lambda count: True,
         now: Callable[[], float] = time.monotonic,
     ):
         self.most, self.least, self.discover = most, least or most, discover
-        self.grow_after, self._now = grow_after, now
+        self.grow_after, self._fits, self._now = grow_after, fits, now
         self.count = most
         self._last_root_cause: int | None = None  # the rank
         self._grow_at: float | None = None
@@ -61,10 +62,14 @@ class WorkerCount:
         """A job has failed because of `rank`; `progress`: there is a newer snapshot than at the failure before."""
         repeated = rank is not None and rank == self._last_root_cause and not progress
         self._last_root_cause = rank
-        if repeated and not self.discover and self.count > self.least:
-            self.count -= 1
+        if repeated and not self.discover and (fewer := self._at_most(self.count - 1)):
+            self.count = fewer
             self._last_root_cause, self._grow_at = None, self._now() + self.grow_after
             self.grow_after *= 2
+
+    def _at_most(self, count: int) -> int:
+        """The largest number that a job can have, if so many workers are there; 0: there are too few."""
+        return next((each for each in range(count, self.least - 1, -1) if self._fits(each)), 0)
 
     def wanted(self) -> int:
         """The number of workers wanted now. Never waits for the answer of `discover`."""
@@ -98,6 +103,6 @@ class WorkerCount:
             output = subprocess.run(
                 self.discover, shell=True, capture_output=True, text=True, timeout=_ANSWER_SECONDS
             ).stdout
-            self.count = max(self.least, min(self.most, int(output.split()[-1])))
+            self.count = self._at_most(max(self.least, min(self.most, int(output.split()[-1])))) or self.count
         except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
             pass  # no answer: what was known stays

@@ -151,16 +151,29 @@ class Recovery:
         snapshot, messages = files.bring_and_pick(config)
         if snapshot is None:
             return _Found(messages)
-        self.state.check(files.store.table(snapshot))
-        if not config.checkpoint.allow_config_change:
+        left_out: set[str] = set()
+        if config.checkpoint.allow_config_change:
+            messages += self._samples.changes(snapshot)
+            left_out = state.carried_by_others(files.store.table(snapshot), self.state.table())
+        else:
             self._samples.check(snapshot)
+        if left_out:
+            messages.append(
+                f"left out what --compression carried on: gradients of {len(left_out)} arrays that were not sent yet"
+            )
+        self.state.check({key: each for key, each in files.store.table(snapshot).items() if key not in left_out})
         in_parts = files.is_shared(snapshot)
         manifest, size = snapshot.manifest, self.runtime.size
         change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""
         messages.append(
             f"resumed from {snapshot.path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}"
         )
-        return _Found(messages, dict(manifest), in_parts, None if in_parts else files.store.read(snapshot))
+        if in_parts:
+            return _Found(messages, dict(manifest), in_parts)
+        arrays = files.store.read(snapshot)
+        if left_out:
+            arrays = {key: array for key, array in arrays.items() if key not in left_out}
+        return _Found(messages, dict(manifest), arrays=arrays)
 
     def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
         """Checks a restored snapshot against its manifest and takes over what is not a variable. Returns messages."""

@@ -22,11 +22,16 @@ class SampleIdentity:
         """The split's identity as it is written into a snapshot's manifest."""
         return contents.identity(self._split)
 
-    def check(self, snapshot: Snapshot) -> None:
-        """Raises CheckpointError if the snapshot tells of other data. One of an older version tells of none."""
+    def changes(self, snapshot: Snapshot) -> list[str]:
+        """Sentences about data that are others than the snapshot tells of. One of an older version tells of none."""
         before = snapshot.manifest.get("samples")
-        if before and (what := contents.changed(self._split, before, self.found)):
+        what = before and contents.changed(self._split, before, self.found)
+        return [f"The data have changed since {snapshot.path} was written ({what})"] if what else []
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Raises CheckpointError if the snapshot tells of other data."""
+        for change in self.changes(snapshot):
             raise CheckpointError(
-                f"The data have changed since {snapshot.path} was written ({what}): give the run its data again, choose"
-                " another --run_dir, or go on with other data by --allow_config_change."
+                f"{change}: give the run its data again, choose another --run_dir, or go on with other data by"
+                " --allow_config_change."
             )

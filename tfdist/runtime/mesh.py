@@ -112,6 +112,14 @@ class Mesh:
         )
 
 
+def fits(text: str, size: int) -> bool:
+    """Whether `size` workers can have the mesh that --mesh asks for."""
+    try:
+        return bool(Mesh.parse(text, size))
+    except ConfigError:
+        return False
+
+
 def _read(text: str) -> dict[str, int]:
     degrees: dict[str, int] = {}
     for piece in (piece.strip() for piece in text.split(",")) if text.strip() else ():

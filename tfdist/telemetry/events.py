@@ -3,12 +3,13 @@
 start    once per attempt: message, parameters, config_digest, replicas, workers, flags, data/*; seconds since the
          process began: startup_s, of which import_s, build_s, restore_s
 restore  after resuming: message
-train    every --log_every steps: train/loss, train/METRIC, train/learning_rate, train/gradient_norm, train/loss_scale,
-         train/skipped_steps, perf/steps_per_s, perf/samples_per_s, perf/compute_s, perf/slowest_compute_s,
-         perf/slowest_rank, perf/tokens_per_s, perf/model_flops_per_s, perf/mfu, perf/scaling_efficiency (those that are
-         known, see rates.py), data/consumed_samples, data/epoch, memory/host_bytes, memory/host_peak_bytes,
-         memory/device_bytes, memory/device_peak_bytes, pause/evaluation_s, pause/saving_s (training stood still for it
-         since the last); with parameter servers staleness/mean, staleness/max, staleness/dropped and updates by
+train    every --log_every steps: train/loss, train/METRIC, train/learning_rate (of the next step),
+         train/gradient_norm, train/loss_scale, train/skipped_steps, perf/steps_per_s, perf/samples_per_s,
+         perf/compute_s, perf/slowest_compute_s, perf/slowest_rank, perf/tokens_per_s, perf/model_flops_per_s,
+         perf/mfu, perf/scaling_efficiency (those that are known, see rates.py), data/consumed_samples, data/epoch,
+         memory/host_bytes, memory/host_peak_bytes, memory/device_bytes, memory/device_peak_bytes, pause/evaluation_s,
+         pause/saving_s (training stood still for it since the last); with parameter servers staleness/mean,
+         staleness/max, staleness/dropped and updates by
          staleness, staleness/0, staleness/1, ...
 phases   at a log line, if a call was sampled since (--phase_every): seconds per step since the last: phase/NAME_s,
          which add up to the wall time (phases.py); overlap/gradient_sync_s: reduction that the backward pass hid;

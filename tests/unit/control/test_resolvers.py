@@ -167,10 +167,14 @@ def test_a_pod_of_an_indexed_job():
 
 
 def test_other_pods_are_alone():
-    for missing in POD:
-        if missing != "TFDIST_ADDRESS":
-            assert resolve_cluster({name: value for name, value in POD.items() if name != missing}).size == 1
     assert resolve_cluster({**POD, "TFDIST_WORKERS": "1"}).size == 1
+    assert resolve_cluster({"JOB_COMPLETION_INDEX": "1"}).size == 1
+
+
+@pytest.mark.parametrize("missing", POD)
+def test_a_pod_with_a_part_of_its_variables_does_not_train_alone(missing):
+    with pytest.raises(ClusterError, match=f"is set, but {missing} is not: set all of"):
+        resolve_cluster({name: value for name, value in POD.items() if name != missing})
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,21 @@ def test_progress_other_ranks_and_the_least_number_keep_it():
     assert always.wanted() == 3
 
 
+def test_a_job_has_only_numbers_of_workers_that_fit():
+    """A mesh with pipe=2 has two, four, ..."""
+    even = {"fits": lambda count: count % 2 == 0}
+    count = WorkerCount(6, 3, **even)
+    for _ in range(6):
+        count.failed(1, progress=False)
+    assert count.wanted() == 4  # 3 is allowed, but does not fit
+    count = WorkerCount(2, 1, **even)
+    count.failed(1, progress=False)
+    count.failed(1, progress=False)
+    assert count.wanted() == 2
+    assert WorkerCount(6, 1, discover="echo 5", **even).ask() == 4
+    assert WorkerCount(6, 1, discover="echo 1", **even).ask() == 6  # too few: what was known stays
+
+
 def test_discover_decides(tmp_path):
     room = tmp_path / "room"
     room.write_text("2\n")

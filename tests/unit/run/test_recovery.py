@@ -161,6 +161,27 @@ def test_with_another_batch_samples_are_counted_on_and_epochs_are_refused(tmp_pa
     assert again.restore()[1] == 8 and again.progress.trained(8) == 10 * batch
 
 
+def test_what_compression_carried_on_is_left_out_only_where_a_change_is_allowed(tmp_path):
+    before = recovery_of(tmp_path, strategy="mesh", compression="topk")
+    before.state.go_to(5)
+    before.state.arrays["train/compression_error_0000"] = np.ones((2, 3), np.float32)
+    before.save(5)
+    assert before.files.finish() == ""
+    with pytest.raises(CheckpointError, match="--compression: 'topk' there, 'none' now"):
+        recovery_of(tmp_path).restore()
+    recovery = recovery_of(tmp_path, allow_config_change=True)
+    messages, step = recovery.restore()
+    assert step == 5 and sorted(recovery.state.arrays) == ["model/0000", "train/step"]
+    assert "left out what --compression carried on: gradients of 1 arrays" in messages[0]
+
+
+def test_other_data_that_are_allowed_are_told(tmp_path):
+    saved(tmp_path, 5)
+    messages, _ = recovery_of(tmp_path, samples=(7, 9), allow_config_change=True).restore()
+    assert "The data have changed since" in messages[0] and "resumed from" in messages[1]
+    assert len(recovery_of(tmp_path, allow_config_change=True).restore()[0]) == 1
+
+
 def test_a_damaged_snapshot_is_passed_over_and_set_aside(tmp_path):
     saved(tmp_path, 5, 9)
     (data,) = (tmp_path / "checkpoints" / "step-00000009").glob("*.data-*")

@@ -35,6 +35,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts.state import CARRIED
 from tfdist.runtime.collectives import Group
 
 TOPK_PART = 0.2
@@ -59,7 +60,7 @@ class Compression:
         self.variables: dict[str, tf.Variable] = {}
         for index, shape in enumerate(self.shapes):
             if self.carries and not self._whole(shape):
-                self.variables[f"compression_error_{index:04d}"] = tf.Variable(tf.zeros(shape), trainable=False)
+                self.variables[f"{CARRIED}{index:04d}"] = tf.Variable(tf.zeros(shape), trainable=False)
             if kind == "powersgd" and not self._whole(shape):
                 # The same on all workers: they must span the same space.
                 start = np.random.default_rng(index).normal(size=(_matrix(shape)[1], POWERSGD_RANK)).astype("float32")
@@ -120,7 +121,7 @@ class Compression:
         if self._whole(self.shapes[index]):
             return self.group.all_reduce(tensor)
         dtype, tensor = tensor.dtype, tf.cast(tensor, tf.float32)
-        error = f"compression_error_{index:04d}"
+        error = f"{CARRIED}{index:04d}"
         wanted = tensor + ends[error] if error in ends else tensor
         total, sent = self._sum(index, wanted, ends)
         if error in ends:

@@ -48,7 +48,7 @@ def blocks(model: keras.Model, flag: str) -> list[str]:
     if not found or not isinstance(model, keras.models.Model) or not hasattr(model, "inputs"):
         raise ConfigError(
             f"{flag}: {model.name} has no layers called block_00_norm_1 to block_NN_mlp_add to cut it at: use"
-            " --model=transformer or vit, or drop the flag."
+            " --model=transformer or vit, give your own layers such names, or drop the flag."
         )
     if keras_layers.has_own_call(model):
         raise ConfigError(

@@ -61,7 +61,7 @@ class ShardedState:
         update, replicas = self.update, self._replicas
         owner = update.owners.get(id(variable), self._number.get(id(variable)))
         if owner is None:
-            is_row, frozen = "compression_error" in key, parts.get(id(variable))
+            is_row, frozen = state.CARRIED in key, parts.get(id(variable))
             shape: Any = (replicas.size, *variable.shape) if is_row else frozen.shape if frozen else variable.shape
             same = self.runtime.group("data") if frozen and frozen.axis == "expert" else replicas
             stages = update.stages.get(id(variable))
