@@ -342,7 +342,7 @@ def bytes_held(job) -> list[int]:
     own = {id(weight) for weight in weights}
     others = [
         variable.value
-        for variable in [*getattr(update, "shards", ()), *job.optimizer.variables]
+        for variable in [*getattr(update, "optimized", ()), *job.optimizer.variables]
         if id(variable.value) not in own
     ]
     return [

@@ -168,7 +168,7 @@ def _reason(plan: Plan, found: Estimate, best: Estimate, everything: list[Estima
             if found is best
             else f"{found.samples_per_s / best.samples_per_s:.0%} of the best one's speed"
         ),
-        f"{gigabytes(found.memory.peak)} of {plan.hardware.memory_gb:g} GB",
+        f"{found.memory.peak / 1e9:.3g} of {plan.hardware.memory_gb:g} GB",
         f"it loses most to {cost}, {share:.1%} of a step" if share > 0.005 else "it computes nearly all the time",
     ]
     for name, simpler in (

@@ -71,7 +71,7 @@ def test_all_workers_add_up_whatever_one_of_them_finds(monkeypatch):
 def test_a_part_has_its_part_of_the_gradient():
     model = _model()
     trial, down = _trial(model), model.get_layer("down")
-    part = VariablePart((6, 3), 0, (np.arange(3), np.arange(3)), 1)  # the wrong half
+    part = VariablePart((6, 3), 0, (np.arange(3), np.arange(3)), 1, "model")  # the wrong half
     with pytest.raises(ConfigError, match=r"the gradient of \S*down/kernel is another"):
         trial.check({id(down.kernel): part}, frozenset())
 
