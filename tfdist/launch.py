@@ -247,7 +247,11 @@ def same_batch(config: Config, options: LaunchOptions) -> list[str]:
     """Flags that keep the global batch, and the memory that a worker needs, of the full number of workers: with fewer,
     the accumulation rises."""
     gpus = options.gpus_per_worker or (len(visible_gpus(os.environ)) // options.workers if options.on == "local" else 0)
-    plan = plan_batch(config.batch, options.workers * (config.strategy.virtual_devices or max(gpus, 1)))
+    if strategy_or_undecided(config.strategy.strategy).mesh:
+        replicas = mesh.replicas(config.parallel.mesh, options.workers)
+    else:
+        replicas = options.workers * (config.strategy.virtual_devices or max(gpus, 1))
+    plan = plan_batch(config.batch, replicas)
     return [f"--global_batch={plan.global_batch}", f"--micro_batch={plan.micro_batch}", "--accumulation=0"]
 
 

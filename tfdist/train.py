@@ -27,6 +27,7 @@ from tfdist.data.sources.source_names import SOURCES
 from tfdist.models.model_names import MODELS
 from tfdist.planner import memory_check
 from tfdist.plugins import check_name
+from tfdist.runtime import mesh
 from tfdist.runtime.factory import resolve_strategy
 from tfdist.telemetry.tracker_names import TRACKERS, names_in
 from tfdist.training.objective_names import OBJECTIVES
@@ -103,13 +104,17 @@ def _check_early(config: Config) -> None:
 def dry_run(config: Config, cluster: Cluster) -> str:
     """The resolved configuration and the batch arithmetic, as text; imports no TensorFlow."""
     local = config.strategy.virtual_devices or 1
+    counted, replicas = f"{local} replica{'s' if local > 1 else ''} per worker", cluster.size * local
+    if strategy_or_undecided(config.strategy.strategy).mesh:
+        replicas = mesh.replicas(config.parallel.mesh, cluster.size)
+        counted = f"{replicas} replica{'s' if replicas > 1 else ''} of the mesh"
     lines = [line for line in flags.as_arguments(config) if line != "--dry_run"]
     lines += ["", f"cluster: {cluster.describe()}", f"configuration digest: {config.digest()}"]
     try:
-        plan = plan_batch(config.batch, cluster.size * local)
+        plan = plan_batch(config.batch, replicas)
     except ConfigError as error:
-        raise ConfigError(f"{error} (Counting {local} replica{'s' if local > 1 else ''} per worker.)") from None
-    lines.append(f"{plan.describe()} (counting {local} replica{'s' if local > 1 else ''} per worker)")
+        raise ConfigError(f"{error} (Counting {counted}.)") from None
+    lines.append(f"{plan.describe()} (counting {counted})")
     return "\n".join(lines)
 
 

@@ -118,12 +118,17 @@ def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> No
         tf_variable(variable).assign(arrays[key])
 
 
-CARRIED = "compression_error_"  # in the keys of what training/parallel/compression.py carries on
+# In the keys of what training/parallel/compression.py carries on: what was not sent yet, and a basis for it.
+CARRIED, BASIS = "compression_error_", "compression_basis_"
+
+
+def _is_of_compression(key: str) -> bool:
+    return CARRIED in key or BASIS in key
 
 
 def carried_by_others(stored: Mapping[str, Any], described: Mapping[str, tuple]) -> set[str]:
-    """Keys of errors of compressed gradients that are stored, where none are described."""
-    return {key for key in stored if CARRIED in key and key not in described}
+    """Keys of what a compression of gradients has stored that is not described."""
+    return {key for key in stored if _is_of_compression(key) and key not in described}
 
 
 def check_arrays(described: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
@@ -137,7 +142,7 @@ def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
     Raises CheckpointError naming the first misfit.
     """
     missing, unexpected = sorted(set(described) - set(stored)), sorted(set(stored) - set(described))
-    if (missing or unexpected) and all(CARRIED in key for key in (*missing, *unexpected)):
+    if (missing or unexpected) and all(map(_is_of_compression, (*missing, *unexpected))):
         here, there = ("none", "some") if unexpected else ("some", "none")
         raise CheckpointError(
             f"--compression carries errors of gradients from step to step: there are {there} in the checkpoint, and"

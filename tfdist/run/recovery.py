@@ -158,9 +158,8 @@ class Recovery:
         else:
             self._samples.check(snapshot)
         if left_out:
-            messages.append(
-                f"left out what --compression carried on: gradients of {len(left_out)} arrays that were not sent yet"
-            )
+            arrays = sum(state.CARRIED in key for key in left_out)
+            messages.append(f"left out what --compression carried on: gradients of {arrays} arrays, not sent yet")
         self.state.check({key: each for key, each in files.store.table(snapshot).items() if key not in left_out})
         in_parts = files.is_shared(snapshot)
         manifest, size = snapshot.manifest, self.runtime.size

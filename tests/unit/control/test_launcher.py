@@ -10,12 +10,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tfdist import launch
+from tfdist import launch, train
+from tfdist.config import Config
 from tfdist.control import job as job_module
 from tfdist.control import machine_shares, terminal
+from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
 from tfdist.control.local_job import LocalJob, PortReservation
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
@@ -780,3 +783,16 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
 def test_what_cannot_be_launched(command, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         launch.main(["--workers=2", *command, *([] if {"script.py", "-m"} & {*command} else [f"--run_dir={tmp_path}"])])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch"), [("pipe=2", 32), ("model=4", 16), ("", 64), (None, 64)], ids=["pipe", "model", "data", "no mesh"]
+)
+def test_fewer_workers_keep_the_batch_of_all(mesh, batch):
+    """Of four, each of which is a replica only where the mesh makes it one. --dry_run counts so, too."""
+    strategy = {"strategy": "multi_worker"} if mesh is None else {"strategy": "mesh", "mesh": mesh}
+    config = Config().replace(**strategy, micro_batch=8, accumulation=2, steps=1)
+    options = SimpleNamespace(workers=4, gpus_per_worker=1, on="here")
+    assert launch.same_batch(config, options) == [f"--global_batch={batch}", "--micro_batch=8", "--accumulation=0"]
+    four = Cluster.of_workers([f"localhost:{port}" for port in range(1, 5)], 0)
+    assert f"global batch {batch} = " in train.dry_run(config, four)

@@ -165,6 +165,7 @@ def test_what_compression_carried_on_is_left_out_only_where_a_change_is_allowed(
     before = recovery_of(tmp_path, strategy="mesh", compression="topk")
     before.state.go_to(5)
     before.state.arrays["train/compression_error_0000"] = np.ones((2, 3), np.float32)
+    before.state.arrays["train/compression_basis_0000"] = np.ones((3, 2), np.float32)
     before.save(5)
     assert before.files.finish() == ""
     with pytest.raises(CheckpointError, match="--compression: 'topk' there, 'none' now"):

@@ -35,7 +35,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.artifacts.state import CARRIED
+from tfdist.artifacts.state import BASIS, CARRIED
 from tfdist.runtime.collectives import Group
 
 TOPK_PART = 0.2
@@ -64,7 +64,7 @@ class Compression:
             if kind == "powersgd" and not self._whole(shape):
                 # The same on all workers: they must span the same space.
                 start = np.random.default_rng(index).normal(size=(_matrix(shape)[1], POWERSGD_RANK)).astype("float32")
-                self.variables[f"compression_basis_{index:04d}"] = tf.Variable(tf.constant(start), trainable=False)
+                self.variables[f"{BASIS}{index:04d}"] = tf.Variable(tf.constant(start), trainable=False)
         self._sum = {
             "fp16": self._cast,
             "bf16": self._cast,
@@ -170,7 +170,7 @@ class Compression:
 
     def _powersgd(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         matrix = tf.reshape(tensor, _matrix(self.shapes[index]))
-        basis = f"compression_basis_{index:04d}"
+        basis = f"{BASIS}{index:04d}"
         p = _orthonormal(self.group.all_reduce(matrix @ ends[basis]))
         own = tf.matmul(matrix, p, transpose_a=True)
         q = self.group.all_reduce(own)
