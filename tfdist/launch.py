@@ -54,6 +54,7 @@ from tfdist.control.terminal import say, say_at_once
 from tfdist.control.worker_count import WorkerCount
 from tfdist.data.batch_plan import plan_batch
 from tfdist.runtime import mesh
+from tfdist.runtime.factory import replicas_of
 
 STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then
 
@@ -247,11 +248,8 @@ def same_batch(config: Config, options: LaunchOptions) -> list[str]:
     """Flags that keep the global batch, and the memory that a worker needs, of the full number of workers: with fewer,
     the accumulation rises."""
     gpus = options.gpus_per_worker or (len(visible_gpus(os.environ)) // options.workers if options.on == "local" else 0)
-    if strategy_or_undecided(config.strategy.strategy).mesh:
-        replicas = mesh.replicas(config.parallel.mesh, options.workers)
-    else:
-        replicas = options.workers * (config.strategy.virtual_devices or max(gpus, 1))
-    plan = plan_batch(config.batch, replicas)
+    local = config.strategy.virtual_devices or max(gpus, 1)
+    plan = plan_batch(config.batch, replicas_of(config, options.workers, local))
     return [f"--global_batch={plan.global_batch}", f"--micro_batch={plan.micro_batch}", "--accumulation=0"]
 
 

@@ -27,8 +27,7 @@ from tfdist.data.sources.source_names import SOURCES
 from tfdist.models.model_names import MODELS
 from tfdist.planner import memory_check
 from tfdist.plugins import check_name
-from tfdist.runtime import mesh
-from tfdist.runtime.factory import resolve_strategy
+from tfdist.runtime.factory import replicas_of, resolve_strategy
 from tfdist.telemetry.tracker_names import TRACKERS, names_in
 from tfdist.training.objective_names import OBJECTIVES
 
@@ -104,10 +103,10 @@ def _check_early(config: Config) -> None:
 def dry_run(config: Config, cluster: Cluster) -> str:
     """The resolved configuration and the batch arithmetic, as text; imports no TensorFlow."""
     local = config.strategy.virtual_devices or 1
-    counted, replicas = f"{local} replica{'s' if local > 1 else ''} per worker", cluster.size * local
-    if strategy_or_undecided(config.strategy.strategy).mesh:
-        replicas = mesh.replicas(config.parallel.mesh, cluster.size)
-        counted = f"{replicas} replica{'s' if replicas > 1 else ''} of the mesh"
+    is_mesh = strategy_or_undecided(config.strategy.strategy).mesh
+    replicas = replicas_of(config, cluster.size, local)
+    number = replicas if is_mesh else local
+    counted = f"{number} replica{'s' if number > 1 else ''} {'of the mesh' if is_mesh else 'per worker'}"
     lines = [line for line in flags.as_arguments(config) if line != "--dry_run"]
     lines += ["", f"cluster: {cluster.describe()}", f"configuration digest: {config.digest()}"]
     try:

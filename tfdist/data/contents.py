@@ -58,12 +58,12 @@ def changed(split: Split, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
         if before.get(kind, now[kind]) != now[kind]:
             return f"{split.name} had {_counted(before[kind])}, and has {_counted(now[kind])}"
     old, new = before.get("checksums"), now["checksums"]
-    if split.contents is not None and isinstance(old, list):
-        new = new[: len(old)]  # an earlier version may have looked at less of the source
-    if old is None or old == new:
+    # An earlier version may have looked at less of the source.
+    looked_at = len(old) if split.contents is not None and isinstance(old, list) else None
+    if old is None or old == (new := new[:looked_at]):
         return ""
     alike = isinstance(old, list) and len(old) == len(new)
-    if alike and not any(a != b and b == c for a, b, c in zip(old, new, checksums(split), strict=True)):
+    if alike and not any(a != b and b == c for a, b, c in zip(old, new, checksums(split)[:looked_at], strict=True)):
         return ""
     return f"{split.name} had other samples, or another order of them"
 

@@ -151,16 +151,16 @@ class Recovery:
         snapshot, messages = files.bring_and_pick(config)
         if snapshot is None:
             return _Found(messages)
-        left_out: set[str] = set()
+        table, left_out = files.store.table(snapshot), set[str]()
         if config.checkpoint.allow_config_change:
             messages += self._samples.changes(snapshot)
-            left_out = state.carried_by_others(files.store.table(snapshot), self.state.table())
+            left_out = state.carried_by_others(table, self.state.table())
         else:
             self._samples.check(snapshot)
         if left_out:
             arrays = sum(state.CARRIED in key for key in left_out)
             messages.append(f"left out what --compression carried on: gradients of {arrays} arrays, not sent yet")
-        self.state.check({key: each for key, each in files.store.table(snapshot).items() if key not in left_out})
+        self.state.check({key: each for key, each in table.items() if key not in left_out})
         in_parts = files.is_shared(snapshot)
         manifest, size = snapshot.manifest, self.runtime.size
         change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""

@@ -10,12 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tfdist.config import Config
-from tfdist.config.strategies import Strategy, is_own, strategy_named
+from tfdist.config.strategies import Strategy, is_own, strategy_named, strategy_or_undecided
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, PeerLostError, StartupError, TfdistError
 from tfdist.control.startup_deadline import connecting
 from tfdist.control.user_errors import failure
 from tfdist.plugins import imported
+from tfdist.runtime.mesh import Mesh
 
 if TYPE_CHECKING:
     from tfdist.runtime.base import Runtime
@@ -44,6 +45,13 @@ def resolve_strategy(config: Config, cluster: Cluster, gpus: Callable[[], int] =
     if cluster.size > 1:
         return "multi_worker"
     return "mirrored" if config.strategy.virtual_devices > 1 or gpus() > 1 else "one_device"
+
+
+def replicas_of(config: Config, workers: int, local: int) -> int:
+    """Copies of the model in a run that has not begun, with `local` a worker unless a mesh says otherwise. Raises
+    ConfigError if so many workers cannot have the mesh."""
+    is_mesh = strategy_or_undecided(config.strategy.strategy).mesh
+    return Mesh.parse(config.parallel.mesh, workers).replicas if is_mesh else workers * local
 
 
 def create_runtime(config: Config, cluster: Cluster, began: float | None) -> Runtime:

@@ -112,11 +112,6 @@ class Mesh:
         )
 
 
-def replicas(text: str, size: int) -> int:
-    """Copies of the model on `size` workers with the mesh that --mesh asks for. Raises ConfigError if it cannot be."""
-    return Mesh.parse(text, size).replicas
-
-
 def fits(text: str, size: int) -> bool:
     """Whether `size` workers can have the mesh that --mesh asks for."""
     try:

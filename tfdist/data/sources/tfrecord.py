@@ -27,7 +27,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import tensorflow as tf
@@ -98,7 +98,9 @@ def load(config: DataConfig, split: str) -> Split:
             num_classes=classes,
             info=info,
             stream_shards=len(paths) if options["by_file"] else 1,
-            records=partial(folder.equal_shard if options["by_file"] else folder.every_nth, paths, compression),
+            records=folder.equal_shards(paths, compression)
+            if options["by_file"]
+            else partial(folder.every_nth, paths, compression),
             decode=parse,
             contents=lambda: [*folder.checksums(paths), folder.checksum_of_heads(paths)],
         )
@@ -257,13 +259,18 @@ class _Folder:
         """The records of every nth of some files, from the file number `first` on."""
         return self.records(paths[first::n], compression)
 
-    def equal_shard(self, paths: list[str], compression: str, first: int, n: int) -> tf.data.Dataset:
-        """The same, of files of which each nth must hold as many as the others: see equal_shards.py."""
-        records = self.every_nth(paths, compression, first, n)
-        if n == 1:
-            return records
-        one = self.records(paths[:1], compression).reduce(tf.constant(0, tf.int64), as_is(lambda count, _: count + 1))
-        return counted(records, int(one) * len(paths) // n)
+    def equal_shards(self, paths: list[str], compression: str) -> Callable[[int, int], tf.data.Dataset]:
+        """`every_nth` of some files, where each nth must hold as many records as the others: see equal_shards.py."""
+
+        @cache
+        def of_the_first() -> int:
+            return int(self.records(paths[:1], compression).reduce(tf.zeros([], tf.int64), as_is(lambda n, _: n + 1)))
+
+        def shard(first: int, n: int) -> tf.data.Dataset:
+            records = self.every_nth(paths, compression, first, n)
+            return records if n == 1 else counted(records, of_the_first() * len(paths) // n)
+
+        return shard
 
     def records(self, paths: list[str], compression: str, at_a_time: int = _CYCLE) -> tf.data.Dataset:
         """The records of some files, read in turns, each from front to back."""
