@@ -216,8 +216,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "faded in": Fault(
         "what a model does as far as a variable says that a callback sets is not seen when it is tried",
-        "training/row_checks/loss_probe.py",
-        "self._states(states_off)",
+        "training/row_checks/model_probe.py",
+        "self._states(conditions.states_off)",
         "self.states",
         ("tests/unit/training/row_checks/test_row_mixing.py",),
     ),
@@ -321,7 +321,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "asking trial": Fault(
         "a trial of a model reads the metrics of a layer from all workers, of which some try nothing",
-        "training/row_checks/loss_probe.py",
+        "training/row_checks/model_probe.py",
         "for variable, value in self._of_metrics)]",
         "for variable, value in ())]",
         ("tests/unit/training/row_checks/test_probe_replicas.py",),

@@ -103,6 +103,11 @@ def _check_parallel(config: Config) -> None:
             )
     if strategy != "auto":
         check_compression(config, strategy)
+    if config.precision.precision == "float16" and parallel.compression in ("int8", "topk", "powersgd"):
+        raise ConfigError(
+            f"--compression={parallel.compression} carries errors from step to step, which the changing loss scale of"
+            " --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16."
+        )
     if parallel.workers_per_host and parallel.all_reduce != "hierarchical":
         raise ConfigError(
             f"--workers_per_host={parallel.workers_per_host} is for --all_reduce=hierarchical, not"

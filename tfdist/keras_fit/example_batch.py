@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.training.row_checks.loss_probe import Take
+from tfdist.training.row_checks.model_probe import Take
 
 _UNKNOWN_DIM = 4
 

@@ -20,7 +20,7 @@ from tfdist.keras_fit.batch_inputs import Returned, of_the_batch
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.lookups import LookupFacts, traced
-from tfdist.keras_fit.losses_inside import Scales, recorded
+from tfdist.keras_fit.losses_inside import Reductions, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, OwnRows, together, used_by_all
@@ -30,7 +30,7 @@ from tfdist.models.nested_functions import traced_anew
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.row_checks import row_mixing
-from tfdist.training.row_checks.added_losses import SUM
+from tfdist.training.row_checks.reductions import SUM
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.stateless_call import Arguments
 
@@ -56,7 +56,7 @@ class DistributedCall:
         self.alone, self.asked = gradients.alone, 0
         self._compiled_as = model if compiled_as is None else compiled_as
         self.example = ExampleBatch()
-        self._scales = Scales(model, runtime, self.example)
+        self._reductions = Reductions(model, runtime, self.example)
         self._may_mix = row_mixing.may_mix(model)
         self._tried: list[tuple] = []  # kinds of calls
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
@@ -126,8 +126,8 @@ class DistributedCall:
         own = self._forward(args, kwargs, self.of_the_batch((args, kwargs)))
         as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
         losses = [
-            loss * tf.cast(as_mean, loss.dtype) if scales == SUM else loss
-            for loss, scales in zip(own.losses, own.scales, strict=True)
+            loss * tf.cast(as_mean, loss.dtype) if reduction == SUM else loss
+            for loss, reduction in zip(own.losses, own.reductions, strict=True)
         ]
         return own.outputs, losses
 
@@ -234,8 +234,8 @@ class DistributedCall:
             return Forward(outputs, [], [])
         training = keras_layers.is_training(kwargs.get("training"))
         with self.alone(), keras_stateless.left(), keras_layers.in_the_call_as_it_is():
-            scales = self._scales.of(list(losses), args, kwargs, cut, training)
-        return Forward(outputs, list(losses.values()), scales)
+            reductions = self._reductions.of(list(losses), args, kwargs, cut, training)
+        return Forward(outputs, list(losses.values()), reductions)
 
     def shared_lookups(self) -> dict[int, str]:
         """The lookups of all forward passes so far that do not depend on the batch, see lookups.py."""

@@ -16,29 +16,31 @@ from tfdist.control.user_errors import first_line
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.row_checks.added_losses import added_losses
+from tfdist.training.row_checks.model_probe import LossKey
+from tfdist.training.row_checks.reductions import Reduction
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.row_checks.trial_scope import generators_kept
 
-Key = tuple[int, int]  # number of a layer, and which of its losses
 
-
-def recorded(layers: Sequence[keras.Layer]) -> dict[Key, tf.Tensor]:
+def recorded(layers: Sequence[keras.Layer]) -> dict[LossKey, tf.Tensor]:
     """The losses that are there after a forward pass."""
     return {
-        (number, place): loss
+        LossKey(number, place): loss
         for number, layer in enumerate(layers)
         for place, loss in enumerate(keras_layers.recorded_losses(layer))
     }
 
 
-class Scales:
-    """The scales of the losses of one model, which is tried with an example."""
+class Reductions:
+    """The reductions of the losses of one model, which is tried with an example."""
 
     def __init__(self, model: keras.Model, runtime: PeerRuntime, example: ExampleBatch):
         self._model, self._runtime, self._example = model, runtime, example
-        self._known: dict[bool, dict[Key, str]] = {True: {}, False: {}}  # in training, and in evaluation
+        self._known: dict[bool, dict[LossKey, Reduction]] = {True: {}, False: {}}  # in training, and in evaluation
 
-    def of(self, keys: Sequence[Key], args: tuple, kwargs: dict, cut: Sequence[bool], training: bool) -> list[str]:
+    def of(
+        self, keys: Sequence[LossKey], args: tuple, kwargs: dict, cut: Sequence[bool], training: bool
+    ) -> list[Reduction]:
         """MEAN or SUM for each loss that a call with these arguments has recorded.
 
         cut: for each tensor with rows among the arguments whether they are those of the batch.
@@ -48,17 +50,17 @@ class Scales:
         known = self._known[training]
         if any(key not in known for key in keys):
             known.update(self._tried(args, kwargs, cut, training))
-        for number, place in keys:
-            if (number, place) not in known:
-                layer = keras_layers.all_layers(self._model)[number]
+        for key in keys:
+            if key not in known:
+                layer = keras_layers.all_layers(self._model)[key.layer]
                 raise ConfigError(
-                    f"The loss number {place + 1} that layer {layer.name} adds is not"
+                    f"The loss number {key.place + 1} that layer {layer.name} adds is not"
                     " always there, so that nothing tells whether it is a mean or a sum over rows: add it in every"
                     " call, or train in one process."
                 )
         return [known[key] for key in keys]
 
-    def _tried(self, args: tuple, kwargs: dict, cut: Sequence[bool], training: bool) -> dict[Key, str]:
+    def _tried(self, args: tuple, kwargs: dict, cut: Sequence[bool], training: bool) -> dict[LossKey, Reduction]:
         if len(args) != 1 or any(isinstance(leaf, tf.Tensor) for name, leaf in kwargs.items() if name != "training"):
             raise ConfigError(
                 f"{type(self._model).__name__} adds losses in its call and is called with several arguments, so that"
@@ -71,7 +73,7 @@ class Scales:
             found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
         if isinstance(found, str):
             raise keras_layers.keep_message(ConfigError(found))
-        return {(number, place): scales for number, place, scales in found}
+        return {LossKey(number, place): Reduction(reduction) for number, place, reduction in found}
 
     def _probed(self, x: Any, cut: Sequence[bool], training: bool) -> list | str:
         """[number of a layer, which of its losses, MEAN or SUM] of each loss; or the sentence that says why not."""
@@ -82,7 +84,7 @@ class Scales:
             many = self._example.rows(count, count * size)  # x may be this worker's rows alone
             proofs = Proofs(self._model, many, -(-many // size))
             found = added_losses(self._model, x, take, count, proofs, "train in one process", training)
-            return [[layers.index(one.layer), one.place, one.scales] for one in found]
+            return [[layers.index(one.layer), one.place, one.reduction] for one in found]
         except ConfigError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example

@@ -25,7 +25,7 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.host import as_list
 from tfdist.runtime.own_gradient import dense
-from tfdist.training.row_checks.added_losses import SUM
+from tfdist.training.row_checks.reductions import SUM, Reduction
 
 _ELEMENTS = 1024  # of an input that are compared, about
 _COMPARED = 16  # inputs, at most
@@ -119,7 +119,7 @@ class Forward:
 
     outputs: Any
     losses: list[tf.Tensor]
-    scales: list[str]  # of each loss: whether it is a mean or a sum over rows
+    reductions: list[Reduction]  # of each loss: whether it is a mean or a sum over rows
 
 
 def together(runtime: PeerRuntime, part: OwnRows, forward: Callable[[], Forward]) -> tuple[Any, list]:
@@ -160,8 +160,8 @@ def _parts_of_losses(part: OwnRows, own: Forward) -> tf.Tensor:
     share = tf.cast(part.count, dtype) / tf.cast(part.n, dtype)
     return tf.stack(
         [
-            tf.cast(tf.reduce_sum(loss), dtype) * (weight if scales == SUM else share)
-            for loss, scales in zip(own.losses, own.scales, strict=True)
+            tf.cast(tf.reduce_sum(loss), dtype) * (weight if reduction == SUM else share)
+            for loss, reduction in zip(own.losses, own.reductions, strict=True)
         ]
     )
 

@@ -87,12 +87,17 @@ class Group:
 
     @classmethod
     def along(cls, mesh: Mesh, axes: Sequence[str], hardware: Hardware) -> Group:
-        """A group along axes of a mesh, each of whose ranks has a device."""
-        return cls.of(mesh.degree(*axes), mesh.stride(*axes), hardware)
+        """A group along axes of a mesh, each of whose ranks has a device; nodes are filled in order. Of such groups the
+        slowest: all wait for it."""
+        size, stride, per_node = mesh.degree(*axes), mesh.stride(*axes), hardware.per_node
+        span = size * stride  # devices from the first to the last of `stride` groups, which take turns
+        if size > 1 and span < per_node < mesh.size and per_node % span:  # some lie in two nodes
+            return cls(size, -(-size // 2), stride)
+        return cls.of(size, stride, hardware)
 
     @classmethod
     def of(cls, size: int, stride: int, hardware: Hardware) -> Group:
-        """`size` members, `stride` devices apart, with nodes filled in order."""
+        """`size` members, `stride` devices apart, from the first device of a node on."""
         local = max(1, min(size, hardware.per_node // stride)) if stride < hardware.per_node else 1
         return cls(size, local, max(1, min(hardware.per_node, size * stride) // local))
 

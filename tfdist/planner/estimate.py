@@ -119,7 +119,7 @@ def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float
     the replicas.
     """
     everywhere = Group.along(layout.mesh, REPLICA_AXES, plan.hardware)
-    size = gradient_bytes(plan.model.stages(layout.pipe), layout)
+    size = gradient_bytes(plan.model.stages(layout.pipe), layout)[REPLICA_AXES]  # without experts
     groups = {
         f"in one node, over {everywhere.local}": Group(everywhere.local, everywhere.local),
         f"over all {everywhere.size} replicas": everywhere,

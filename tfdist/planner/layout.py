@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tfdist.planner.shapes import ModelPart
-from tfdist.runtime.mesh import Mesh
+from tfdist.runtime.mesh import REPLICA_AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,15 @@ class Layout:
     def divisor(self, axis: str) -> int:
         """The number by which a weight is divided that `axis` can divide."""
         return {"": 1, "model": self.model, "expert": self.expert}[axis]
+
+    def sharing(self, axis: str) -> tuple[str, ...]:
+        """The axes along which devices hold the same part of a weight that `axis` can divide: its gradients are added
+        up, and ZeRO divides it, over these. Other replicas have other experts."""
+        return ("data",) if axis == "expert" and self.expert > 1 else REPLICA_AXES
+
+    def shards(self, axis: str, from_stage: int = 1) -> int:
+        """By how much ZeRO divides what there is of such a weight, if it does so from a stage on."""
+        return self.mesh.degree(*self.sharing(axis)) if self.zero >= from_stage else 1
 
     def elements(self, part: ModelPart) -> float:
         """Parameters of one repetition of a part on each device, before ZeRO."""

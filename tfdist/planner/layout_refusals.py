@@ -69,9 +69,10 @@ def of_zero(config: Config) -> str:
     return ""
 
 
-def of_layout(config: Config, layout: Layout, batch: BatchPlan) -> str:
-    """The reason why the run's flags do not go with a layout, as a sentence; "": they do. config: with its --zero."""
-    of_model = (*_optimizer(config, layout), *_pipe(config, layout, batch))
+def of_layout(model: ModelShape, config: Config, layout: Layout, batch: BatchPlan) -> str:
+    """The reason why the run's flags do not go with a layout of a model, as a sentence; "": they do. config: with its
+    --zero."""
+    of_model = (*_optimizer(config, layout), *_pipe(model, config, layout, batch))
     return mesh_rules.refusal(config, layout.mesh, batch) or next(iter(of_model), "")
 
 
@@ -89,8 +90,13 @@ def _optimizer(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
-def _pipe(config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str]:
+def _pipe(model: ModelShape, config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str]:
     chunks, cut = config.parallel.pipe_chunks, config.parallel.pipe_cut
+    if layout.pipe > 1 and chunks > 1 and layout.pipe * chunks > model.blocks:
+        yield (
+            f"--pipe_chunks={chunks} cuts the model of each of pipe={layout.pipe} stages into as many parts, but"
+            f" {model.name} has {model.blocks} blocks at which it can be cut: lower one of them."
+        )
     if layout.pipe > 1 and chunks > 1 and batch.accumulation % layout.pipe:
         yield (
             f"--pipe_chunks={chunks} takes micro-batches in rounds of pipe={layout.pipe}, but"

@@ -7,7 +7,7 @@ and master weights, stage 2 also the gradients, stage 3 also the parameters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tfdist.config import Config, OptimizerConfig, parse_args
@@ -48,6 +48,14 @@ class States:
     @property
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer + self.master
+
+    def __add__(self, other: States) -> States:
+        return States(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.master + other.master,
+        )
 
 
 def shard_states(parameters: float, slots: float, recipe: Recipe, zero: int, devices: int) -> States:
@@ -157,7 +165,7 @@ class Stage:
         # they are made of or become.
         gathered = (4 + 3 / layout.replicas) * layer if layout.zero >= 3 else 0.0
         # Nothing is updated before all gradients are judged, and what is updated travels afterwards.
-        update = _UPDATE_TENSORS * KERAS.slot * self._largest_weight() / (layout.replicas if layout.zero else 1)
+        update = _UPDATE_TENSORS * KERAS.slot * self._largest_weight(layout.shards)
         updating = states.gradients + max(buckets, update)
         # With several micro-batches, sums are kept, to which each layer's gradient is added as soon as it is there.
         accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
@@ -179,18 +187,22 @@ class Stage:
         return sum(part.repeat * self.layout.elements(part) for part in self.parts)
 
     def _states(self) -> States:
-        slots = sum(
-            part.repeat * slot_elements(self.config.optimizer, weight) / self.layout.divisor(weight.axis)
-            for part in self.parts
-            for weight in part.weights
-        )
-        return shard_states(self._elements(), slots, KERAS, self.layout.zero, self.layout.replicas)
+        total = States(0.0, 0.0, 0.0, 0.0)
+        for axis in {axis for part in self.parts for axis in part.elements}:
+            parameters = slots = 0.0
+            for part in self.parts:
+                for weight in part.weights:
+                    if weight.axis == axis:
+                        parameters += part.repeat * weight.elements / self.layout.divisor(axis)
+                        slots += part.repeat * slot_elements(self.config.optimizer, weight) / self.layout.divisor(axis)
+            total += shard_states(parameters, slots, KERAS, self.layout.zero, self.layout.shards(axis))
+        return total
 
-    def _largest_weight(self) -> float:
-        """The number of elements of the largest variable."""
+    def _largest_weight(self, shards: Callable[[str], int] = lambda axis: 1) -> float:
+        """The number of elements of the largest variable, or of the largest shard. shards: of what an axis divides."""
         return max(
             (
-                elements / self.layout.divisor(axis)
+                elements / self.layout.divisor(axis) / shards(axis)
                 for part in self.parts
                 for axis, elements in part.largest_weights.items()
             ),

@@ -40,11 +40,6 @@ def _compression(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
         )
     if mesh.degree("pipe", "expert", "model") > 1:
         yield f"--compression={kind} is for --mesh with data only, not {mesh.describe()}: drop one of them."
-    if config.precision.precision == "float16" and kind in ("int8", "topk", "powersgd"):
-        yield (
-            f"--compression={kind} carries errors from step to step, which the changing loss scale of"
-            " --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16."
-        )
 
 
 def _offload(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:

@@ -50,7 +50,7 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
     by_zero = [layout_refusals.of_zero(config) for config in configs]
     refused, left = "", False
     for layout, batch in _candidates(plan, wish):
-        found = by_zero[layout.zero] or layout_refusals.of_layout(configs[layout.zero], layout, batch)
+        found = by_zero[layout.zero] or layout_refusals.of_layout(plan.model, configs[layout.zero], layout, batch)
         if found:
             refused = refused or found
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfdist.config import Config
-from tfdist.planner.communication import Group, all_reduce_seconds, all_to_all, pass_seconds
+from tfdist.planner.communication import ALGORITHMS, Group, all_reduce_seconds, all_to_all, pass_seconds
 from tfdist.planner.hardware import Hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS, slot_elements
@@ -71,9 +71,15 @@ def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardw
     )
 
 
-def gradient_bytes(stages: list[list[ModelPart]], layout: Layout) -> float:
-    """The bytes of gradients that the fullest stage sends."""
-    return KERAS.gradient * max(sum(part.repeat * layout.elements(part) for part in parts) for parts in stages)
+def gradient_bytes(stages: list[list[ModelPart]], layout: Layout) -> dict[tuple[str, ...], float]:
+    """The bytes of gradients that the fullest stage sends, by the axes along which they are added up."""
+    fullest = max(stages, key=lambda parts: sum(part.repeat * layout.elements(part) for part in parts))
+    found: dict[tuple[str, ...], float] = dict.fromkeys((REPLICA_AXES,), 0.0)
+    for part in fullest:
+        for axis, elements in part.elements.items():
+            axes = layout.sharing(axis)
+            found[axes] = found.get(axes, 0.0) + KERAS.gradient * part.repeat * elements / layout.divisor(axis)
+    return found
 
 
 class GradientTraffic(NamedTuple):
@@ -87,15 +93,17 @@ def gradient_traffic(
     stages: list[list[ModelPart]], layout: Layout, hardware: Hardware, algorithm: str
 ) -> GradientTraffic:
     """The traffic between the replicas, float32."""
-    group = Group.along(layout.mesh, REPLICA_AXES, hardware)
-    size = gradient_bytes(stages, layout)
     if layout.replicas == 1:
         return GradientTraffic(0.0, "none")
+    sizes = [(Group.along(layout.mesh, axes, hardware), size) for axes, size in gradient_bytes(stages, layout).items()]
     if layout.zero == 0:
-        times = all_reduce_seconds(group, size, hardware)
+        times = dict.fromkeys(ALGORITHMS, 0.0)
+        for group, size in sizes:
+            each = all_reduce_seconds(group, size, hardware)
+            times = {name: seconds + each[name] for name, seconds in times.items()}
         name = min(times, key=lambda each: times[each]) if algorithm == "auto" else algorithm
         return GradientTraffic(times[name], name)
-    once = pass_seconds(group, size, hardware)
+    once = sum(pass_seconds(group, size, hardware) for group, size in sizes)
     # 1: reduce-scatter of gradients, all-gather of parameters; 2: the first after each micro-batch; 3: the parameters
     # also twice in each micro-batch, for the forward and the backward pass.
     passes = {1: 2, 2: layout.micro_batches + 1, 3: 3 * layout.micro_batches}[layout.zero]
@@ -129,12 +137,12 @@ def _update_seconds(stages: list[list[ModelPart]], config: Config, layout: Layou
         each = KERAS.parameter * 2 + KERAS.gradient
         return part.repeat * sum(
             (each * weight.elements + 2 * KERAS.slot * slot_elements(config.optimizer, weight))
-            / layout.divisor(weight.axis)
+            / (layout.divisor(weight.axis) * layout.shards(weight.axis))
             for weight in part.weights
         )
 
     largest = max(stages, key=lambda parts: sum(part.repeat * part.parameters for part in parts))
-    return sum(map(moved_by, largest)) / (layout.replicas if layout.zero else 1) / (hardware.memory_gbs * 1e9)
+    return sum(map(moved_by, largest)) / (hardware.memory_gbs * 1e9)
 
 
 def mfu(model: ModelShape, config: Config, layout: Layout, hardware: Hardware, seconds: float) -> float:

@@ -107,6 +107,15 @@ def test_groups_are_those_of_the_runtime(degrees, per_node):
             assert group.rivals == sum(0 in each for each in nodes), axes
 
 
+@pytest.mark.parametrize("degrees", [{"data": 8, "model": 3}, {"data": 4, "model": 6}, {"data": 2, "expert": 3}])
+@pytest.mark.parametrize("per_node", [4, 8])
+def test_some_groups_lie_in_two_nodes(degrees, per_node):
+    mesh, hardware = Mesh.create(**degrees), load_hardware(f"h100,per_node={per_node}")
+    for axes in (["expert"], ["model"]):
+        group, of_mesh = Group.along(mesh, axes, hardware), mesh.groups(*axes)
+        assert group.nodes == max(len({rank // per_node for rank in each}) for each in of_mesh), axes
+
+
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "part"), [(1, 8, 0), (4, 1, 3 / 4), (4, 4, 3 / 7), (4, 12, 3 / 15), (8, 64, 7 / 71)]
 )

@@ -14,8 +14,10 @@ from tfdist.planner import layout_refusals, mesh_rules
 from tfdist.planner.estimate import Plan
 from tfdist.planner.hardware import load_hardware
 from tfdist.planner.layout import Layout
+from tfdist.planner.memory import memory
 from tfdist.planner.search import Wish, layouts, search
 from tfdist.planner.shapes import Weight
+from tfdist.planner.time import gradient_bytes
 from tfdist.runtime.mesh import Mesh
 from tfdist.training.parallel.pipe_schedule import make_schedule
 
@@ -38,6 +40,18 @@ def with_experts(asked, experts):
         for part in asked.model.parts
     ]
     return dataclasses.replace(asked, model=dataclasses.replace(asked.model, parts=tuple(blocks)))
+
+
+def test_experts_have_copies_along_data_only():
+    asked = with_experts(plan([*TEXT, "--optimizer=adam"]), 4)
+    experts = sum(part.elements.get("expert", 0) * part.repeat for part in asked.model.parts)
+    others = asked.model.parameters - experts
+    layout = Layout(data=2, expert=4, zero=3)
+    held = memory(asked.model, asked.config, layout)
+    assert held.parameters == pytest.approx(4 * (others / 8 + experts / 4 / 2))
+    assert held.optimizer == pytest.approx(2 * held.parameters)
+    sent = gradient_bytes(asked.model.stages(1), layout)
+    assert sent == {("data", "expert"): 4 * others, ("data",): experts}
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon"])
@@ -89,6 +103,8 @@ def test_parts_of_a_pipeline():
     assert {layout.pipe for layout in found} == {2}
     found = list(layouts(plan([*TEXT, *mesh, "--pipe_chunks=2"]), Wish(mesh=Mesh.create(data=4, pipe=2))))
     assert found and not any(layout.micro_batches % 2 for layout in found)
+    with pytest.raises(ConfigError, match="pipe_chunks=4 cuts .* pipe=2 .*blocks at which"):
+        list(layouts(plan([*TEXT, *mesh, "--pipe_chunks=4"]), Wish(mesh=Mesh.create(data=4, pipe=2))))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +115,7 @@ def test_parts_of_a_pipeline():
         {"accumulation": 3},
         {"global_batch": 63, "accumulation": 3},
         {"compression": "bf16"},
+        {"compression": "topk", "precision": "float16"},
         {"offload": "optimizer"},
         {"sequence_parallel": True},
         {"jit_compile": True},
@@ -108,7 +125,8 @@ def test_parts_of_a_pipeline():
     ],
 )
 def test_training_refuses_the_same(changes):
-    base = plan(TEXT).config.replace(strategy="mesh", **changes)
+    asked = plan(TEXT)
+    base = asked.config.replace(strategy="mesh", **changes)
     for mesh, zero in itertools.product(
         (
             Mesh.create(data=8),
@@ -123,7 +141,7 @@ def test_training_refuses_the_same(changes):
         config = base.replace(zero=zero)
         batch = plan_batch(config.batch, mesh.replicas)
         layout = Layout.on(mesh, zero=zero, micro_batch=batch.micro_batch, micro_batches=batch.accumulation)
-        said = layout_refusals.of_zero(config) or layout_refusals.of_layout(config, layout, batch)
+        said = layout_refusals.of_zero(config) or layout_refusals.of_layout(asked.model, config, layout, batch)
         assert bool(said) == bool(refused_by_training(config, mesh, batch)), (mesh.describe(), zero, said)
 
 

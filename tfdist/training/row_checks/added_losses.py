@@ -23,7 +23,8 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import of_the_chief
 from tfdist.training.row_checks import row_gradients
-from tfdist.training.row_checks.loss_probe import MEAN, OTHER, ROWS, SUM, UNKNOWN, Key, Probe, Take
+from tfdist.training.row_checks.model_probe import ROWS, LossKey, Probe, Take
+from tfdist.training.row_checks.reductions import MEAN, NEITHER, SUM, ZERO, LossValues, Reduction
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.row_checks.sums_as_means import AddedLoss, SumsAsMeans
 from tfdist.training.row_checks.trial_scope import generators_kept
@@ -74,42 +75,43 @@ def added_losses(
         return ()
     probe = Probe(model, x, take, count)
     with probe.watching(), batch_norm.each_alone():
-        found = probe.judged(training)
+        values = LossValues(probe, training)
+        found = values.judged()
         # Perhaps for what only training does; and what is 0 in evaluation may be another number in training.
-        if (doubtful := OTHER if training else UNKNOWN) in found.values():
-            other = probe.judged(not training)
+        if (doubtful := NEITHER if training else ZERO) in found.values():
+            other = LossValues(probe, not training).judged()
             if other.keys() == found.keys():  # else the same place may be that of another loss
                 found = {key: other[key] if found[key] == doubtful else found[key] for key in found}
-        if not all(is_of_keras(probe.layers[number]) for number, _ in found):
-            found = probe.tried_apart(found, training)
-            found = probe.tried_whole(found, proofs.tried, training) if proofs.tried > ROWS else found
-            found |= dict.fromkeys(_with_mixed_gradients(probe, found) if training else (), OTHER)
-        for key, scales in found.items():
-            if scales == UNKNOWN and not probe.depends_on_rows(key, training):
+        if not all(is_of_keras(probe.layers[key.layer]) for key in found):
+            found = values.tried_apart(found)
+            found = values.tried_whole(found, proofs.tried) if proofs.tried > ROWS else found
+            found |= dict.fromkeys(_with_mixed_gradients(probe, found) if training else (), NEITHER)
+        for key, reduction in found.items():
+            if reduction == ZERO and not probe.depends_on_rows(key, training):
                 found[key] = MEAN
-    for (number, place), scales in found.items():
-        if scales not in (MEAN, SUM):
-            raise ConfigError(_refusal(probe.layers[number], place, scales, otherwise, training))
-    return tuple(AddedLoss(probe.layers[number], place, found[number, place]) for number, place in sorted(found))
+    for key, reduction in found.items():
+        if reduction not in (MEAN, SUM):
+            raise ConfigError(_refusal(probe.layers[key.layer], key.place, reduction, otherwise, training))
+    return tuple(AddedLoss(probe.layers[key.layer], key.place, found[key]) for key in sorted(found))
 
 
-def _with_mixed_gradients(probe: Probe, found: dict[Key, str]) -> list[Key]:
+def _with_mixed_gradients(probe: Probe, found: dict[LossKey, Reduction]) -> list[LossKey]:
     """The losses that are sums or means over rows where their gradients are not."""
     weights = [tf.constant(weight) for weight in disturbed(probe.weights, 0.3)]
 
-    def mixed(losses: dict[Key, str]) -> bool:
+    def mixed(losses: dict[LossKey, Reduction]) -> bool:
         try:
             return row_gradients.mix(probe, weights, 0.3, losses)
         except Exception:  # noqa: BLE001 - of the user's own making; what has no gradient tells nothing
             return False
 
-    judged = {key: scales for key, scales in found.items() if scales in (MEAN, SUM)}
-    return [key for key, scales in judged.items() if mixed({key: scales})] if judged and mixed(judged) else []
+    judged = {key: reduction for key, reduction in found.items() if reduction in (MEAN, SUM)}
+    return [key for key, reduction in judged.items() if mixed({key: reduction})] if judged and mixed(judged) else []
 
 
-def _refusal(layer: keras.Layer, place: int, scales: str, otherwise: str, training: bool) -> str:
+def _refusal(layer: keras.Layer, place: int, reduction: Reduction, otherwise: str, training: bool) -> str:
     what = f"The loss number {place + 1} that layer {layer.name} adds{'' if training else ' in evaluation'}"
-    if scales == UNKNOWN:
+    if reduction == ZERO:
         return (
             f"{what} is 0 whatever was tried, so that nothing tells whether it is a mean or a sum over rows: {_FIX},"
             " that is not 0 at the start."
@@ -134,7 +136,7 @@ def found_by_the_chief(
     with generators_kept():
         found = of_the_chief(runtime, lambda: _as_plain(model, layers, rows(), proofs))
     return SumsAsMeans(
-        [AddedLoss(layers[number], place, scales) for number, place, scales in found["found"]],
+        [AddedLoss(layers[number], place, Reduction(reduction)) for number, place, reduction in found["found"]],
         layers if found["failed"] else (),
         found["failed"],
     )
@@ -153,7 +155,7 @@ def _as_plain(model: keras.Model, layers: Sequence[keras.Layer], x: Any, proofs:
         }
     return {
         "found": [
-            [next(number for number, layer in enumerate(layers) if layer is one.layer), one.place, one.scales]
+            [next(number for number, layer in enumerate(layers) if layer is one.layer), one.place, one.reduction]
             for one in found
         ],
         "failed": "",

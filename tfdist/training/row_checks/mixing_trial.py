@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist.compat import tensorflow_random
 from tfdist.compat.keras_tensors import mask_of
 from tfdist.training.row_checks import random_mixing, row_gradients
-from tfdist.training.row_checks.loss_probe import ROWS, Probe
+from tfdist.training.row_checks.model_probe import ROWS, Conditions, Probe
 from tfdist.training.row_checks.random_mixing import Draws, of_rows
 from tfdist.training.row_checks.trial_values import ROUNDED, TOLERANCE, any_differ, differ, shortened, sound, spread
 
@@ -94,8 +94,8 @@ class Trial(NamedTuple):
 
     def _outputs(self, x: Any, draw: Any) -> list[tf.Tensor]:
         """The model's outputs for x, and their masks."""
-        how = self.attempt.training, self.attempt.disturbed
-        leaves = keras.tree.flatten(self.probe.outputs(x, self.weights, draw, *how))
+        conditions = Conditions(self.attempt.training, draw, self.attempt.disturbed)
+        leaves = keras.tree.flatten(self.probe.outputs(x, self.weights, conditions))
         return [*leaves, *(mask for leaf in leaves if (mask := mask_of(leaf)) is not None)]
 
     def _rows(self, number: int) -> Any:

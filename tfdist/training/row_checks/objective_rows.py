@@ -22,7 +22,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import any_worker
 from tfdist.runtime.host import known_dims
 from tfdist.training.row_checks.added_losses import take_rows
-from tfdist.training.row_checks.loss_probe import ROWS
+from tfdist.training.row_checks.model_probe import ROWS
 from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import any_differ, differ, spread
 from tfdist.training.scores import Scores

@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from tfdist.compat import tensorflow_tapes
 from tfdist.runtime.host import known_dims
-from tfdist.training.row_checks.loss_probe import MEAN, ROWS, SUM, Key, Probe
+from tfdist.training.row_checks.model_probe import ROWS, Conditions, LossKey, Probe
 from tfdist.training.row_checks.random_mixing import REDRAWN
+from tfdist.training.row_checks.reductions import MEAN, SUM, Reduction
 from tfdist.training.row_checks.trial_values import ROUNDED, differ_beyond_noise, sound, spread
 
 _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
@@ -24,7 +25,9 @@ _LEAST_NOISE, _NOISES = 1e-6, 100.0
 _LARGEST = 10_000_000  # numbers of a table that are looked at
 
 
-def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float, added: Mapping[Key, str] | None = None) -> bool:
+def mix(
+    probe: Probe, weights: Sequence[tf.Tensor], off: float, added: Mapping[LossKey, Reduction] | None = None
+) -> bool:
     """Whether the gradients by weights, in training, of a few rows together are others than the sum of those of the
     first and of the last of them. off: by how much weights and states are disturbed. added: look at these losses in
     place of the outputs, of which each is a SUM or a MEAN over the rows.
@@ -42,13 +45,13 @@ def mix(probe: Probe, weights: Sequence[tf.Tensor], off: float, added: Mapping[K
 
 
 def _mixed(
-    probe: Probe, weights: Sequence[tf.Tensor], off: float, x: Any, added: Mapping[Key, str] | None
+    probe: Probe, weights: Sequence[tf.Tensor], off: float, x: Any, added: Mapping[LossKey, Reduction] | None
 ) -> bool | None:
     """Whether the gradients of these rows are mixed; None if not, but some weights have no gradient to tell."""
     half, every = ROWS // 2, range(ROWS)
 
     def of_outputs(places: Sequence[int], draw: int) -> Any:
-        outputs = keras.tree.flatten(probe.outputs(probe.take(x, list(places)), weights, draw, True, off))
+        outputs = keras.tree.flatten(probe.outputs(probe.take(x, list(places)), weights, Conditions(True, draw, off)))
         return sum(
             tf.reduce_sum(tf.cast(leaf, tf.float32) * tf.gather(_upstream(leaf), list(places)))
             for leaf in outputs
@@ -56,9 +59,9 @@ def _mixed(
         )
 
     def of_added(places: Sequence[int], draw: int) -> Any:
-        found = dict(probe.added(probe.take(x, list(places)), weights, draw, True, off))
+        found = dict(probe.added(probe.take(x, list(places)), weights, Conditions(True, draw, off)))
         parts = {SUM: 1.0, MEAN: float(len(places))}
-        return sum(tf.cast(found[key], tf.float32) * parts[scales] for key, scales in (added or {}).items())
+        return sum(tf.cast(found[key], tf.float32) * parts[reduction] for key, reduction in (added or {}).items())
 
     def gradients(places: Sequence[int], draw: int = 0) -> list[np.ndarray]:
         with tensorflow_tapes.recording(), tf.GradientTape(watch_accessed_variables=False) as tape:

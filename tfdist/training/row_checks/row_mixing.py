@@ -26,8 +26,8 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import any_worker
 from tfdist.training.row_checks.added_losses import take_rows
 from tfdist.training.row_checks.calm_layers import holds_own_function
-from tfdist.training.row_checks.loss_probe import Probe, Take
 from tfdist.training.row_checks.mixing_trial import ATTEMPTS, Attempt, Trial
+from tfdist.training.row_checks.model_probe import Probe, Take
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import disturbed

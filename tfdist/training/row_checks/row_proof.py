@@ -25,7 +25,7 @@ from tfdist.compat.tensorflow_graphs import captured_by, function_graph, makers_
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.runtime import batch_norm
 from tfdist.training.row_checks.calm_layers import calmed
-from tfdist.training.row_checks.loss_probe import ROWS, Take
+from tfdist.training.row_checks.model_probe import ROWS, Take
 from tfdist.training.row_checks.random_mixing import Draws, what_is_drawn
 from tfdist.training.row_checks.row_rules import FREE, MIXED, SIZES, Kind, Rows, shape_of
 from tfdist.training.row_checks.row_shape_rules import RULES

@@ -13,7 +13,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective
 from tfdist.training.row_checks import objective_rows, row_mixing
 from tfdist.training.row_checks.added_losses import found_by_the_chief
-from tfdist.training.row_checks.loss_probe import ROWS
+from tfdist.training.row_checks.model_probe import ROWS
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.row_checks.sums_as_means import SumsAsMeans
 

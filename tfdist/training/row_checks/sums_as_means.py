@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.dtypes import at_least_float32
-from tfdist.training.row_checks.loss_probe import SUM
+from tfdist.training.row_checks.reductions import SUM, Reduction
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class AddedLoss:
 
     layer: keras.Layer
     place: int  # which of the layer's, in the order in which a call of the model adds them
-    scales: str  # MEAN, of rows or of none, or SUM
+    reduction: Reduction  # MEAN, of rows or of none, or SUM
 
 
 class SumsAsMeans:
@@ -39,12 +39,12 @@ class SumsAsMeans:
         ConfigError.
         """
         self._now = threading.local()  # replicas of one process are threads
-        of_layer: dict[int, tuple[keras.Layer, list[str]]] = {}
+        of_layer: dict[int, tuple[keras.Layer, list[Reduction]]] = {}
         for one in added:
-            of_layer.setdefault(id(one.layer), (one.layer, []))[1].append(one.scales)
-        for layer, scales in of_layer.values():
-            if SUM in scales:
-                layer.add_loss = self._counting(layer.add_loss, id(layer), scales)
+            of_layer.setdefault(id(one.layer), (one.layer, []))[1].append(one.reduction)
+        for layer, reductions in of_layer.values():
+            if SUM in reductions:
+                layer.add_loss = self._counting(layer.add_loss, id(layer), reductions)
         for layer in unknown:
             layer.add_loss = self._refusing(layer.add_loss, layer.name, reason)
 
@@ -58,7 +58,7 @@ class SumsAsMeans:
         finally:
             self._now.factor = None
 
-    def _counting(self, plain: Callable, layer: int, scales: Sequence[str]) -> Callable:
+    def _counting(self, plain: Callable, layer: int, reductions: Sequence[Reduction]) -> Callable:
         def add_loss(loss: Any) -> None:
             factor = getattr(self._now, "factor", None)
             if factor is None:
@@ -66,8 +66,8 @@ class SumsAsMeans:
                 return
             for term in map(at_least_float32, keras.tree.flatten(loss)):  # else the product could be too large
                 place = self._now.places.get(layer, 0)
-                self._now.places[layer] = (place + 1) % len(scales)  # every call of the model adds as many
-                plain(term * tf.cast(factor, term.dtype) if scales[place] == SUM else term)
+                self._now.places[layer] = (place + 1) % len(reductions)  # every call of the model adds as many
+                plain(term * tf.cast(factor, term.dtype) if reductions[place] == SUM else term)
 
         return add_loss
 

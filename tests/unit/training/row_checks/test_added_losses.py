@@ -9,7 +9,7 @@ from keras import layers, ops
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.row_checks.added_losses import added_losses, found_by_the_chief, may_add
-from tfdist.training.row_checks.loss_probe import MEAN, SUM
+from tfdist.training.row_checks.reductions import MEAN, SUM
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.row_checks.sums_as_means import SumsAsMeans
 
@@ -58,7 +58,7 @@ def model_of(*parts, size=5):
 
 
 def scales(model, x=X):
-    return [one.scales for one in added_losses(model, x)]
+    return [one.reduction for one in added_losses(model, x)]
 
 
 def state(model):
@@ -128,7 +128,7 @@ def test_sums_and_means_in_the_order_of_model_losses():
     )
     before = state(model)
     found = added_losses(model, X)
-    assert [(one.layer.name, one.place, one.scales) for one in found] == [
+    assert [(one.layer.name, one.place, one.reduction) for one in found] == [
         (model.layers[1].name, 0, MEAN),
         *((first.name, place, scales) for place, scales in enumerate((SUM, MEAN, MEAN, SUM, MEAN, MEAN))),
         (second.name, 0, MEAN),
@@ -144,7 +144,7 @@ def test_sums_and_means_in_the_order_of_model_losses():
 def test_a_value_for_each_row_counts_as_their_sum():
     """As in keras.Model.compute_loss."""
     model = model_of(Adds(lambda x, _: ops.sum(ops.square(x), -1), a_mean))
-    assert [one.scales for one in added_losses(model, X)] == [SUM, MEAN]
+    assert [one.reduction for one in added_losses(model, X)] == [SUM, MEAN]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_takes_the_first_rows_of_a_batch_is_refused(first):
     with pytest.raises(ConfigError, match="loss number 2 that layer odd adds is neither"):
         added_losses(model, X, proofs=Proofs(model, 64, 32))
     model = model_of(Adds(a_sum, a_mean))
-    assert [one.scales for one in added_losses(model, X, proofs=Proofs(model, 63, 32))] == [SUM, MEAN]
+    assert [one.reduction for one in added_losses(model, X, proofs=Proofs(model, 63, 32))] == [SUM, MEAN]
 
 
 def test_a_mean_whose_gradient_is_none_is_refused():
@@ -182,7 +182,7 @@ def test_a_mean_whose_gradient_is_none_is_refused():
     mean = lambda x, _: ops.mean(x**2)  # noqa: E731
     with pytest.raises(ConfigError, match="loss number 2 that layer odd adds .* or its gradient is not"):
         added_losses(model_of(layers.Dense(5), Adds(mean, hidden, a_sum, name="odd")), X)
-    assert [one.scales for one in added_losses(model_of(layers.Dense(5), Adds(mean, a_sum)), X)] == [MEAN, SUM]
+    assert [one.reduction for one in added_losses(model_of(layers.Dense(5), Adds(mean, a_sum)), X)] == [MEAN, SUM]
 
 
 def test_a_mean_over_what_is_not_filled_up_is_refused():
@@ -360,7 +360,7 @@ def test_what_is_added_in_evaluation(otherwise, expected):
     model = model_of(Differs(otherwise))
     assert scales(model) == [MEAN]
     if expected:
-        assert [one.scales for one in added_losses(model, X, training=False)] == [expected]
+        assert [one.reduction for one in added_losses(model, X, training=False)] == [expected]
     else:
         with pytest.raises(ConfigError, match="adds in evaluation is neither a mean nor a sum"):
             added_losses(model, X, training=False)

@@ -1,0 +1,167 @@
+"""A model that is run on a few rows without leaving a trace in it, to see what its outputs, and the losses that its
+layers add, have to do with rows; see row_mixing.py and reductions.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.artifacts.hidden_state import hidden_state, metrics_held
+from tfdist.compat import keras_layers, keras_random, keras_variables, tensorflow_random
+from tfdist.compat.keras_random import is_seed_state
+from tfdist.compat.tensorflow_variables import writes_undone
+from tfdist.training.row_checks.calm_layers import calmed
+from tfdist.training.row_checks.trial_values import disturbed
+from tfdist.training.seeds import states_beside
+from tfdist.training.stateless_call import stateless_call
+
+ROWS = 4  # that are tried, each alone and all together
+_LEAST_TOLERANCE = 1e-4
+
+Take = Callable[[Any, Sequence[int]], Any]
+
+
+class LossKey(NamedTuple):
+    """Tells the losses that layers add apart.
+
+    layer: its place among all of the model. place: which of the losses that it adds in a call of the model.
+    """
+
+    layer: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under what a model is run.
+
+    training: as Keras means it.
+    draw: which of its random numbers, an int or uint32 [].
+    states_off: by how much variables that are not trained are larger than they are: what fades in with one that a
+      callback sets is not there yet.
+    """
+
+    training: bool
+    draw: Any = 0
+    states_off: float = 0.0
+
+
+class Probe:
+    """A model that is run on a few rows without leaving a trace in it."""
+
+    def __init__(self, model: keras.Model, x: Any, take: Take, count: int):
+        self.model, self.layers = model, list(keras_layers.all_layers(model))
+        self.take = take
+        self._x, self.count = x, count
+        self.weights = [variable.numpy() for variable in model.trainable_variables]
+        self.states = [variable.numpy() for variable in model.non_trainable_variables]
+        types = {tf.as_dtype(layer.compute_dtype) for layer in self.layers if layer.compute_dtype}
+        self.tolerance = max(
+            [
+                _LEAST_TOLERANCE,
+                *(
+                    8 * float(np.finfo(each.name).eps) if each != tf.bfloat16 else 2**-4
+                    for each in types
+                    if each.is_floating
+                ),
+            ]
+        )
+        self._states_off: dict[float, Sequence[np.ndarray]] = {0.0: self.states}
+        self._added: list[tuple[LossKey, tf.Tensor]] = []
+        self._seeds_met: list[keras.Variable] = []  # of generators that no layer holds
+        # Under TensorFlow's strategies a metric adds up all workers' values when it is read, but not all try the same.
+        self._of_metrics = [
+            (variable, keras_variables.value_here(variable))
+            for metric in metrics_held(model)
+            for variable in metric.variables
+        ]
+
+    def some_rows(self, number: int = ROWS) -> Any:
+        """The first of x, and if there are fewer than `number` from the first on again."""
+        return self.take(self._x, [row % self.count for row in range(number)])
+
+    # -- running the model -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which `add_loss` reports to this probe, and Keras' own layers draw no random numbers and look at
+        no other rows."""
+        kept = [(variable, variable.numpy()) for variable in hidden_state(self.model)]
+        try:
+            with calmed(self.layers, self._record), writes_undone():
+                yield
+        finally:
+            for variable, value in kept:
+                variable.assign(value)
+
+    def _record(self, number: int, loss: Any) -> None:
+        place = sum(key.layer == number for key, _ in self._added)
+        self._added.append(
+            (LossKey(number, place), tf.reduce_sum(loss))
+        )  # one value for each row is their sum, as in Keras
+
+    def outputs(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], conditions: Conditions) -> Any:
+        """The model's outputs. Weights that are tensors are not copied."""
+        draw = conditions.draw
+        states = [
+            value + tf.cast(draw, value.dtype) if is_seed_state(variable) else value
+            for variable, value in zip(
+                self.model.non_trainable_variables, self._states(conditions.states_off), strict=True
+            )
+        ]
+        self._added = []
+        given = [*map(tf.constant, weights)], [*map(tf.convert_to_tensor, states)]
+        seeds = [(state, state.value + tf.cast(draw, state.dtype)) for state in (*states_beside(), *self._seeds_met)]
+        beside = [*seeds, *((variable, tf.constant(value)) for variable, value in self._of_metrics)]
+        redrawn = tensorflow_random.redrawn(draw if isinstance(draw, int) else 0)
+        with redrawn, keras_random.asked_before_draws(self._meet):
+            return stateless_call(self.model, *given, x, conditions.training, beside).outputs
+
+    def _meet(self, generator: keras.random.SeedGenerator) -> None:
+        """Notes a generator before the model draws from it. One that no layer holds is moved in later calls."""
+        known = (*self.model.variables, *states_beside(), *self._seeds_met)
+        if not any(generator.state is one for one in known):
+            self._seeds_met.append(generator.state)
+
+    def _states(self, off: float) -> Sequence[np.ndarray]:
+        if off not in self._states_off:
+            self._states_off[off] = [
+                # Larger: a variance must not become negative.
+                value + abs(disturbed([value], off)[0] - value) if tf.as_dtype(value.dtype).is_floating else value
+                for value in self.states
+            ]
+        return self._states_off[off]
+
+    def added(
+        self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], conditions: Conditions
+    ) -> list[tuple[LossKey, tf.Tensor]]:
+        """The losses that layers add."""
+        self.outputs(x, weights, conditions)
+        return self._added
+
+    def depends_on_rows(self, key: LossKey, training: bool) -> bool:
+        """Whether it is made of the rows at all; if not it is what weights, or nothing, give."""
+        rows = self.some_rows()
+        with tf.Graph().as_default() as graph:
+            x = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), rows)
+            inputs = {leaf.op for leaf in keras.tree.flatten(x)}
+            waiting = [
+                loss.op
+                for at, loss in self.added(x, self.weights, Conditions(training))
+                if at == key and getattr(loss, "graph", None) is graph
+            ]
+            seen = set(waiting)
+            while waiting:
+                operation = waiting.pop()
+                if operation in inputs:
+                    return True
+                more = {tensor.op for tensor in operation.inputs} - seen
+                seen |= more
+                waiting += more
+        return False
