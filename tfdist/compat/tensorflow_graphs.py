@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.framework.ops import gradient_registry
+from tensorflow.python.ops import array_ops
+
+from tfdist.compat.temporary_attributes import attribute_replaced
 
 _DRAWING = re.compile(
     "Random|Rng|Stateful(Uniform|Standard)|Multinomial|TruncatedNormal|CandidateSampler|SampleDistorted"
@@ -97,6 +102,16 @@ def function_graph(name: str) -> tf.Graph:
     it, and what is outside can be used. Relies on `tf.__internal__.FuncGraph`.
     """
     return tf.__internal__.FuncGraph(name)
+
+
+@contextlib.contextmanager
+def filled_always() -> Iterator[None]:
+    """A context in which `tf.zeros`, `tf.ones` and what is like them make an operation that fills a shape, where else
+    they make a constant of fewer than 1,000 elements: graphs then do not differ by how many there are. Relies on
+    `array_ops._constant_if_small`; without it models that use them are not proved, but tried.
+    """
+    with attribute_replaced(array_ops, "_constant_if_small", lambda *args, **kwargs: None):
+        yield
 
 
 def captured_by(graph: tf.Graph) -> list[Any]:

@@ -84,7 +84,7 @@ class Reductions:
             many = self._example.rows(count, count * size)  # x may be this worker's rows alone
             proofs = Proofs(self._model, many, -(-many // size))
             found = added_losses(self._model, x, take, count, proofs, "train in one process", training)
-            return [[layers.index(one.layer), one.place, one.reduction] for one in found]
+            return [[layers.index(one.layer), one.place, one.reduction.value] for one in found]
         except ConfigError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example

@@ -11,7 +11,7 @@ no time to tell is taken from the JSONL log (`Run.replay`). So a curve has each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, cast
@@ -77,7 +77,7 @@ def _made(name: str, run: Run) -> Observer:
     what = "a tracker is a function (run) that returns another one, of an Event (tfdist/telemetry/trackers.py)"
     check_takes("trackers", name, function, ("run",), what)
     with own_code("trackers", name):
-        observer = function(run)
+        observer = function(replace(run, flags=dict(run.flags)))  # which it may change for itself
     if not callable(observer):
         raise ConfigError(f"--trackers={name} returned {observer!r}: {what}.")
     return observer_of(cast(Tell, observer))

@@ -155,7 +155,7 @@ def _as_plain(model: keras.Model, layers: Sequence[keras.Layer], x: Any, proofs:
         }
     return {
         "found": [
-            [next(number for number, layer in enumerate(layers) if layer is one.layer), one.place, one.reduction]
+            [next(number for number, layer in enumerate(layers) if layer is one.layer), one.place, one.reduction.value]
             for one in found
         ],
         "failed": "",

@@ -44,7 +44,7 @@ def has_own_code(model: keras.Model) -> bool:
     )
 
 
-def holds_own_function(layer: keras.Layer, but: str | tuple[str, ...] = _OF_WEIGHTS) -> bool:
+def holds_own_function(layer: keras.Operation, but: str | tuple[str, ...] = _OF_WEIGHTS) -> bool:
     """Whether a layer has an attribute that is the user's function (activation, Lambda). but: endings of names to
     ignore."""
     return any(
@@ -60,13 +60,26 @@ def _is_from_keras(function: Any) -> bool:
     return all(package_of(each) in ("keras", "tfdist") for each in modules)
 
 
+def is_the_same_in_training(model: keras.Model) -> bool:
+    """Whether within `calmed` a model computes in training what it computes in inference: it is made of nothing but
+    Keras' own code."""
+    layers = keras_layers.all_layers(model)
+    operations = [each for layer in layers for each in getattr(layer, "operations", ())]
+    return not any(
+        not is_of_keras(each) or holds_own_function(each) or "call" in vars(each) for each in (*layers, *operations)
+    )
+
+
+def _is_known(layer: keras.Layer) -> bool:
+    """Whether a layer, and all inside it, is Keras' own and holds no function of the user's."""
+    return all(is_of_keras(each) and not holds_own_function(each) for each in keras_layers.all_layers(layer))
+
+
 def _calming(layer: keras.Layer) -> dict[str, Callable]:
     """Attributes with which a layer neither draws random numbers nor looks at other rows: Keras' own work as in
     inference. Of what derives from BatchNormalization only the moments, which are those of all workers in training, do;
     what it does beside them is looked at."""
-    inside = keras_layers.all_layers(layer)
-    is_known = all(is_of_keras(each) and not holds_own_function(each) for each in inside)
-    if is_known and keras_layers.takes_training(layer) and "call" not in vars(layer):
+    if _is_known(layer) and keras_layers.takes_training(layer) and "call" not in vars(layer):
         return {"call": _not_training(layer.call)}
     if keras_batch_norm.takes_keras_moments(layer):
         return {keras_batch_norm.MOMENTS: lambda inputs, mask: keras_batch_norm.moving_moments(layer, inputs.dtype)}

@@ -9,9 +9,7 @@ tries it.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -19,20 +17,18 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
-from tfdist.compat.code_origin import package_of
-from tfdist.compat.keras_tensors import mask_of
-from tfdist.compat.tensorflow_graphs import captured_by, function_graph, makers_of_gradients, operation_number
-from tfdist.compat.tensorflow_variables import writes_undone
-from tfdist.runtime import batch_norm
-from tfdist.training.row_checks.calm_layers import calmed
+from tfdist.compat.tensorflow_graphs import operation_number
+from tfdist.training.row_checks.calm_layers import is_the_same_in_training
 from tfdist.training.row_checks.model_probe import ROWS, Take
 from tfdist.training.row_checks.random_mixing import Draws, what_is_drawn
-from tfdist.training.row_checks.row_rules import FREE, MIXED, SIZES, Kind, Rows, shape_of
+from tfdist.training.row_checks.row_rules import FREE, MIXED, SIZES, Kind, Rows, has_zero_factor, shape_of
 from tfdist.training.row_checks.row_shape_rules import RULES
-from tfdist.training.stateless_call import stateless_call
+from tfdist.training.row_checks.row_traces import Place, Trace, traced
 
 _TRIED, _PARTS = 64, 4  # a forward pass keeps less than a step does
-_COUNTS = (4, 3, 2)  # rows of the traces beside that of a whole batch
+# Rows of the traces beside that of a whole batch, for what is done above a number of them only, or as if it were even;
+# of Keras' own code, which has no such limits of its own, two will do.
+_COUNTS, _COUNTS_OF_KERAS = (4, 3, 2), (3, 2)
 _SIZE_QUESTIONS = ("Rank", "Shape", "ShapeN", "Size")
 # What makes a tensor of a given shape, which is input 0 or 1, of what is the same for each row. Not random numbers,
 # which are of a place where they have a seed of their own.
@@ -40,15 +36,7 @@ _MADE_OF_SHAPE = {"BroadcastTo": 1, "Tile": 1, "Fill": 0}
 _SAID_ELSEWHERE = ("value", "shape")  # attributes of which tensors and shapes tell
 # The operations with a state that are understood.
 _WRITES = ("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp")
-_WITHOUT_ROWS = ("keras", "tensorflow", "tfdist")  # whose own gradients are of each row, as far as outputs are
 _READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "VarHandleOp", "VarIsInitializedOp")
-
-
-class _Place(NamedTuple):
-    """The place of a tensor: the number of its operation, and which of its outputs it is."""
-
-    operation: int
-    output: int
 
 
 class Proof(NamedTuple):
@@ -75,11 +63,12 @@ class Proofs:
     def __init__(self, model: keras.Model, many: int = ROWS, part: int = 0):
         self._model, self.many = model, max(many, ROWS)
         self.tried = min(self.many, max(_TRIED, _PARTS * part)) if part else self.many
-        # A few rows as well, for what is done above a number of them only.
-        self._counts = sorted({self.many, *_COUNTS}, reverse=True)
+        self._is_the_same = is_the_same_in_training(model)
+        self._counts = sorted({self.many, *(_COUNTS_OF_KERAS if self._is_the_same else _COUNTS)}, reverse=True)
         self._made: dict[bool, Proof] = {}
 
     def of(self, x: Any, take: Take, training: bool) -> Proof:
+        training = training and not self._is_the_same  # else one proof is that of both
         if training not in self._made:
             try:
                 self._made[training] = _prove(self._model, x, take, training, self._counts)
@@ -88,96 +77,19 @@ class Proofs:
         return self._made[training]
 
 
-class _Trace(NamedTuple):
-    """The trace of a model with one number of rows. inputs: places of what the model is given. outputs: with the masks
-    that they carry. captured: what comes from outside."""
-
-    rows: int
-    operations: Sequence[tf.Operation]
-    inputs: list[_Place]
-    outputs: list[_Place]
-    losses: list[Any]
-    captured: list[Any]
-    has_own_gradients: bool  # of the user's, which no rule follows
-
-
 def _prove(model: keras.Model, x: Any, take: Take, training: bool, counts: Sequence[int]) -> Proof:
     if not keras_layers.all_built(model):
         return Proof(False, False)  # a trace is no place to make variables
-    layers = list(keras_layers.all_layers(model))
-    one, two = take(x, [0]), take(x, [0, 0])  # of which dims show what is cut: the rows of a whole batch may be large
-    traces = []
-    with writes_undone(), batch_norm.each_alone():
-        for rows in counts:
-            specs = keras.tree.map_structure(functools.partial(_spec, rows), one, two)
-            with _nothing_left(layers):
-                traces.append(_traced(model, layers, specs, rows, training))
+    traces = traced(model, x, take, training, counts)
     apart, adds_nothing = _are_apart(traces), not any(trace.losses for trace in traces)
     # Asked where rows are not apart: then there are operations.
     return Proof(apart, adds_nothing, None if apart else what_is_drawn(traces[0].operations[0].graph))
 
 
-def _spec(rows: int, one: tf.Tensor, two: tf.Tensor) -> tf.TensorSpec:
-    """The spec of an input with `rows` rows. one, two: examples of it with one row and with two."""
-    return tf.TensorSpec(one.shape if one.shape == two.shape else [rows, *one.shape[1:]], one.dtype)
-
-
-def _traced(model: keras.Model, layers: Sequence[keras.Layer], x: Any, rows: int, training: bool) -> _Trace:
-    losses: list[Any] = []
-
-    def placeholder(value: Any) -> tf.Tensor:
-        return tf.compat.v1.placeholder(value.dtype, value.shape)
-
-    graph = function_graph("rows")
-    with graph.as_default():
-        x = keras.tree.map_structure(placeholder, x)
-        weights, states = (
-            [placeholder(variable) for variable in group]
-            for group in (model.trainable_variables, model.non_trainable_variables)
-        )
-        with calmed(layers, lambda _, loss: losses.append(loss)):
-            found = keras.tree.flatten(stateless_call(model, weights, states, x, training).outputs)
-        masks = [mask for output in found if (mask := mask_of(output)) is not None]
-    operations = graph.get_operations()
-    numbers = {operation_number(operation): number for number, operation in enumerate(operations)}
-
-    def places(tensors: Sequence[tf.Tensor]) -> list[_Place]:
-        return [_Place(numbers[operation_number(tensor.op)], tensor.value_index) for tensor in tensors]
-
-    captured = captured_by(graph)
-    given, made = places(keras.tree.flatten(x)), places([*found, *masks])
-    return _Trace(rows, operations, given, made, losses, captured, _has_own_gradients(graph))
-
-
-def _has_own_gradients(graph: tf.Graph) -> bool:
-    return any(package_of(module) not in _WITHOUT_ROWS for module in makers_of_gradients(graph))
-
-
-@contextlib.contextmanager
-def _nothing_left(layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """A context that undoes what layers remember of a trace (a constant made once): of no use in another graph."""
-    held = [layer.__dict__ for layer in layers]
-    held += [value for attributes in list(held) for value in attributes.values() if isinstance(value, dict)]
-    before = [dict(values) for values in held]
-    try:
-        yield
-    finally:
-        for now, values in zip(held, before, strict=True):
-            for name in [name for name, value in now.items() if _is_of_a_graph(value)]:
-                if name in values:
-                    now[name] = values[name]
-                else:
-                    del now[name]
-
-
-def _is_of_a_graph(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and not hasattr(value, "numpy")
-
-
 # -- following the rows ------------------------------------------------------------------------------------------------
 
 
-def _are_apart(traces: Sequence[_Trace]) -> bool:
+def _are_apart(traces: Sequence[Trace]) -> bool:
     first = traces[0]
     if first.has_own_gradients:
         return False
@@ -188,11 +100,11 @@ def _are_apart(traces: Sequence[_Trace]) -> bool:
         for trace in traces
     ):
         return False
-    known: dict[_Place, Kind] = {}
+    known: dict[Place, Kind] = {}
     numbers = [{operation_number(each): place for place, each in enumerate(trace.operations)} for trace in traces]
     for number, same in enumerate(zip(*(trace.operations for trace in traces), strict=True)):
         wired = [
-            [_Place(places[operation_number(leaf.op)], leaf.value_index) for leaf in each.inputs]
+            [Place(places[operation_number(leaf.op)], leaf.value_index) for leaf in each.inputs]
             for each, places in zip(same, numbers, strict=True)
         ]
         if len({(each.type, len(each.outputs)) for each in same}) > 1 or any(wires != wired[0] for wires in wired):
@@ -201,9 +113,9 @@ def _are_apart(traces: Sequence[_Trace]) -> bool:
         if not _is_understood(same[0], kinds):
             return False
         outputs = list(zip(*(each.outputs for each in same), strict=True))
-        given = [_Place(number, index) in first.inputs for index in range(len(outputs))]
+        given = [Place(number, index) in first.inputs for index in range(len(outputs))]
         found = _kinds_of(same, kinds, traces, outputs, any(given))
-        known.update({_Place(number, index): kind for index, kind in enumerate(found)})
+        known.update({Place(number, index): kind for index, kind in enumerate(found)})
     return all(known[place] in (FREE, Rows(0, 1)) for place in first.outputs)
 
 
@@ -219,7 +131,7 @@ def _is_understood(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
 def _kinds_of(
     same: tuple[tf.Operation, ...],
     kinds: Sequence[Kind],
-    traces: Sequence[_Trace],
+    traces: Sequence[Trace],
     outputs: list[tuple[tf.Tensor, ...]],
     is_given: bool,
 ) -> list[Kind]:
@@ -229,6 +141,8 @@ def _kinds_of(
         return along if is_given or along == [FREE] else [SIZES]
     if kind == "Const":
         return [_of_constants(same, along[0])]
+    if kind == "Mul" and all(has_zero_factor(each) for each in same):
+        return along  # zeros: so a loss that is of no use beside being added leads to an output of Keras' graph
     if MIXED in kinds or not _are_alike(same):
         return [MIXED] * len(outputs)
     if not any(isinstance(each, Rows) for each in kinds):
@@ -244,7 +158,7 @@ def _kinds_of(
     return [each if said == {each} else MIXED for each in along]
 
 
-def _along(same: Sequence[tf.Tensor], traces: Sequence[_Trace]) -> Kind:
+def _along(same: Sequence[tf.Tensor], traces: Sequence[Trace]) -> Kind:
     """The dim along which rows lie: the one that differs as the numbers of rows do; FREE if none does."""
     shapes = [shape_of(tensor) for tensor in same]
     known = [shape for shape in shapes if shape is not None]

@@ -58,6 +58,11 @@ def axis_of(operation: tf.Operation, place: int, rank: int) -> int | None:
     return None if value is None else int(value) % rank
 
 
+def has_zero_factor(product: tf.Operation) -> bool:
+    factors = [constant(product, place) for place, each in enumerate(product.inputs) if each.op.type == "Const"]
+    return any(factor is not None and not np.any(factor) for factor in factors)
+
+
 def agreed(kinds: Iterable[Kind | None]) -> Kind:
     """The kind of all inputs that have rows, if it is the same; else MIXED. None: has no rows."""
     found = {kind for kind in kinds if kind is not None}
@@ -183,7 +188,8 @@ def _reduction(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kin
         return MIXED
     gone = {int(axis) % rank for axis in np.ravel(axes)}
     if x.axis in gone:
-        return MIXED
+        zeros = constant(operation, 0) if operation.type == "Sum" else None  # of which any number come to 0
+        return MIXED if zeros is None or np.any(zeros) else FREE
     return x if operation.get_attr("keep_dims") else x._replace(axis=x.axis - sum(axis < x.axis for axis in gone))
 
 

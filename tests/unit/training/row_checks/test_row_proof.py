@@ -1,5 +1,7 @@
 """That rows are apart, proved from a model's graph: never of what mixes them, and of what models are made of."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ from keras import layers, ops
 
 from tests.unit.training.row_checks.row_programs import TOKENS, WIDTH, Program
 from tests.unit.training.row_checks.test_row_mixing import APART, MIXING, Own, X, model_of
-from tfdist.training.row_checks import row_mixing
+from tfdist.models.transformer import transformer
+from tfdist.models.vit import vit
+from tfdist.training.row_checks import row_mixing, row_traces
 from tfdist.training.row_checks.added_losses import take_rows
 from tfdist.training.row_checks.random_mixing import Draws
 from tfdist.training.row_checks.row_proof import Proof, Proofs
@@ -89,6 +93,10 @@ HIDING = {
     "not hot": lambda x, *_: tf.one_hot(tf.cast(x[:, 0], tf.int32), 5, 1.0, 1 / x.shape[0]),
     "shape": lambda x, *_: x / tf.cast(tf.raw_ops.Shape(input=x)[0], tf.float32),
     "stashed": stashed,
+    "sum of ones": lambda x, *_: x * ops.sum(ops.ones_like(x), axis=0),
+    "mean of zeros": lambda x, *_: x + ops.mean(ops.zeros_like(x), axis=0) * ops.mean(x, axis=0),
+    "almost zero": lambda x, *_: x + 1e-30 * ops.mean(x, axis=0),
+    "zeros and others": lambda x, *_: x + np.array([0, 0, 0, 0, 1], "f") * ops.mean(x, axis=0),
 }
 
 
@@ -255,3 +263,57 @@ def test_random_operations_are_never_said_to_keep_rows_apart_that_they_mix():
         assert not (apart and mixes), seed
         proved, mixed = proved + (apart and mixes is False), mixed + bool(mixes)
     assert min(proved, mixed) > PROGRAMS / 20
+
+
+class Fewer(keras.Operation):
+    """Not a layer, but the user's own all the same."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0) if x.shape[0] == 4 else x
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def in_a_graph(x):
+    return ops.gelu(layers.Dropout(0.5)(layers.Dense(5)(x)) + ops.tanh(x))
+
+
+@pytest.mark.parametrize("operation, traces", [(in_a_graph, 3), (Fewer(), 8), (Own(lambda x, *_: x), 8)])
+def test_what_is_of_keras_is_traced_for_training_and_inference_at_once(operation, traces, monkeypatch):
+    made = []
+    plain = row_traces.stateless_call
+    monkeypatch.setattr(row_traces, "stateless_call", lambda *args: made.append(args) or plain(*args))
+    inputs = keras.Input((5,))
+    proofs = Proofs(keras.Model(inputs, operation(inputs)), 16)
+    apart = [proofs.of(X, take_rows, training).apart for training in (False, True)]
+    assert apart == [not isinstance(operation, Fewer)] * 2 and len(made) == traces
+
+
+def a_transformer(**options):
+    return transformer(x_spec=tf.TensorSpec([128], tf.int32), num_outputs=9, layers=1, width=8, heads=2, **options)
+
+
+def a_vit(**options):
+    return vit(x_spec=tf.TensorSpec([32, 32, 3], tf.float32), num_outputs=9, layers=1, width=8, heads=2, **options)
+
+
+BUILT_IN = {
+    "transformer": a_transformer,
+    "dropout": functools.partial(a_transformer, dropout=0.1),
+    "untied": functools.partial(a_transformer, tied=False),
+    "experts": functools.partial(a_transformer, experts=4),
+    "vit": functools.partial(a_vit, pool="mean"),
+    "class token": functools.partial(a_vit, pool="class"),
+}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_our_own_models_are_proved(name):
+    """At 128 tokens zeros of few rows are constants of TensorFlow's, and those of more are not."""
+    model = BUILT_IN[name]()
+    shape, dtype = model.input_shape[1:], model.input.dtype
+    x = np.random.default_rng(0).integers(0, 9, (4, *shape)).astype(dtype)
+    proofs = Proofs(model, 16, 8)
+    assert all(proofs.of(x, take_rows, training).apart for training in (False, True))
+    assert proofs.of(x, take_rows, True).adds_nothing == (name != "experts")

@@ -1,0 +1,119 @@
+"""A model traced with several numbers of rows, not run: what row_proof.py looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import keras_layers
+from tfdist.compat.code_origin import package_of
+from tfdist.compat.keras_tensors import mask_of
+from tfdist.compat.tensorflow_graphs import (
+    captured_by,
+    filled_always,
+    function_graph,
+    makers_of_gradients,
+    operation_number,
+)
+from tfdist.compat.tensorflow_variables import writes_undone
+from tfdist.runtime import batch_norm
+from tfdist.training.row_checks.calm_layers import calmed
+from tfdist.training.row_checks.model_probe import Take
+from tfdist.training.stateless_call import stateless_call
+
+_WITHOUT_ROWS = ("keras", "tensorflow", "tfdist")  # whose own gradients are of each row, as far as outputs are
+
+
+class Place(NamedTuple):
+    """The place of a tensor: the number of its operation, and which of its outputs it is."""
+
+    operation: int
+    output: int
+
+
+class Trace(NamedTuple):
+    """The trace of a model with one number of rows. inputs: places of what the model is given. outputs: with the masks
+    that they carry. captured: what comes from outside."""
+
+    rows: int
+    operations: Sequence[tf.Operation]
+    inputs: list[Place]
+    outputs: list[Place]
+    losses: list[Any]
+    captured: list[Any]
+    has_own_gradients: bool  # of the user's, which no rule follows
+
+
+def traced(model: keras.Model, x: Any, take: Take, training: bool, counts: Sequence[int]) -> list[Trace]:
+    """A trace with each number of rows, of a model that is built. x, take: as for row_mixing.mixes."""
+    layers = list(keras_layers.all_layers(model))
+    one, two = take(x, [0]), take(x, [0, 0])  # of which dims show what is cut: the rows of a whole batch may be large
+    traces = []
+    with writes_undone(), batch_norm.each_alone(), filled_always():
+        for rows in counts:
+            specs = keras.tree.map_structure(functools.partial(_spec, rows), one, two)
+            with _nothing_left(layers):
+                traces.append(_traced_once(model, layers, specs, rows, training))
+    return traces
+
+
+def _spec(rows: int, one: tf.Tensor, two: tf.Tensor) -> tf.TensorSpec:
+    """The spec of an input with `rows` rows. one, two: examples of it with one row and with two."""
+    return tf.TensorSpec(one.shape if one.shape == two.shape else [rows, *one.shape[1:]], one.dtype)
+
+
+def _traced_once(model: keras.Model, layers: Sequence[keras.Layer], x: Any, rows: int, training: bool) -> Trace:
+    losses: list[Any] = []
+
+    def placeholder(value: Any) -> tf.Tensor:
+        return tf.compat.v1.placeholder(value.dtype, value.shape)
+
+    graph = function_graph("rows")
+    with graph.as_default():
+        x = keras.tree.map_structure(placeholder, x)
+        weights, states = (
+            [placeholder(variable) for variable in group]
+            for group in (model.trainable_variables, model.non_trainable_variables)
+        )
+        with calmed(layers, lambda _, loss: losses.append(loss)):
+            found = keras.tree.flatten(stateless_call(model, weights, states, x, training).outputs)
+        masks = [mask for output in found if (mask := mask_of(output)) is not None]
+    operations = graph.get_operations()
+    numbers = {operation_number(operation): number for number, operation in enumerate(operations)}
+
+    def places(tensors: Sequence[tf.Tensor]) -> list[Place]:
+        return [Place(numbers[operation_number(tensor.op)], tensor.value_index) for tensor in tensors]
+
+    captured = captured_by(graph)
+    given, made = places(keras.tree.flatten(x)), places([*found, *masks])
+    return Trace(rows, operations, given, made, losses, captured, _has_own_gradients(graph))
+
+
+def _has_own_gradients(graph: tf.Graph) -> bool:
+    return any(package_of(module) not in _WITHOUT_ROWS for module in makers_of_gradients(graph))
+
+
+@contextlib.contextmanager
+def _nothing_left(layers: Sequence[keras.Layer]) -> Iterator[None]:
+    """A context that undoes what layers remember of a trace (a constant made once): of no use in another graph."""
+    held = [layer.__dict__ for layer in layers]
+    held += [value for attributes in list(held) for value in attributes.values() if isinstance(value, dict)]
+    before = [dict(values) for values in held]
+    try:
+        yield
+    finally:
+        for now, values in zip(held, before, strict=True):
+            for name in [name for name, value in now.items() if _is_of_a_graph(value)]:
+                if name in values:
+                    now[name] = values[name]
+                else:
+                    del now[name]
+
+
+def _is_of_a_graph(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and not hasattr(value, "numpy")
