@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
@@ -112,6 +112,25 @@ def filled_always() -> Iterator[None]:
     """
     with attribute_replaced(array_ops, "_constant_if_small", lambda *args, **kwargs: None):
         yield
+
+
+class CalledGraph(NamedTuple):
+    """The graph of a function that an operation calls. inputs: placeholders in it, one for each input of the operation.
+    outputs: tensors in it, one for each output."""
+
+    graph: tf.Graph
+    inputs: Sequence[tf.Tensor]
+    outputs: Sequence[tf.Tensor]
+
+
+def graph_called_by(operation: tf.Operation) -> CalledGraph | None:
+    """What an operation calls; None if it calls nothing. Relies on `Graph._get_function`; without it what calls a
+    function (grouped convolutions) is not proved, but tried.
+    """
+    if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return None
+    graph = operation.graph._get_function(operation.get_attr("f").name).graph
+    return CalledGraph(graph, graph.inputs, graph.outputs)
 
 
 def captured_by(graph: tf.Graph) -> list[Any]:

@@ -9,6 +9,7 @@ tries it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from tfdist.training.row_checks.model_probe import ROWS, Take
 from tfdist.training.row_checks.random_mixing import Draws, what_is_drawn
 from tfdist.training.row_checks.row_rules import FREE, MIXED, SIZES, Kind, Rows, has_zero_factor, shape_of
 from tfdist.training.row_checks.row_shape_rules import RULES
-from tfdist.training.row_checks.row_traces import Place, Trace, traced
+from tfdist.training.row_checks.row_traces import Place, Trace, of_call, traced
 
 _TRIED, _PARTS = 64, 4  # a forward pass keeps less than a step does
 # Rows of the traces beside that of a whole batch, for what is done above a number of them only, or as if it were even;
@@ -90,16 +91,16 @@ def _prove(model: keras.Model, x: Any, take: Take, training: bool, counts: Seque
 
 
 def _are_apart(traces: Sequence[Trace]) -> bool:
+    outputs = _followed(traces, None)
+    return outputs is not None and all(kind in (FREE, Rows(0, 1)) for kind in outputs)
+
+
+def _followed(traces: Sequence[Trace], given: Sequence[Kind] | None) -> list[Kind] | None:
+    """The kinds of the outputs; None if the traces do not tell. given: the kinds of the inputs of a function; None: of
+    a model, whose inputs have rows."""
     first = traces[0]
-    if first.has_own_gradients:
-        return False
-    if any(
-        (len(trace.operations), trace.inputs, trace.outputs, len(trace.captured))
-        != (len(first.operations), first.inputs, first.outputs, len(first.captured))
-        or any(one is not other for one, other in zip(trace.captured, first.captured, strict=True))
-        for trace in traces
-    ):
-        return False
+    if first.has_own_gradients or not all(_are_wired_alike(trace, first) for trace in traces):
+        return None
     known: dict[Place, Kind] = {}
     numbers = [{operation_number(each): place for place, each in enumerate(trace.operations)} for trace in traces]
     for number, same in enumerate(zip(*(trace.operations for trace in traces), strict=True)):
@@ -108,15 +109,31 @@ def _are_apart(traces: Sequence[Trace]) -> bool:
             for each, places in zip(same, numbers, strict=True)
         ]
         if len({(each.type, len(each.outputs)) for each in same}) > 1 or any(wires != wired[0] for wires in wired):
-            return False
-        kinds = [known[place] for place in wired[0]]
-        if not _is_understood(same[0], kinds):
-            return False
-        outputs = list(zip(*(each.outputs for each in same), strict=True))
-        given = [Place(number, index) in first.inputs for index in range(len(outputs))]
-        found = _kinds_of(same, kinds, traces, outputs, any(given))
+            return None
+        kinds, here = [known[place] for place in wired[0]], Place(number, 0)
+        if given is not None and here in first.inputs:
+            found: list[Kind] | None = [given[first.inputs.index(here)]]
+        elif functions := [each for each in map(_of_call, same, traces) if each]:
+            found = _followed(functions, kinds)
+        elif _is_understood(same[0], kinds):
+            outputs = list(zip(*(each.outputs for each in same), strict=True))
+            found = _kinds_of(same, kinds, traces, outputs, here in first.inputs)
+        else:
+            found = None
+        if found is None:
+            return None
         known.update({Place(number, index): kind for index, kind in enumerate(found)})
-    return all(known[place] in (FREE, Rows(0, 1)) for place in first.outputs)
+    return [known[place] for place in first.outputs]
+
+
+def _are_wired_alike(trace: Trace, first: Trace) -> bool:
+    """Whether both have as many operations, and the same comes in and goes out, and from outside."""
+    sizes = [(len(each.operations), each.inputs, each.outputs, len(each.captured)) for each in (trace, first)]
+    return sizes[0] == sizes[1] and all(map(operator.is_, trace.captured, first.captured))
+
+
+def _of_call(operation: tf.Operation, trace: Trace) -> Trace | None:
+    return of_call(operation, trace.rows)
 
 
 def _is_understood(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:

@@ -17,6 +17,7 @@ from tfdist.compat.tensorflow_graphs import (
     captured_by,
     filled_always,
     function_graph,
+    graph_called_by,
     makers_of_gradients,
     operation_number,
 )
@@ -37,15 +38,15 @@ class Place(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The trace of a model with one number of rows. inputs: places of what the model is given. outputs: with the masks
-    that they carry. captured: what comes from outside."""
+    """The trace of a model with one number of rows, or of a function that it calls. inputs: places of what it is given.
+    outputs: with the masks that they carry. captured: what comes from outside."""
 
     rows: int
     operations: Sequence[tf.Operation]
     inputs: list[Place]
     outputs: list[Place]
-    losses: list[Any]
-    captured: list[Any]
+    losses: Sequence[Any]
+    captured: Sequence[Any]
     has_own_gradients: bool  # of the user's, which no rule follows
 
 
@@ -83,15 +84,30 @@ def _traced_once(model: keras.Model, layers: Sequence[keras.Layer], x: Any, rows
         with calmed(layers, lambda _, loss: losses.append(loss)):
             found = keras.tree.flatten(stateless_call(model, weights, states, x, training).outputs)
         masks = [mask for output in found if (mask := mask_of(output)) is not None]
+    return _of_graph(graph, rows, keras.tree.flatten(x), [*found, *masks], losses, captured_by(graph))
+
+
+def of_call(operation: tf.Operation, rows: int) -> Trace | None:
+    """The function that an operation of a trace with so many rows calls; None if it calls none."""
+    called = graph_called_by(operation)
+    return called and _of_graph(called.graph, rows, called.inputs, called.outputs)
+
+
+def _of_graph(
+    graph: tf.Graph,
+    rows: int,
+    inputs: Sequence[tf.Tensor],
+    outputs: Sequence[tf.Tensor],
+    losses: Sequence[Any] = (),
+    captured: Sequence[Any] = (),
+) -> Trace:
     operations = graph.get_operations()
     numbers = {operation_number(operation): number for number, operation in enumerate(operations)}
 
     def places(tensors: Sequence[tf.Tensor]) -> list[Place]:
         return [Place(numbers[operation_number(tensor.op)], tensor.value_index) for tensor in tensors]
 
-    captured = captured_by(graph)
-    given, made = places(keras.tree.flatten(x)), places([*found, *masks])
-    return Trace(rows, operations, given, made, losses, captured, _has_own_gradients(graph))
+    return Trace(rows, operations, places(inputs), places(outputs), losses, captured, _has_own_gradients(graph))
 
 
 def _has_own_gradients(graph: tf.Graph) -> bool:

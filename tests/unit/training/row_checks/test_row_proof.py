@@ -80,6 +80,11 @@ HIDING = {
     "staged": lambda x, *_: tf.ensure_shape(tf.raw_ops.Unstage(dtypes=[tf.float32], shared_name="x")[0], x.shape),
     "py_function": lambda x, *_: tf.py_function(lambda x: x - tf.reduce_mean(x, 0), [x], tf.float32),
     "function": lambda x, *_: tf.function(lambda x: x - tf.reduce_mean(x, 0))(x),
+    "function of a function": lambda x, *_: tf.function(
+        lambda x: 2 * tf.function(lambda x: x - tf.reduce_mean(x, 0))(x)
+    )(x),
+    "captured by a function": lambda x, *_: (lambda mean: tf.function(lambda x: x - mean)(x))(tf.reduce_mean(x, 0)),
+    "function of the number": lambda x, *_: tf.function(lambda x: x / x.shape[0])(x),
     "cond": lambda x, *_: tf.cond(tf.reduce_mean(x) > 0, lambda: x, lambda: 2 * x),
     "mixup": lambda x, *_: 0.7 * x + 0.3 * tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))),
     "attribute": lambda x, *_: tf.nn.leaky_relu(x, 1 / x.shape[0]),
@@ -131,6 +136,7 @@ MODELS = {  # inputs -> outputs, the shape of a row
     "plain attention": (lambda x: layers.Attention()([x, x]), (5, 8)),
     "normalized": (lambda x: layers.BatchNormalization()(layers.LayerNormalization()(x)), (5, 8)),
     "convolution": (lambda x: layers.Conv2D(3, 3, strides=2, padding="same")(x), (8, 8, 3)),
+    "grouped convolution": (lambda x: layers.Conv2D(6, 3, groups=3)(x), (8, 8, 3)),
     "transposed": (lambda x: layers.Conv2DTranspose(3, 3, strides=2)(layers.DepthwiseConv2D(3)(x)), (8, 8, 3)),
     "resized": (lambda x: layers.UpSampling2D(interpolation="bilinear")(layers.MaxPooling2D()(x)), (8, 8, 3)),
     "groups": (lambda x: layers.Dense(3)(layers.Flatten()(layers.GroupNormalization(3)(x))), (8, 8, 3)),
