@@ -207,6 +207,20 @@ FAULTS: dict[str, Fault] = {
         "if is_one_number else FREE",
         ("tests/unit/training/row_checks/test_row_proof.py",),
     ),
+    "sum of anything": Fault(
+        "a sum over the rows of a batch passes for what is the same for any number of them",
+        "training/row_checks/row_rules.py",
+        "MIXED if zeros is None or np.any(zeros) else FREE",
+        "MIXED if zeros is None else FREE",
+        ("tests/unit/training/row_checks/test_row_proof.py",),
+    ),
+    "a function that is called": Fault(
+        "what a function that a model calls does with rows is not looked at",
+        "training/row_checks/row_proof.py",
+        "found = _followed(functions, kinds)",
+        "found = [kinds[0]] * len(functions[0].outputs)",
+        ("tests/unit/training/row_checks/test_row_proof.py",),
+    ),
     "number of rows": Fault(
         "a model that goes by the number of rows of its batch trains on a worker's part of them",
         "training/row_checks/mixing_trial.py",
