@@ -14,6 +14,7 @@ Exit code 13 if anything is wrong on any worker.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -57,8 +58,9 @@ def main(argv: list[str]) -> int:
         return concluded(alone)
     addresses = meeting.addresses(cluster)
     if is_healthy(addresses) and told.gpus:
-        own = socket.gethostbyname(host_of(cluster.peers[cluster.rank]))
-        addresses.append(interfaces.network(interfaces.read_interfaces(), own, os.environ))
+        with contextlib.suppress(socket.gaierror):  # of IPv6 alone: the interfaces are known by their older addresses
+            own = socket.gethostbyname(host_of(cluster.peers[cluster.rank]))
+            addresses.append(interfaces.network(interfaces.read_interfaces(), own, os.environ))
     if not is_healthy(addresses):
         show([*told.findings, *addresses])
         return concluded([*told.findings, *addresses])

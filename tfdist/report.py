@@ -19,6 +19,7 @@ from pathlib import Path
 from tfdist.control import exit_codes
 from tfdist.control.command_parser import CommandParser
 from tfdist.control.exit_codes import ConfigError, ExitCode, UnsupportedError
+from tfdist.control.own_files import written_whole
 from tfdist.storage.reader_copy import ReadRun
 from tfdist.telemetry.report_text import as_text
 from tfdist.telemetry.run_log import RunLog
@@ -81,12 +82,10 @@ def write_page(runs: Sequence[RunLog], out: Path) -> None:
         raise UnsupportedError(
             f"The plots need {error.name}, which is not installed: pip install {error.name}, or use --text."
         ) from None
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(out)
+        with written_whole(out) as file:
+            file.write(page)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(
             f"--out={out} cannot be written ({error.strerror}): give a file in a folder that exists."
         ) from None

@@ -27,6 +27,7 @@ from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.terminal import say
 
 _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
@@ -141,8 +142,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "ends": RunningFit.of(self._trained).ends(),
             },
         )
-        self._backups.writer.wait()  # a script that is killed a moment later must find it
-        if self.writes:
+        writer = self._backups.writer
+        writer.wait()  # a script that is killed a moment later must find it
+        for kind, values in writer.messages():
+            if kind == "warning":
+                say(values["message"])
+        if self.writes and not writer.last_failure:
             backup_count.count_one()
 
     def _variables(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -39,6 +40,7 @@ class Retention:
         scored = {
             step: metrics[step][self.metric] for step in steps if self.metric and self.metric in metrics.get(step, {})
         }
+        scored = {step: score for step, score in scored.items() if math.isfinite(score)}  # NaN is no best
         if scored:
             kept.add((min if self.order == "min" else max)(scored, key=lambda step: (scored[step], step)))
         return [step for step in steps if step not in kept]

@@ -47,11 +47,16 @@ class ShardedCommit:
             threading.Lock(),
             threading.Lock(),
         )  # the second is held for as long as a store takes
-        self.sender = UploadThread(self.steps, self._make_first)
+        self._lost = -1  # the newest step of which there will be no snapshot, and none newer has been made
+        self.sender = UploadThread(self.steps, self._make_first, self.lost)
 
     def steps(self) -> list[int]:
         """The steps whose snapshots are to be made."""
         return list(self._steps)
+
+    def lost(self) -> list[int]:
+        """The step of which there should be a snapshot, the newest, and will be none."""
+        return [self._lost] if self._lost >= 0 else []
 
     def announce(self, step: int) -> list[int]:
         """A save of a step begins. Returns the steps whose parts are wanted: what is being gathered, for else a store
@@ -96,9 +101,11 @@ class ShardedCommit:
             missing = self.make(step, stamp)
         except CheckpointError as error:
             self._is_over(step, dropped=True)
+            self._lost = max(self._lost, step)
             raise StoreError(f"there is no snapshot of step {step}: {error}") from None
         if not missing:
             self._is_over(step, dropped=False)
+            self._lost = self._lost if self._lost > step else -1
             for each in list(self._dropped):
                 self._remote.remove(each)
                 self._dropped.discard(each)

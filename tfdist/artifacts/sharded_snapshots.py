@@ -118,15 +118,18 @@ class ShardedSnapshotFolder(SnapshotFolder):
         super().__init__(directory, before_commit, options)
         self.rank, self.size, self.token, self.patience = rank, size, token, patience
         self.give_up_at = math.inf  # time.monotonic(), after an error elsewhere
+        self._writes = 0  # as many on all workers
 
     def write(self, step: int, arrays: Sequence[Shard], fields: Mapping[str, Any]) -> int:
         """Writes this worker's part; the chief also commits. Returns the bytes of the part, on the chief of all.
 
         Raises OSError or tf.errors.OpError. Then there is no snapshot of this step, and the next save tries anew.
         """
-        folder = f"{self.directory}/.writing-step-{step:08d}-{self.token}"
+        # Numbered, as a step may be written again: a part that came late for the first time is none of the second.
+        self._writes += 1
+        folder = f"{self.directory}/.writing-step-{step:08d}-{self.token}-{self._writes}"
         if self.rank == 0:
-            self._remove_failed(step)
+            self._remove_failed()
         os.makedirs(folder, exist_ok=True)
         try:
             size = self._write_part(folder, step, arrays, sorted(fields["variables"]))
@@ -143,12 +146,12 @@ class ShardedSnapshotFolder(SnapshotFolder):
                     )
             raise
 
-    def _remove_failed(self, step: int) -> None:
+    def _remove_failed(self) -> None:
         """Removes what slower workers have left of earlier snapshots that the chief had given up."""
-        left = re.compile(rf"\.writing-step-([0-9]+)-{self.token}")
+        left = re.compile(rf"\.writing-step-[0-9]+-{self.token}-([0-9]+)")
         for name in os.listdir(self.directory) if os.path.isdir(self.directory) else ():
             found = left.fullmatch(name)
-            if found and int(found.group(1)) < step:
+            if found and int(found.group(1)) < self._writes:
                 shutil.rmtree(f"{self.directory}/{name}", ignore_errors=True)
 
     def _write_part(self, folder: str, step: int, shards: Sequence[Shard], keys: Sequence[str]) -> int:

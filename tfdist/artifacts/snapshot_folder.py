@@ -36,6 +36,7 @@ from tfdist.control.user_errors import first_line
 
 _NAME = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,18})$")  # up to what a variable can count to
 _TEMPORARY = (".writing-", ".deleting-")
+_REPLACED = re.compile(r"^\.replaced-(step-[0-9]+)-[0-9a-f]+$")
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,16 @@ class SnapshotFolder:
         return f"{self.directory}/step-{step:08d}"
 
     def clean(self) -> None:
-        """Removes what killed writers left behind. Only while no other process writes here."""
-        if tf.io.gfile.isdir(self.directory):
-            for name in tf.io.gfile.listdir(self.directory):
-                if name.startswith(_TEMPORARY):
-                    self._remove(f"{self.directory}/{name.rstrip('/')}")
+        """Removes what killed writers left behind, and puts back what one was about to replace. Only while no other
+        process writes here."""
+        if not tf.io.gfile.isdir(self.directory):
+            return
+        for name in (each.rstrip("/") for each in tf.io.gfile.listdir(self.directory)):
+            path, replaced = f"{self.directory}/{name}", _REPLACED.match(name)
+            if replaced and not os.path.exists(final := f"{self.directory}/{replaced.group(1)}"):
+                os.rename(path, final)
+            elif replaced or name.startswith(_TEMPORARY):
+                self._remove(path)
 
     def _remove(self, path: str) -> None:
         """A file, or a folder with all in it."""
@@ -153,10 +159,13 @@ class SnapshotFolder:
         final, manifest = self.path(step), {"format": FORMAT, "step": step, **fields, "files": files}
         self._write_text(f"{folder}/{MANIFEST}", sealed(manifest))
         flush_to_disk(folder)
-        if os.path.exists(final):
-            self.delete(step)
+        aside = f"{self.directory}/.replaced-step-{step:08d}-{uuid.uuid4().hex[:8]}"
+        if is_anew := os.path.exists(final):
+            os.rename(final, aside)  # to remove it takes long: a process that is killed then must leave one of them
         os.rename(folder, final)
         flush_to_disk(self.directory)
+        if is_anew:
+            remove_tree(aside)
 
     def _write_text(self, path: str, text: str) -> None:
         with tf.io.gfile.GFile(path, "w") as file:

@@ -18,8 +18,8 @@ class UploadThread:
     raise StoreError, and OSError of the disk here. Both are called in the thread.
     """
 
-    def __init__(self, unsent: Callable[[], list[int]], send: Callable[[], None]):
-        self.unsent, self._send = unsent, send
+    def __init__(self, unsent: Callable[[], list[int]], send: Callable[[], None], lost: Callable[[], list[int]] = list):
+        self.unsent, self._send, self.lost = unsent, send, lost
         self._trouble: StoreError | None = None
         self._busy = False
         self._ended = threading.Event()
@@ -68,11 +68,11 @@ class UploadThread:
 
 def sent_within(sender: UploadThread, place: str, deadline: float) -> list[int]:
     """Waits until all is sent to `place`, and says what is on its way; until the deadline, of time.monotonic(). Returns
-    the steps that are not sent.
+    the steps that are not sent, or never will be.
     """
     while left := sender.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):
         if time.monotonic() >= deadline or not sender.is_at_work():
             break
         steps = ", ".join(map(str, left))
         say(f"sending the snapshots of steps {steps} to {place} ...")
-    return left
+    return [*left, *sender.lost()]

@@ -8,7 +8,7 @@ from tfdist.config.options import parse_args, parse_profile_steps
 from tfdist.config.strategies import strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.ranks import parse_ranks
-from tfdist.control.run_address import check_address, is_below, is_url
+from tfdist.control.run_address import SNAPSHOTS, check_address, is_below, is_url
 
 if TYPE_CHECKING:
     from tfdist.config.configuration import Config
@@ -138,6 +138,11 @@ def _check_artifacts(config: Config) -> None:
         raise ConfigError(
             f"--backup_dir={config.checkpoint.backup_dir} lies in --run_dir={config.run.run_dir}, or the other way"
             " round: name a place beside the run."
+        )
+    if backup_dir and not is_url(run_dir) and is_below(backup_dir, f"{run_dir}/{SNAPSHOTS}"):
+        raise ConfigError(
+            f"--backup_dir={backup_dir} is where the snapshots of --run_dir={run_dir} lie, which would be removed as"
+            " old backups: name a folder of its own."
         )
     _check_corpus(config)
     if is_url(config.run.cache_dir):

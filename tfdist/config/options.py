@@ -51,8 +51,17 @@ def check_option(field: dataclasses.Field, value: Any) -> None:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
     if isinstance(value, float) and math.isinf(value) or type(value) is int and abs(value) > _LARGEST:
         raise ConfigError(f"--{field.name}={value} is too large: give a number that can be counted to.")
-    if least is not None:
+    if isinstance(value, str):
+        _check_text(field.name, value)
+    elif least is not None:
         check_least(field.name, value, least)
+
+
+def _check_text(name: str, text: str) -> None:
+    if text != text.rstrip() or len(text.splitlines()) > 1:
+        raise ConfigError(
+            f"--{name}={text!r} ends with a space or holds a line break, which no flag file can hold: take it out."
+        )
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:

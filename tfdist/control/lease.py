@@ -63,7 +63,7 @@ def refuse_if_held(folder: Path) -> None:
     """Raises ConfigError if a process that lives on this machine trains in `folder`. Only looks."""
     begun = time.monotonic()
     with contextlib.suppress(OSError):  # its workers will say
-        while (owner := Owner.read(_read(folder / FILE))) and owner.is_here() and owner.runs_here():
+        while (owner := Owner.read(_read(folder / FILE) or "")) and owner.is_here() and owner.runs_here():
             if time.monotonic() - begun > _PATIENCE.to_end:
                 raise in_use(_name(folder), owner)
             time.sleep(_LOOK_SECONDS)
@@ -91,9 +91,9 @@ class Lease:
         try:
             while not self._put():
                 text = _read(self._path)
-                if text and watched.is_free(text):
+                if text is not None and watched.is_free(text):  # "": not yet written, or never
                     self._remove(text)
-                else:  # "": gone in this moment, or not yet written
+                else:
                     time.sleep(_LOOK_SECONDS)
         except OSError as error:
             place = "another --cache_dir" if is_url(self._name) else "a folder that can be read and written"
@@ -142,7 +142,7 @@ class Lease:
             except FileNotFoundError:
                 return
             with contextlib.suppress(OSError):
-                if Owner.read(_read(aside)) != Owner.read(text):
+                if Owner.read(_read(aside) or "") != Owner.read(text):
                     os.link(aside, self._path)
             os.unlink(aside)
 
@@ -150,7 +150,7 @@ class Lease:
         while not self._released.wait(_RENEW_SECONDS):
             with contextlib.suppress(OSError):  # a full disk, a file server that is away: then later
                 if not self._renew() and not self._released.is_set():
-                    owner = Owner.read(_read(self._path))
+                    owner = Owner.read(_read(self._path) or "")
                     self._on_loss(
                         f"{self._folder} has been taken over by {owner.describe() if owner else 'another job'}, since"
                         " this process, which was stopped or cut off, seemed dead: it ends, the other goes on."
@@ -160,9 +160,14 @@ class Lease:
     def _renew(self) -> bool:
         """Writes the time, in place. False: the lease is another's. Raises OSError."""
         try:
-            descriptor = os.open(self._path, os.O_RDWR)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:  # somebody cleaned up
             return self._put()
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link, where ours was: nothing is written where it leads
+                self._path.unlink(missing_ok=True)
+                return self._put()
+            raise
         try:
             owner = Owner.read(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
             if owner is not None and owner.id != self.owner.id:
@@ -178,7 +183,7 @@ class Lease:
         if self._thread.is_alive():
             self._thread.join(_RENEW_SECONDS)
         with contextlib.suppress(OSError):
-            owner = Owner.read(_read(self._path))
+            owner = Owner.read(_read(self._path) or "")
             if owner and owner.id == self.owner.id:
                 self._path.unlink()
 
@@ -207,12 +212,12 @@ def _write(descriptor: int, text: str) -> None:
     os.fsync(descriptor)
 
 
-def _read(path: Path) -> str:
-    """ "" if there is none. Raises OSError."""
+def _read(path: Path) -> str | None:
+    """None if there is none. Raises OSError."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no file", str(path))  # a pipe would be waited for
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(1 << 16)
     except FileNotFoundError:
-        return ""
+        return None

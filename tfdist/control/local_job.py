@@ -123,9 +123,11 @@ class LocalJob(Job[LocalWorker]):
     def _restart_worker(self, worker: LocalWorker) -> None:
         """Starts a dead worker of a job with parameter servers anew, in its place."""
         self.say(f"tfdist: {describe(worker)}; it is started again")
+        before = len(self.workers)
         self._spawn(worker.name, worker.slot, self.command, self._divide_gpus()[0][worker.slot])
-        self.workers[worker.slot] = self.workers.pop()
-        self.workers[worker.slot].relay.start()
+        if len(self.workers) > before:  # else the job was asked to stop
+            self.workers[worker.slot] = self.workers.pop()
+            self.workers[worker.slot].relay.start()
 
     def _spawn(self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str]) -> None:
         if self._kill_at is not None:  # asked to stop while starting

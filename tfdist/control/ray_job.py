@@ -175,12 +175,14 @@ class RayJob(Job[ActorWorker]):
         if problem:
             worker.error = f"it cannot be started on {worker.host} ({problem})"
             return ExitCode.STARTUP
-        received, code = 0, None
+        received, sent, code = 0, 0, None
         while code is None:
             signals = [worker.signals.get() for _ in range(worker.signals.qsize())]
             data, code = self._answer(
-                worker, lambda received=received, signals=signals: worker.actor.exchange.remote(received, signals)
+                worker,
+                lambda at=(received, signals, sent): worker.actor.exchange.remote(*at),
             )
+            sent += len(signals)
             received += len(data)
             if data:
                 relay.feed(data)

@@ -40,6 +40,7 @@ class RayWorker:
         self._output, self._begin = bytearray(), 0  # what has not been fetched, and its place in all that was written
         self._news = threading.Condition()
         self._ended = False
+        self._passed = 0  # signals that were passed on
 
     def address(self) -> str:
         """host:port that is reserved for the worker."""
@@ -73,13 +74,15 @@ class RayWorker:
             self._ended = True
             self._news.notify_all()
 
-    def exchange(self, received: int, signals: Sequence[int]) -> tuple[bytes, int | None]:
+    def exchange(self, received: int, signals: Sequence[int], before: int | None = None) -> tuple[bytes, int | None]:
         """Passes signals on to the worker, and returns (what it wrote since its first `received` bytes, exit code).
 
         The code is None while it runs or there is more to fetch. Waits a moment for news. May be repeated with the same
-        `received` if an answer was lost.
+        arguments if an answer was lost. before: how many signals were given in calls before; None: these are new.
         """
-        for number in signals:
+        new = signals if before is None else signals[self._passed - before :]
+        self._passed += len(new)
+        for number in new:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
         with self._news:

@@ -95,6 +95,8 @@ class Supervisor:
             if self._stopped:
                 return JobResult(ExitCode.PREEMPTED, "the job was asked to stop before it was started", {})
             self.job = job = self.make_job(count)
+            if self._stopped:  # asked while it was made: whoever asked had no job to tell
+                job.request_stop()
             try:
                 job.start()
                 result, resized = self._watch(job, count)

@@ -99,7 +99,7 @@ def _seen(found: Sequence[Gpu], build: Build, visible: str | None) -> Finding | 
         )
     if build.devices:
         return None
-    if visible is not None and not visible.strip().strip("-1"):
+    if visible is not None and visible.strip() in ("", "-1"):
         return wrong("GPUs", f"CUDA_VISIBLE_DEVICES={visible!r} hides all.", "unset it.")
     return wrong(
         "GPUs",

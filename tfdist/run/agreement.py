@@ -30,6 +30,18 @@ _TOGETHER = (
     "save_every",
     "save_final",
     "backup_every",
+    "backup_dir",
+    "elastic_commit_every",
+    "keep_best",
+    "export",
+    "profile_steps",
+    "phase_every",
+    "jit_tune",
+    "deterministic",
+    # Which samples of a global batch each takes, and in how many parts.
+    "micro_batch",
+    "accumulation",
+    "eval_batch",
 )
 
 
@@ -61,6 +73,7 @@ def must_agree(runtime: Runtime, what: str, identity: str, fix: str) -> None:
 def must_go_together(runtime: Runtime, config: Config) -> None:
     """Raises ConfigError on all workers unless they will do the same at the same steps. A collective."""
     values = config.flat()
+    values["backup_dir"] = bool(values["backup_dir"])  # where it is, the chief alone says
     sums = np.array([zlib.crc32(repr(values[name]).encode()) for name in _TOGETHER], np.int64)
     rows = runtime.all_gather(sums)
     for rank, row in enumerate(rows):

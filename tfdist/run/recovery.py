@@ -81,7 +81,7 @@ class Recovery:
         self._samples = SampleIdentity(job.train_split)
         self.stream_cut = job.stream_cut  # or that of the run that is gone on with
         self._saved_step = self._copied_step = -1
-        self._rollbacks = 0
+        self._rollbacks, self.has_gone_on = 0, False
 
     def check_epochs(self, run: RunConfig, step: int) -> None:
         """See restore.check_epochs; `run`: as it was given."""
@@ -105,6 +105,7 @@ class Recovery:
         messages: list[str] = []
         while True:
             found = self._picked_by_chief(config or self.config, checkpoint)
+            self.has_gone_on = found.manifest is not None
             messages += found.messages
             if found.manifest is None:
                 return messages, 0
@@ -196,16 +197,17 @@ class Recovery:
 
         Returns messages and the step to go on from. Raises DivergedError when that did not help often enough.
         """
-        limit = self.config.loop.max_rollbacks
+        limit, bad = self.config.loop.max_rollbacks, f"Loss or gradients became NaN or infinite before step {step}"
         if self._rollbacks == limit:
-            raise DivergedError(
-                f"Loss or gradients became NaN or infinite before step {step}, after {limit} rollbacks"
-                f" (--max_rollbacks={limit}): lower --learning_rate or set --clip_norm."
-            )
+            fix = "lower --learning_rate or set --clip_norm"
+            raise DivergedError(f"{bad}, after {limit} rollbacks (--max_rollbacks={limit}): {fix}.")
         self._rollbacks += 1
         position = self.progress.consumed(step)
         self.files.finish()
         messages, restored = self.restore(self.config.replace(resume="auto"))
+        if not self.has_gone_on:
+            place = self.files.store.directory
+            raise DivergedError(f"{bad}, and {place} has no snapshot to go back to: make room there, or repair it.")
         passed = position - self.progress.consumed(restored)
         self.progress.pass_over(passed)
         # The snapshot, and the copy, of this step lead back to the bad batches.

@@ -109,7 +109,8 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     _await_start(run, config.cluster.startup_timeout)
     folder = run.bring()
     job = _compose(run_configuration(config, argv or [], folder))
-    store, done = _store(run), -1
+    store, done, target = _store(run), -1, job.config.run.steps
+    was_running = False
     log = folder / EVALUATOR_LOG
     observers: list[JsonlObserver | TensorBoardObserver] = [
         JsonlObserver(log, run_id=_status(run).get("run_id", ""), attempt=next_attempt(log), rank=-1)
@@ -118,7 +119,10 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         observers.append(TensorBoardObserver(folder / EVALUATOR_EVENTS, 0, forgets=False))
     while True:
         # Read before looking: what is written afterwards is seen next time.
-        over = _status(run).get("status") == "finished"
+        status = _status(run).get("status")
+        was_running |= status == "running"
+        # A run that is to go on says that it is finished until it has begun to.
+        over = status == "finished" and (was_running or done >= (target or 0))
         bring_for_reading(run.objects, store)
         snapshot, _ = store.newest_valid()
         if snapshot and snapshot.step > done:

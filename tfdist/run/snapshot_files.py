@@ -26,7 +26,7 @@ from tfdist.artifacts.manifest import CRC, SHA
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.sharded_snapshots import ShardedSnapshotFolder
 from tfdist.artifacts.snapshot_folder import FolderOptions, Snapshot, SnapshotFolder
-from tfdist.artifacts.status import read_status
+from tfdist.artifacts.status import STATUS_FILE, read_status
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
@@ -248,6 +248,8 @@ def _make_backup(config: Config, writes: bool) -> BackupFolder:
     options = config.checkpoint
     folder = backup_folder(options.backup_dir, config.run.cache_dir)
     if writes:
+        if os.path.exists(os.path.join(folder, os.pardir, STATUS_FILE)) and os.path.basename(folder) == SNAPSHOTS:
+            raise ConfigError(f"--backup_dir={folder} holds the snapshots of a run: name a folder of its own.")
         _make_backup_folder(folder, options.backup_dir)
     return BackupFolder(
         folder,

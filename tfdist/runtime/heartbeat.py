@@ -30,12 +30,16 @@ class Heartbeat:
             for sign, connections in ((1, ring.rights), (-1, ring.lefts))
             for distance, connection in connections.items()
         ]
-        self._heard = {rank: time.monotonic() for _, rank in self._connections}
+        self._looked = time.monotonic()
+        self._heard = {rank: self._looked for _, rank in self._connections}
         threading.Thread(target=self._beat, name="tfdist-heartbeat", daemon=True).start()
 
     def is_alive(self, rank: int) -> bool:
         """Whether a rank to which there is a connection has been heard lately."""
-        return time.monotonic() - self._heard[rank] < self._patience
+        now = time.monotonic()
+        if now - self._looked > self._patience / 2:  # this process was stopped itself, and has not heard anybody since
+            return True
+        return now - self._heard[rank] < self._patience
 
     def close(self) -> None:
         self._ended.set()
@@ -46,6 +50,10 @@ class Heartbeat:
         for number in by_number:
             poll.register(number, select.POLLIN)
         while not self._ended.wait(self._patience / _BEATS):
+            now = time.monotonic()
+            if now - self._looked > self._patience / 2:  # stopped, perhaps with all others: their silence begins now
+                self._heard = dict.fromkeys(self._heard, now)
+            self._looked = now
             for connection, _ in self._connections:
                 with contextlib.suppress(OSError):
                     connection.send(b".")

@@ -6,6 +6,7 @@ For what is appended to or written anew: logs, event files, curves, exports. Sna
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
@@ -54,6 +55,8 @@ class FolderMirror:
                 self._told(None)
             except StoreError as error:
                 self._told(error)
+            except OSError as error:  # of this machine's disk
+                self._told(StoreError(f"{self._folder} cannot be read ({error})"))
 
     def finish(self, with_last: bool) -> None:
         """Sends what is left. Raises StoreError."""
@@ -99,8 +102,10 @@ def files_below(folder: Path, inner: str = "") -> Iterator[str]:
         name = f"{inner}/{entry.name}" if inner else entry.name
         if entry.is_dir(follow_symlinks=False):
             yield from files_below(folder, name)
-        elif stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
-            yield name
+        else:
+            with contextlib.suppress(FileNotFoundError):  # removed in this moment
+                if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+                    yield name
 
 
 def bring_files(objects: ObjectStore, folder: Path, wanted: Callable[[str], bool], longer: bool = False) -> None:

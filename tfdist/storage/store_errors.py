@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,7 @@ def explained(error: BaseException) -> tuple[str, bool]:
     name, status = type(error).__name__, getattr(error, "status_code", None)  # the second: of Azure's
     said = textwrap.shorten(str(error).partition("RequestId:")[0], _LONGEST_REASON, placeholder=" ...")
     said = name if said in ("", "None") else said  # Ceph says nothing
+    words = re.sub(r"\S*[/%]\S*", " ", said).lower()  # without the names of buckets and objects
     if isinstance(error, FileNotFoundError) or status == 404:
         return f"the bucket or folder is not there ({said}): create it, or correct the URL", True
     if "encoded in url" in said.lower():
@@ -51,7 +53,7 @@ def explained(error: BaseException) -> tuple[str, bool]:
         return f"{said}: correct AWS_ENDPOINT_URL, which begins with http:// or https://", True
     if name in ("ProfileNotFound", "ConfigParseError", "InvalidConfigError"):
         return f"{said}: correct AWS_PROFILE, or the file of its settings", True
-    if "Credentials" in name or "credentials" in said.lower():
+    if "Credentials" in name or "credentials" in words:
         return (
             f"no credentials were found ({name}): set them in the environment or the files that the store's own tools"
             " read",
@@ -71,7 +73,7 @@ def explained(error: BaseException) -> tuple[str, bool]:
     region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if region and answer.get("HTTPStatusCode") in (301, 307, 400):
         return f"the bucket is in the region {region}: set AWS_REGION={region}", True
-    if "region" in said.lower():
+    if name == "NoRegionError" or "region" in words:
         return f"{said}: set AWS_REGION to the bucket's region", True
     return f"{name}: {said}", False
 
