@@ -129,7 +129,7 @@ class ShardedSnapshotFolder(SnapshotFolder):
         self._writes += 1
         folder = f"{self.directory}/.writing-step-{step:08d}-{self.token}-{self._writes}"
         if self.rank == 0:
-            self._remove_failed()
+            self._remove_failed(step)
         os.makedirs(folder, exist_ok=True)
         try:
             size = self._write_part(folder, step, arrays, sorted(fields["variables"]))
@@ -146,12 +146,12 @@ class ShardedSnapshotFolder(SnapshotFolder):
                     )
             raise
 
-    def _remove_failed(self) -> None:
+    def _remove_failed(self, step: int) -> None:
         """Removes what slower workers have left of earlier snapshots that the chief had given up."""
-        left = re.compile(rf"\.writing-step-[0-9]+-{self.token}-([0-9]+)")
+        left = re.compile(rf"\.writing-step-([0-9]+)-{self.token}-([0-9]+)")
         for name in os.listdir(self.directory) if os.path.isdir(self.directory) else ():
             found = left.fullmatch(name)
-            if found and int(found.group(1)) < self._writes:
+            if found and (int(found.group(1)) < step or int(found.group(2)) < self._writes):
                 shutil.rmtree(f"{self.directory}/{name}", ignore_errors=True)
 
     def _write_part(self, folder: str, step: int, shards: Sequence[Shard], keys: Sequence[str]) -> int:

@@ -149,6 +149,16 @@ def test_kept_when_asked_and_written_by_the_chief_alone(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_a_backup_that_cannot_be_written_is_told_and_does_not_count(tmp_path, monkeypatch, capfd):
+    counted = []
+    monkeypatch.setattr("tfdist.control.backup_count.count_one", lambda: counted.append(1))
+    backup = BackupAndRestore(tmp_path / "full")
+    monkeypatch.setattr(backup.store, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    fit([backup])
+    assert counted == [] and capfd.readouterr().err.count("SNAPSHOT NOT WRITTEN") == EPOCHS
+
+
 @pytest.mark.slow
 def test_another_model_is_refused(tmp_path):
     fit([BackupAndRestore(tmp_path, delete_checkpoint=False)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tfdist.artifacts.shard_upload import PARTS, ShardUpload, left_parts, send_p
 from tfdist.artifacts.sharded_commit import ShardedCommit
 from tfdist.artifacts.sharded_snapshots import Shard, boxes_of_range, read_shards
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
+from tfdist.artifacts.upload_thread import sent_within
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.storage import object_store
@@ -225,8 +227,11 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_snapshot_made(s3, tm
     workers.send(10)
     with pytest.raises(StoreError, match="no snapshot of step 10: rank 2: No space left on device"):
         workers.commit._make_first()
+    assert workers.commit.steps() == [] and workers.commit.lost() == [10]
+    assert sent_within(workers.commit.sender, URL, time.monotonic()) == [10], "a run that ends now lacks it"
     workers.parts[2].before_commit = lambda step: None
     workers.save(20)
+    assert workers.commit.lost() == []
     assert not any("step-00000010" in name for name in s3.names()), "what had been sent of it is removed"
 
 

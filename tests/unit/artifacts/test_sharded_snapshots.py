@@ -132,9 +132,20 @@ def test_what_a_slow_worker_leaves_of_a_failed_snapshot_goes_with_the_next(tmp_p
     with pytest.raises(OSError, match="did not come"):
         chief.write(11, shards(0, 2), FIELDS)
     slow.write(11, shards(1, 2), FIELDS)
-    assert [path.name for path in tmp_path.iterdir()] == [".writing-step-00000011-token"]
+    assert [path.name for path in tmp_path.iterdir()] == [".writing-step-00000011-token-1"]
     write(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "step-00000012"]
+
+
+def test_a_late_part_of_the_first_write_of_a_step_is_none_of_the_second(tmp_path):
+    """As after bad numbers, which lead back to before a snapshot that failed."""
+    chief, slow = (ShardedSnapshotFolder(str(tmp_path), lambda step: None, rank, 2, "token", 0.1) for rank in range(2))
+    with pytest.raises(OSError, match="did not come"):
+        chief.write(12, shards(0, 2), FIELDS)
+    slow.write(12, shards(1, 2), FIELDS)
+    with pytest.raises(OSError, match="did not come"):
+        chief.write(12, shards(0, 2), FIELDS)
+    assert chief.steps() == []
 
 
 def test_a_part_that_was_changed_is_noticed(tmp_path):

@@ -175,6 +175,30 @@ def test_leftovers_of_killed_writers_are_removed(store):
     assert sorted(os.listdir(store.directory)) == ["checkpoint", "step-00000010"]
 
 
+@pytest.mark.parametrize("killed_at", ["the new one has its name", "the old one is removed"])
+def test_killed_while_a_step_is_written_again_there_is_one_of_it(store, monkeypatch, killed_at):
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    rename, renames = os.rename, []
+    store.write(10, ARRAYS, {})
+    if killed_at == "the old one is removed":
+        monkeypatch.setattr("tfdist.artifacts.snapshot_folder.remove_tree", killed)
+    else:
+        monkeypatch.setattr("os.rename", lambda *names: killed() if renames else renames.append(rename(*names)))
+        monkeypatch.setattr("tfdist.artifacts.snapshot_folder.remove_tree", lambda path: None)
+    with pytest.raises(Killed):
+        store.write(10, ARRAYS, {})
+    monkeypatch.undo()
+    again = SnapshotFolder(store.directory)
+    again.clean()
+    assert again.newest_valid()[0].step == 10
+    assert sorted(os.listdir(store.directory)) == ["checkpoint", "step-00000010"]
+
+
 def test_a_pipe_is_not_waited_for(store):
     store.write(10, ARRAYS, {})
     manifest = Path(store.path(10)) / MANIFEST

@@ -1,5 +1,6 @@
 """The background writer, the retention and the save policy."""
 
+import math
 import os
 import shutil
 import threading
@@ -152,6 +153,8 @@ def test_retention_deletes_only_after_the_new_one_is_there(tmp_path):
             [1, 3],
         ),
         ({"keep": 1, "best": "max:accuracy"}, [1, 2, 3], {1: {"loss": 0.9}}, [3]),
+        ({"keep": 1, "best": "min:loss"}, [1, 2, 3], {1: {"loss": math.nan}, 2: {"loss": 0.5}, 3: {"loss": 2}}, [2, 3]),
+        ({"keep": 1, "best": "max:f1"}, [1, 2, 3], {1: {"f1": math.nan}, 2: {"f1": 0.5}, 3: {"f1": 0.1}}, [2, 3]),
         ({"keep": 1, "best": "min:loss"}, [1, 2, 3], {1: {"loss": 0.5}, 2: {"loss": 0.5}}, [1, 3]),
     ],
 )

@@ -22,7 +22,20 @@ class Rows:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"steps": 4}, {"eval_every": 3}, {"save_every": 7}, {"log_every": 1}, {"save_final": False}]
+    "changes",
+    [
+        {"steps": 4},
+        {"eval_every": 3},
+        {"save_every": 7},
+        {"log_every": 1},
+        {"save_final": False},
+        {"micro_batch": 8},
+        {"accumulation": 2},
+        {"eval_batch": 3},
+        {"keep_best": "min:loss"},
+        {"backup_dir": "x"},
+        {"deterministic": True},
+    ],
 )
 def test_a_worker_that_would_do_other_things_between_steps_is_named(changes):
     """Their configuration is the same run's, so its digest does not tell; they would wait for each other for ever."""

@@ -222,6 +222,12 @@ def test_bad_numbers_lead_back_and_past_their_samples_but_not_for_ever(tmp_path)
         recovery.rollback(7)
 
 
+def test_bad_numbers_without_a_snapshot_lead_nowhere(tmp_path):
+    run = recovery_of(tmp_path, on_nan="rollback")
+    with pytest.raises(DivergedError, match=r"before step 4, and .*/checkpoints has no snapshot to go back to"):
+        run.rollback(4)
+
+
 def test_the_newer_of_snapshot_and_backup_counts(tmp_path):
     flags = {"backup_dir": str(tmp_path / "backup"), "backup_every": 2}
     recovery = saved(tmp_path, 5, **flags)
