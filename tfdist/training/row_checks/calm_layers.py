@@ -13,6 +13,8 @@ from tfdist.compat.code_origin import is_of_keras, module_of, package_of
 from tfdist.compat.temporary_attributes import attribute_replaced
 
 _INITIALIZER = "_initializer"  # functions of Keras' layers end with this, which are called before the first step
+_OF_EACH_LAYER = ("build", "quantize")  # functions that Keras puts into each layer
+_ACTIVATIONS = "keras.src.activations."
 _OF_WEIGHTS = (_INITIALIZER, "_constraint", "_regularizer")  # those that see no rows
 
 
@@ -66,7 +68,25 @@ def is_the_same_in_training(model: keras.Model) -> bool:
     layers = keras_layers.all_layers(model)
     operations = [each for layer in layers for each in getattr(layer, "operations", ())]
     return not any(
-        not is_of_keras(each) or holds_own_function(each) or "call" in vars(each) for each in (*layers, *operations)
+        not is_of_keras(each) or holds_own_function(each) or "call" in vars(each) or _holds_method(each)
+        for each in (*layers, *operations)
+    )
+
+
+def _holds_method(layer: keras.Operation) -> bool:
+    """Whether a layer has a method as an attribute: its object may be, or hold, anything."""
+    return any(callable(value) and hasattr(value, "__self__") for value in vars(layer).values())
+
+
+def holds_function_over_rows(layer: keras.Layer) -> bool:
+    """Whether a layer has an attribute that is a function and not one of Keras' activations, or of tfdist's, which keep
+    to their rows: `keras.ops.flip` does not."""
+    return any(
+        callable(value)
+        and not isinstance(value, (type, keras.Layer))
+        and not name.endswith((*_OF_WEIGHTS, *_OF_EACH_LAYER))
+        and (hasattr(value, "__self__") or not module_of(value).startswith((_ACTIVATIONS, "tfdist.")))
+        for name, value in vars(layer).items()
     )
 
 

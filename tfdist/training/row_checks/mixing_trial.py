@@ -11,7 +11,7 @@ value, gradients what is mixed on their way back (row_gradients.py), and many ru
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -62,10 +62,10 @@ class Trial(NamedTuple):
     weights: Sequence[tf.Tensor]
     draws: Draws | None
 
-    def tells(self, many: int) -> bool:
-        """Whether it tells that rows are mixed. What fails with a few rows, or outside of a graph, is tried with as
-        many as a batch has, and in a graph, as it will be trained. What fails there, too, tells nothing: it cannot be
-        trained.
+    def tells(self, many: int, part: int) -> bool:
+        """Whether it tells that rows are mixed, in batches of `many` of them or of `part`. What fails with a few rows,
+        or outside of a graph, is tried with as many as a batch has, and in a graph, as it will be trained. What fails
+        there, too, tells nothing: it cannot be trained.
         """
         attempt = self.attempt
         # As they are, all rows that there are: what one of them alone holds, such as a token, may change the others.
@@ -78,7 +78,15 @@ class Trial(NamedTuple):
             if told:
                 return True
             break
-        return attempt.moves and self._told_by_many_runs(many)
+        return attempt.moves and (self._told_of_a_part(part, {few, many}) or self._told_by_many_runs(many))
+
+    def _told_of_a_part(self, part: int, tried: Collection[int]) -> bool:
+        if part < 2 or part in tried:
+            return False
+        try:
+            return self._told(part, in_graph=False)
+        except Exception:  # noqa: BLE001 - of the user's own making
+            return False
 
     def _told_by_many_runs(self, number: int) -> bool:
         if self.draws is not None and not self.draws.some:

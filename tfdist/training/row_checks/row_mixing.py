@@ -25,7 +25,7 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import any_worker
 from tfdist.training.row_checks.added_losses import take_rows
-from tfdist.training.row_checks.calm_layers import holds_own_function
+from tfdist.training.row_checks.calm_layers import holds_function_over_rows, holds_own_function
 from tfdist.training.row_checks.mixing_trial import ATTEMPTS, Attempt, Trial
 from tfdist.training.row_checks.model_probe import Probe, Take
 from tfdist.training.row_checks.row_proof import Proofs
@@ -43,13 +43,28 @@ def may_mix(model: keras.Model) -> bool:
 
 
 def _is_suspect(layer: keras.Layer) -> bool:
-    return not is_of_keras(layer) or _works_along_rows(layer) or holds_own_function(layer)
+    holds = holds_own_function if isinstance(layer, keras.Model) else holds_function_over_rows
+    return not is_of_keras(layer) or _works_along_rows(layer) or holds(layer)
 
 
 def _works_along_rows(layer: keras.Layer) -> bool:
-    axes = [getattr(layer, name, None) for name in ("axis", "axes")]
-    along = any(axis is not None and 0 in keras.tree.flatten(axis) for axis in axes)
-    return along or isinstance(layer, keras.layers.MelSpectrogram) or _mixes_always(layer)
+    axes = keras.tree.flatten([getattr(layer, name, None) for name in ("axis", "axes")])
+    along = any(isinstance(axis, int) and _may_be_rows(axis, layer) for axis in axes)
+    return along or isinstance(layer, keras.layers.MelSpectrogram) or _pads_to_rows(layer) or _mixes_always(layer)
+
+
+def _may_be_rows(axis: int, layer: keras.Layer) -> bool:
+    """Whether an axis of a layer's inputs is the first. Where nothing tells their rank, -1 is not."""
+    ranks = {len(tensor.shape) for tensor in keras_layers.inputs_of(layer)}
+    return axis == 0 or any(axis == -rank for rank in ranks) or (not ranks and axis < -1)
+
+
+def _pads_to_rows(layer: keras.Layer) -> bool:
+    """Whether it makes all rows as long as the longest of them."""
+    if not isinstance(layer, keras.layers.TextVectorization):
+        return False
+    config = layer.get_config()
+    return config["output_mode"] == "int" and config["output_sequence_length"] is None
 
 
 def _mixes_always(layer: keras.Layer) -> bool:
@@ -100,7 +115,7 @@ def mixes(
         """Makes attempts with the same weights, which are on the device once, and only as long as these last."""
         there = [tf.constant(weight) for weight in weights]
         trials = (Trial(each, probe, there, proofs.of(x, take, each.training).draws) for each in alike)
-        return any(trial.tells(proofs.tried) for trial in trials)
+        return any(trial.tells(proofs.tried, proofs.part) for trial in trials)
 
     with draws_undone(), probe.watching(), batch_norm.each_alone():
         return any(
@@ -146,6 +161,8 @@ def sentence(model: keras.Model, fix: str) -> str:
     """The message that refuses such a model. fix: what the user can do."""
     layers = keras_layers.all_layers(model, include_self=False)
     own = [layer.name for layer in layers if _is_suspect(layer)]
+    if padding := [layer.name for layer in layers if _pads_to_rows(layer)]:
+        fix = f"give {', '.join(padding)} an output_sequence_length, or {fix}"
     looked_at = f" (look at {', '.join(own[:5])})" if own else ""
     return (
         f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch, on their"

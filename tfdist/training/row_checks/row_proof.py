@@ -58,14 +58,17 @@ class Proofs:
     many: rows of a batch of one process; what has room for some of its rows only shows with as many. part: of them that
     a model sees at a time when it trains.
 
-    Attributes: tried: rows with which what is not proved may be tried, in memory that is laid out for a part's.
+    Attributes: tried: rows with which what is not proved may be tried, in memory that is laid out for a part's; as well
+    as with `part`.
     """
 
     def __init__(self, model: keras.Model, many: int = ROWS, part: int = 0):
         self._model, self.many = model, max(many, ROWS)
         self.tried = min(self.many, max(_TRIED, _PARTS * part)) if part else self.many
         self._is_the_same = is_the_same_in_training(model)
-        self._counts = sorted({self.many, *(_COUNTS_OF_KERAS if self._is_the_same else _COUNTS)}, reverse=True)
+        self.part = part or self.many
+        counts = _COUNTS_OF_KERAS if self._is_the_same else (self.part, *_COUNTS)
+        self._counts = sorted({self.many, *counts}, reverse=True)
         self._made: dict[bool, Proof] = {}
 
     def of(self, x: Any, take: Take, training: bool) -> Proof:

@@ -467,6 +467,9 @@ def test_models_of_keras_layers_alone_are_not_tried():
     x = layers.Input((5,))
     centered = keras.Model(x, x - ops.mean(x, axis=0, keepdims=True))
     assert row_mixing.may_mix(centered) and row_mixing.may_mix(model_of(layers.Dense(5), centered))
+    along = [layers.Reshape((5, 1)), layers.Softmax(axis=-2), layers.LayerNormalization(axis=[-2, -1])]
+    assert not row_mixing.may_mix(model_of(*along, layers.Flatten(), layers.Softmax(axis=-1)))
+    assert not row_mixing.may_mix(model_of(layers.Reshape((5, 1)), layers.Bidirectional(layers.LSTM(2))))
     for name in ("relu", keras.activations.gelu, None):
         assert not row_mixing.may_mix(model_of(layers.Dense(4, activation=name, kernel_regularizer="l2")))
     initializer = lambda shape, dtype=None: ops.ones(shape, dtype)  # noqa: E731 - of the user's own
@@ -488,6 +491,16 @@ def spectrum():
         lambda: float8(model_of(layers.Dense(4))),
         lambda: model_of(layers.Reshape((1, 5, 1)), layers.MixUp(), layers.Flatten()),
         lambda: model_of(layers.Reshape((1, 5, 1)), layers.CutMix(), layers.Flatten()),
+        lambda: model_of(layers.Softmax(axis=-2)),
+        lambda: model_of(layers.UnitNormalization(axis=[-2])),
+        lambda: model_of(layers.Reshape((5, 1)), layers.Softmax(axis=(-3, -1)), layers.Flatten()),
+        lambda: model_of(layers.Reshape((5, 1)), layers.TimeDistributed(layers.Softmax(axis=-2)), layers.Flatten()),
+        lambda: model_of(layers.Dense(4, activation=layers.Softmax(axis=-2))),
+        lambda: model_of(layers.Dense(4, activation=ops.flip)),
+        lambda: model_of(layers.Lambda(ops.softmax, arguments={"axis": 0})),
+        lambda: model_of(layers.Activation(layers.Softmax(axis=0).call)),
+        lambda: model_of(layers.Lambda(model_of(Own(MIXING["centered"])).call)),
+        lambda: model_of(layers.Dense(1), layers.Reshape(()), layers.Softmax(), layers.Reshape((1,))),
     ],
     ids=[
         "activation_of_Dense",
@@ -498,6 +511,16 @@ def spectrum():
         "float8",
         "MixUp",
         "CutMix",
+        "axis_-2",
+        "axes_in_a_list",
+        "axis_-3",
+        "negative_in_a_wrapper",
+        "layer_as_activation",
+        "flip",
+        "softmax_in_Lambda",
+        "bound_method",
+        "model_that_Keras_does_not_track",
+        "no_axis_but_rows",
     ],
 )
 def test_layers_of_keras_that_mix(made):
@@ -568,3 +591,24 @@ def test_a_sentence_names_the_layers_and_what_to_do():
 def test_what_cannot_be_tried_is_not_refused():
     one_size = keras.Model(x := keras.Input(batch_shape=(6, 5)), Own(lambda x, *_: ops.reshape(x, (6, 5)))(x))
     row_mixing.refuse(OneDevice(), one_size, lambda: X)
+
+
+@pytest.mark.parametrize("rows", [5, 15])
+def test_what_mixes_with_as_many_rows_as_a_worker_has(rows):
+    """And with neither the whole batch's nor a few."""
+    own = Own(lambda x, *_: x - ops.mean(x, axis=0) if x.shape[0] == rows else x)
+    model = model_of(own)
+    assert row_mixing.mixes(model, X, proofs=Proofs(model, 30, rows)) and not row_mixing.mixes(model, X)
+
+
+def test_texts_that_are_padded_to_the_longest_of_a_batch():
+    def model_with(length):
+        texts = layers.TextVectorization(9, output_sequence_length=length, vocabulary=["a", "b"], name="words")
+        x = layers.Input((1,), dtype="string")
+        return keras.Model(x, layers.GlobalAveragePooling1D()(layers.Embedding(9, 3)(texts(x))))
+
+    x = tf.constant([["a"], ["a b a b a b"], ["b"], ["a b"]])
+    model = model_with(None)
+    assert row_mixing.may_mix(model) and row_mixing.mixes(model, x)
+    assert "give words an output_sequence_length, or mend it" in row_mixing.sentence(model, "mend it")
+    assert not row_mixing.may_mix(model_with(4))
