@@ -39,6 +39,8 @@ def test_option_names_are_unique_and_documented():
         ({"data_dir": "x "}, ["--data_dir='x '", "space"]),
         ({"model_args": "size:tiny"}, ["--model_args=size:tiny", "key=value"]),
         ({"ema": 1.0}, ["--ema=1"]),
+        ({"run_dir": "runs/a "}, ["--run_dir='runs/a '", "ends with a space"]),
+        ({"run_dir": "runs\n/a"}, [r"--run_dir='runs\n/a'", "line break"]),
         ({"jit_compile": True, "jit_tune": True}, ["--jit_compile", "--jit_tune", "give one"]),
         ({"backup_workers": 1}, ["--backup_workers=1", "--ps_mode=sync"]),
         ({"ps_mode": "sync", "max_staleness": 3}, ["--max_staleness", "--ps_mode=async"]),

@@ -723,6 +723,15 @@ sys.exit(6 if role == 'ps' else 0)
     ]
 
 
+def test_no_worker_comes_back_to_a_job_that_is_asked_to_stop(tmp_path):
+    made, _ = job(tmp_path, "", workers=1, servers=1)
+    run(made)
+    made.request_stop()
+    before = list(made.workers)
+    made._restart_worker(before[1])
+    assert made.workers == before
+
+
 def test_a_dead_parameter_server_stops_the_job(tmp_path):
     made, _ = job(
         tmp_path, CHIEF_WAITS + "if role == 'ps': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n", servers=1

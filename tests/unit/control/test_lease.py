@@ -165,6 +165,16 @@ def test_a_damaged_lease_is_no_lease(tmp_path, text):
         assert Owner.read((tmp_path / FILE).read_text())
 
 
+def test_an_empty_lease_of_a_killed_writer_is_taken(tmp_path):
+    (tmp_path / FILE).touch()
+    one = Lease(tmp_path, "")
+    taking = threading.Thread(target=one.take, daemon=True)  # which may never end
+    taking.start()
+    taking.join(20)
+    assert Owner.read((tmp_path / FILE).read_text()) == one.owner
+    one.give_back()
+
+
 def test_it_is_renewed_and_made_again(tmp_path):
     with held(tmp_path, ""):
         path = tmp_path / FILE
@@ -174,6 +184,15 @@ def test_it_is_renewed_and_made_again(tmp_path):
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert Owner.read(path.read_text()) == Owner.read(first)
+
+
+def test_nothing_is_written_where_a_link_in_its_place_leads(tmp_path):
+    other, path = tmp_path / "other", tmp_path / FILE
+    other.write_text("of somebody else")
+    path.symlink_to(other)
+    one = Lease(tmp_path, "")
+    assert one._renew() and other.read_text() == "of somebody else"
+    assert not path.is_symlink() and Owner.read(path.read_text()) == one.owner
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

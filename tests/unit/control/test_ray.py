@@ -41,6 +41,24 @@ def test_an_answer_that_was_lost_is_given_again():
     assert collect(worker) == (b"hello\n", 3)
 
 
+def test_signals_of_a_request_that_is_repeated_are_passed_on_once():
+    worker = started(
+        # sigwait takes the lower number first, and none that is pending is passed over.
+        "both = {signal.SIGUSR1, signal.SIGTERM}\nsignal.pthread_sigmask(signal.SIG_BLOCK, both)\n"
+        "os.write(1, b'ready\\n')\n"
+        "while signal.sigwait(both) == signal.SIGUSR1: os.write(1, b'one\\n')\n"
+        "sys.exit(42)"
+    )
+    collect(worker, until=lambda output: output == b"ready\n")
+    deadline = time.monotonic() + 20
+    while worker.exchange(6, [signal.SIGUSR1], 0)[0] != b"one\n":
+        assert time.monotonic() < deadline
+    worker.exchange(6, [signal.SIGUSR1], 0)
+    while (answer := worker.exchange(6, [signal.SIGTERM], 1))[1] is None:
+        assert time.monotonic() < deadline
+    assert answer == (b"one\n", 42)
+
+
 @pytest.mark.slow
 def test_signals_are_passed_on_and_descendants_do_not_survive():
     worker = started(

@@ -142,6 +142,16 @@ def test_no_restarts_by_default(tmp_path):
     assert (result.code, starts) == (6, 1)
 
 
+def test_a_stop_while_a_job_is_made_reaches_that_job(tmp_path):
+    def make(workers):
+        made.stop()  # as from a signal handler, which has no job to tell
+        return LocalJob([sys.executable, "-c", "raise SystemExit(6)"], workers, tmp_path, output=io.StringIO())
+
+    made = Supervisor(make, policy(first_wait=0.01), lambda: -1, WorkerCount(1, 1))
+    assert made.run().code == ExitCode.PREEMPTED
+    assert made.restarts == 0 and not made.job.workers  # none was started
+
+
 def test_newest_snapshot(tmp_path):
     assert newest_saved_step(tmp_path, backup_folder="") == -1
     for name in ("step-00000010", "step-00000009", ".writing-step-00000099-x", "checkpoint"):

@@ -32,6 +32,8 @@ def bad(*arguments):
         ([H100], WHEEL, "", None, ["cuDNN: none was loaded, and none is here as a package"]),
         ([H100], Build(), "9.24.0.43", None, ["a build for CPUs", "tensorflow[and-cuda]"]),
         ([H100], Build("12.5.1", WHEEL.capabilities, 0), "9.24.0.43", "", ["CUDA_VISIBLE_DEVICES='' hides all"]),
+        ([H100], Build("12.5.1", WHEEL.capabilities, 0), "9.24.0.43", "-1", ["CUDA_VISIBLE_DEVICES='-1' hides all"]),
+        ([H100], Build("12.5.1", WHEEL.capabilities, 0), "9.24.0.43", "1", ["TensorFlow sees none"]),
         ([H100], Build("12.5.1", WHEEL.capabilities, 0), "9.24.0.43", None, ["TensorFlow sees none"]),
         ([BLACKWELL], WHEEL, "9.24.0.43", None, ["12.0", "fails there"]),
         ([Gpu("B200", "570.1", (10, 0), 1, 0)], WHEEL, "9.24.0.43", None, ["10.0", "compiles at the first start"]),

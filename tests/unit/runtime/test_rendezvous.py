@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, StartupError
 from tfdist.control.preflight import PortReservation
 from tfdist.control.token import Secret
+from tfdist.runtime import heartbeat
 from tfdist.runtime.heartbeat import Heartbeat
 from tfdist.runtime.rendezvous import exchange
 from tfdist.runtime.ring import Ring
@@ -229,3 +231,19 @@ def test_a_pulse_that_stops_is_noticed():
         ticks.wait(0.1)
     assert not first.is_alive(1)
     first.close()
+
+
+def test_who_stood_still_itself_takes_nobody_for_dead(monkeypatch):
+    now, beat = [0.0], Heartbeat._beat
+    monkeypatch.setattr(Heartbeat, "_beat", lambda self: None)  # the test beats in place of the thread
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ours, theirs = socket.socketpair()  # the other is silent
+    with ours, theirs:
+        made = Heartbeat(SimpleNamespace(rank=0, size=2, rights={1: ours}, lefts={}), 8.0)
+        alive = []
+        for now[0] in (100.0, 102.0, 104.0, 106.0, 108.0):
+            before, rounds = made.is_alive(1), iter([False, True])
+            made._ended = SimpleNamespace(wait=lambda _, rounds=rounds: next(rounds))
+            beat(made)
+            alive.append((before, made.is_alive(1)))
+    assert alive == [(True, True)] * 4 + [(False, False)]  # 8 s of silence since it woke up

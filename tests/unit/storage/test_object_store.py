@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import queue
 import random
 import socket
 import threading
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -24,10 +26,11 @@ from tests.stores.webhdfs_server import webhdfs_server
 from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedError
 from tfdist.control.lease_owner import Patience
 from tfdist.control.run_address import check_address, working_folder
+from tfdist.storage import mirror as mirror_module
 from tfdist.storage import store_lease
-from tfdist.storage.mirror import FolderMirror, bring_files
+from tfdist.storage.mirror import FolderMirror, bring_files, files_below
 from tfdist.storage.object_store import ObjectStore
-from tfdist.storage.store_errors import StoreError, as_sentence
+from tfdist.storage.store_errors import StoreError, as_sentence, explained
 
 URL = f"s3://{BUCKET}/runs/one"
 
@@ -294,6 +297,24 @@ def test_a_bucket_of_another_region_is_told_with_its_region(s3, through_proxy, c
                 use()
 
 
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ("timeout at bucket/region-study/run1", False),
+        ("GET https://host/credentials-test/run1 failed", False),
+        ("You must specify a region.", True),
+        ("Unable to locate credentials", True),
+    ],
+)
+def test_the_name_of_an_object_is_no_reason_to_give_up(said, refused):
+    assert explained(Exception(said))[1] is refused
+
+
+def test_a_missing_region_is_told_by_the_name_of_the_error():
+    sentence, refused = explained(type("NoRegionError", (Exception,), {})("s3://bucket/region-study"))
+    assert refused and "set AWS_REGION to the bucket's region" in sentence
+
+
 def test_a_missing_package_is_named():
     with pytest.raises(UnsupportedError, match="abfs:// needs the Python package adlfs.*pip install adlfs"):
         ObjectStore("abfs://bucket/run")
@@ -362,6 +383,32 @@ def test_a_folder_is_sent_and_brought(url, tmp_path):
     assert (there / "logs" / "rank-0.jsonl").read_text() == "longer here\n"
     assert (there / "status.json").read_text() == "{}"
     assert not (tmp_path / "outside").exists()
+
+
+def test_a_file_that_is_removed_while_its_folder_is_listed_is_left_out_alone(tmp_path):
+    for name in "abc":
+        (tmp_path / name).touch()
+    names = files_below(tmp_path)
+    assert next(names) == "a"
+    (tmp_path / "b").unlink()
+    assert list(names) == ["c"]
+
+
+def test_an_error_of_the_disk_here_is_told_and_the_next_round_comes(tmp_path, monkeypatch):
+    errors, told = [OSError(errno.EIO, os.strerror(errno.EIO))], queue.Queue()
+
+    def send(*_):
+        if errors:
+            raise errors.pop()
+
+    (tmp_path / "a").touch()
+    monkeypatch.setattr(mirror_module, "_PERIOD_SECONDS", 0.01)
+    mirror = FolderMirror(SimpleNamespace(send=send), tmp_path, lambda name: True, "", told.put)
+    mirror.start()
+    trouble = told.get(timeout=20)
+    assert isinstance(trouble, StoreError) and f"{tmp_path} cannot be read" in str(trouble)
+    assert told.get(timeout=20) is None
+    mirror.finish(with_last=False)
 
 
 def test_what_is_removed_while_it_is_brought_is_left_out_alone(s3, tmp_path, monkeypatch):
