@@ -221,6 +221,27 @@ FAULTS: dict[str, Fault] = {
         "found = [kinds[0]] * len(functions[0].outputs)",
         ("tests/unit/training/row_checks/test_row_proof.py",),
     ),
+    "rows of a worker": Fault(
+        "what mixes only as many rows as a worker has is not looked at",
+        "training/row_checks/mixing_trial.py",
+        "if part < 2 or part in tried:",
+        "if True:",
+        ("tests/unit/training/row_checks/test_row_mixing.py",),
+    ),
+    "axis from the last": Fault(
+        "a layer of Keras' own that works along the rows by a negative axis is not looked at",
+        "training/row_checks/row_mixing.py",
+        "any(axis == -rank for rank in ranks)",
+        "False",
+        ("tests/unit/training/row_checks/test_row_mixing.py",),
+    ),
+    "other micro-batch": Fault(
+        "a worker with another micro-batch takes samples that others take, too",
+        "run/agreement.py",
+        '    "micro_batch",\n',
+        "",
+        ("tests/unit/run/test_agreement.py",),
+    ),
     "number of rows": Fault(
         "a model that goes by the number of rows of its batch trains on a worker's part of them",
         "training/row_checks/mixing_trial.py",
@@ -301,8 +322,8 @@ FAULTS: dict[str, Fault] = {
     "now and then": Fault(
         "what mixes a few rows by what it draws is looked at in one step",
         "training/row_checks/mixing_trial.py",
-        "return attempt.moves and self._told_by_many_runs(many)",
-        "return False",
+        "or self._told_by_many_runs(many))",
+        ")",
         ("tests/unit/training/row_checks/test_row_mixing.py",),
     ),
     "hidden state": Fault(

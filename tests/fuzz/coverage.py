@@ -168,10 +168,12 @@ class _Candidates:
 
     def _longer(self, case: dict[str, Any], coverage: Coverage) -> dict[str, Any]:
         """With the blocks that were compared too rarely, as far as they go together; not where the job is refused."""
-        if "centered" in space.flat_blocks(case) or "differs" in case["data"]:
+        if models.MIXING & set(space.flat_blocks(case)) or "differs" in case["data"]:
             return case
         counts = {name: coverage.drawn_parts[f"block:{name}", self._runtime] for name in models.BLOCKS}
-        for name in sorted((name for name in counts if counts[name] < LEAST and name != "centered"), key=counts.get):
+        for name in sorted(
+            (name for name in counts if counts[name] < LEAST and name not in models.MIXING), key=counts.get
+        ):
             longer = space.with_block(case, name) if len(space.flat_blocks(case)) < LONGEST else None
             if longer and name not in space.flat_blocks(case) and (self._with_known or not known.why(longer)):
                 case = longer

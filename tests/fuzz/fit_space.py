@@ -166,9 +166,9 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "not here"
     if case["model"].get("class") == "NoisyElsewhere" and "backup" in fit:
         return "a backup holds what belongs to the model"
-    if "centered" in blocks and data.get("negative"):
+    if models.MIXING & set(blocks) and data.get("negative"):
         return "the rows that are tried may all be NaN, which tells nothing"
-    if "centered" in blocks and "differs" in data:
+    if models.MIXING & set(blocks) and "differs" in data:
         return "which refusal comes first is not looked at"
     if "differs" in data and (why := _differing_conflicts(case)):
         return why

@@ -16,6 +16,8 @@ WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
 SUMS_AND_MEANS = ("mean_loss", "sum_in_evaluation", "sum_loss", "rows_loss", "activity_loss")
 # Blocks that add losses which are neither means nor sums over rows.
 NO_SUMS = ("max_loss", "floored_loss", "first_loss", "hidden_loss")
+# Blocks whose output for a row depends on other rows: of the user's own, and of Keras' own layers alone.
+MIXING = {"centered", "unit_columns"}
 # Blocks that set state of their own in training.
 STATES = {"batch_norm", "counter", "long_counter", "running_mean", "keeps", "grown", "spectral"}
 
@@ -68,6 +70,10 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "counter": ("rows steps grid", 'x = own.Counter(name="{name}")(x)'),
     "long_counter": ("rows steps grid", 'x = own.LongCounter(name="{name}")(x)'),  # in the place of the one before it
     "centered": ("rows grid steps", 'x = own.centered(x, {width}, "{name}")'),
+    "unit_columns": (  # in the place of the one before it
+        "rows grid steps",
+        'x = layers.UnitNormalization(axis=-len(x.shape), name="{name}")(x)',
+    ),
     "louder": ("rows grid steps", 'x = own.Around(own.Louder(name="{name}_inner"), name="{name}")(x)'),
     "draws": ("rows grid steps", 'x = own.Draws(name="{name}")(x)'),  # in the place of the one before it
     "resting": (  # in the place of the one before it

@@ -299,7 +299,7 @@ class Reference:
             ):
                 variable.assign(average.value)
         # In the batches of one device, where rows of a batch have to do with each other.
-        rows = data.EVAL_BATCH if "centered" in space.flat_blocks(self.case) else data.EVAL_SIZE
+        rows = data.EVAL_BATCH if models.MIXING & set(space.flat_blocks(self.case)) else data.EVAL_SIZE
         sums: dict[str, float] = {}
         for first in range(0, data.EVAL_SIZE, rows):
             places = np.arange(first, min(first + rows, data.EVAL_SIZE))

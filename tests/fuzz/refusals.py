@@ -66,7 +66,7 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     if "unlike" in case["model"] and space.RUNTIMES[case["runtime"]][1] > 1:
         return UNLIKE
     if case["kind"] == "fit":
-        if "centered" in blocks:
+        if models.MIXING & set(blocks):
             return MIXED_ROWS
         if "positions" in blocks and case["compile"].get("run_eagerly"):
             return EAGER_POSITIONS
@@ -77,7 +77,7 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     runtimes = {case["runtime"], case.get("moved", case["runtime"])}
     copies = max(space.replicas_of(runtime, case["options"]) for runtime in runtimes)
     workers = max(space.RUNTIMES[runtime][1] for runtime in runtimes)
-    if "centered" in blocks and max(copies, workers, case["options"]["accumulation"]) > 1:
+    if models.MIXING & set(blocks) and max(copies, workers, case["options"]["accumulation"]) > 1:
         return MIXED_ROWS
     if "withheld" in case["model"] and (case["options"].get("recompute") or "pipe=" in case["options"].get("mesh", "")):
         return OWN_CALL

@@ -43,6 +43,7 @@ FLAGS_OF = {"sockets_tcp": {"strategy": "sockets", "communication": "socket"}}
 
 INSTEAD = {  # drawn in their place
     "attention": "attention_causal",
+    "centered": "unit_columns",
     "counter": "long_counter",
     "dense_l2": "grown",
     "frozen": "idle",
@@ -435,7 +436,7 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "the oracle takes the rows of all micro-batches at once"
     if "floored_loss" in blocks and case["model"]["inputs"] not in ("rows", "grid"):
         return "rows of whole numbers, which are tried as they are, may all lie on one side of the limit"
-    if "centered" in blocks and ("differs" in data or set(blocks) & {*models.NO_SUMS, "spectral"}):
+    if models.MIXING & set(blocks) and ("differs" in data or set(blocks) & {*models.NO_SUMS, "spectral"}):
         return "which refusal comes first is not looked at"
     if "inner_metric" in blocks:
         return "state of a worker's rows"

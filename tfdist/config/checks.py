@@ -103,11 +103,8 @@ def _check_parallel(config: Config) -> None:
             )
     if strategy != "auto":
         check_compression(config, strategy)
-    if config.precision.precision == "float16" and parallel.compression in ("int8", "topk", "powersgd"):
-        raise ConfigError(
-            f"--compression={parallel.compression} carries errors from step to step, which the changing loss scale of"
-            " --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16."
-        )
+    if refusal := carried_in_float16(config):
+        raise ConfigError(refusal)
     if parallel.workers_per_host and parallel.all_reduce != "hierarchical":
         raise ConfigError(
             f"--workers_per_host={parallel.workers_per_host} is for --all_reduce=hierarchical, not"
@@ -119,6 +116,17 @@ def _check_parallel(config: Config) -> None:
             f"--all_reduce={parallel.all_reduce} is for gradients that are whole on all workers and travel as they are,"
             f" which {other} changes: drop one of them."
         )
+
+
+def carried_in_float16(config: Config) -> str:
+    """Why --compression does not go with float16, as a sentence; "" if it does."""
+    kind = config.parallel.compression
+    if config.precision.precision != "float16" or kind not in ("int8", "topk", "powersgd"):
+        return ""
+    return (
+        f"--compression={kind} carries errors from step to step, which the changing loss scale of"
+        " --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16."
+    )
 
 
 def check_compression(config: Config, strategy: str) -> None:

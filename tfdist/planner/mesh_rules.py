@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tfdist.config import Config
+from tfdist.config.checks import carried_in_float16
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh import Mesh
 
@@ -40,6 +41,8 @@ def _compression(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
         )
     if mesh.degree("pipe", "expert", "model") > 1:
         yield f"--compression={kind} is for --mesh with data only, not {mesh.describe()}: drop one of them."
+    if refusal := carried_in_float16(config):
+        yield refusal
 
 
 def _offload(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:

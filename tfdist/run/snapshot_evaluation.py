@@ -110,7 +110,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     folder = run.bring()
     job = _compose(run_configuration(config, argv or [], folder))
     store, done, target = _store(run), -1, job.config.run.steps
-    was_running = False
+    was_running, begun = False, time.monotonic()
     log = folder / EVALUATOR_LOG
     observers: list[JsonlObserver | TensorBoardObserver] = [
         JsonlObserver(log, run_id=_status(run).get("run_id", ""), attempt=next_attempt(log), rank=-1)
@@ -122,7 +122,8 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         status = _status(run).get("status")
         was_running |= status == "running"
         # A run that is to go on says that it is finished until it has begun to.
-        over = status == "finished" and (was_running or done >= (target or 0))
+        waited = time.monotonic() - begun > config.cluster.startup_timeout
+        over = status == "finished" and (was_running or done >= (target or 0) or waited)
         bring_for_reading(run.objects, store)
         snapshot, _ = store.newest_valid()
         if snapshot and snapshot.step > done:

@@ -37,8 +37,8 @@ class Heartbeat:
     def is_alive(self, rank: int) -> bool:
         """Whether a rank to which there is a connection has been heard lately."""
         now = time.monotonic()
-        if now - self._looked > self._patience / 2:  # this process was stopped itself, and has not heard anybody since
-            return True
+        if now - self._looked > self._patience / 2 and not self._ended.is_set():
+            return True  # this process was stopped itself, and has not heard anybody since
         return now - self._heard[rank] < self._patience
 
     def close(self) -> None:
