@@ -165,7 +165,8 @@ class SnapshotFolder:
         os.rename(folder, final)
         flush_to_disk(self.directory)
         if is_anew:
-            remove_tree(aside)
+            with contextlib.suppress(OSError):  # the new one counts all the same, and `clean` removes the old one later
+                remove_tree(aside)
 
     def _write_text(self, path: str, text: str) -> None:
         with tf.io.gfile.GFile(path, "w") as file:

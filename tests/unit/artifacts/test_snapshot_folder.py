@@ -199,6 +199,17 @@ def test_killed_while_a_step_is_written_again_there_is_one_of_it(store, monkeypa
     assert sorted(os.listdir(store.directory)) == ["checkpoint", "step-00000010"]
 
 
+def test_a_step_written_again_counts_though_the_old_one_cannot_be_removed(store, monkeypatch):
+    store.write(10, ARRAYS, {})
+    remove = "tfdist.artifacts.snapshot_folder.remove_tree"
+    monkeypatch.setattr(remove, lambda path: (_ for _ in ()).throw(OSError("busy")))
+    assert store.write(10, ARRAYS, {"consumed": 7}) > 0
+    monkeypatch.undo()
+    store.clean()
+    assert store.newest_valid()[0].manifest["consumed"] == 7
+    assert sorted(os.listdir(store.directory)) == ["checkpoint", "step-00000010"]
+
+
 def test_a_pipe_is_not_waited_for(store):
     store.write(10, ARRAYS, {})
     manifest = Path(store.path(10)) / MANIFEST
