@@ -1,5 +1,5 @@
 """RUN_DIR/lease.json: which job trains in a run folder. A second job there is refused; a dead owner's lease is taken
-over.
+over. The same in the folder of a run's backup (--backup_dir).
 
 Two jobs in one folder would write each other's snapshots and logs and both end well. So the chief holds a lease while
 it trains. It says who holds it (host, process, since when) and is renewed every two seconds. An owner is dead
@@ -84,6 +84,10 @@ class Lease:
         )
         self._on_loss, self._released = on_loss or end_worker, threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-lease", daemon=True)
+
+    @property
+    def is_taken(self) -> bool:
+        return self._thread.is_alive()
 
     def take(self) -> None:
         """Raises ConfigError if another job holds it, or if the folder cannot be written."""

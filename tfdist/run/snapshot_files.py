@@ -31,6 +31,8 @@ from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
+from tfdist.control.lease import Lease, job_identity
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import SNAPSHOTS, backup_folder, is_url
 from tfdist.run.remote_backup import RemoteBackup
 from tfdist.run.remote_run import RemoteRun
@@ -65,8 +67,13 @@ class SnapshotFiles:
         self.writer = self._make_writer(attempts=2) if writes else None
         self.backup: BackupFolder | None = None
         self._stored_backup: RemoteBackup | None = None
+        self._backup_lease: Lease | None = None
         if config.backup_dir:
             self.backup = _make_backup(whole_config, writes)
+            own = os.path.realpath(config.backup_dir) != os.path.realpath(folder)  # which has a lease already
+            if writes and own and not is_url(config.backup_dir):
+                job = job_identity(os.environ, resolve_cluster(os.environ))
+                self._backup_lease = Lease(Path(config.backup_dir), job, name=f"--backup_dir={config.backup_dir}")
             if writes and is_url(config.backup_dir):
                 self._stored_backup = RemoteBackup(whole_config, self.backup, read_status(folder).get("run_id") or "")
         self._stored = stored
@@ -120,7 +127,11 @@ class SnapshotFiles:
         return messages
 
     def _begin_backup(self) -> list[str]:
-        """Brings the backup from its object store, and begins to send there. Returns messages. Raises TfdistError."""
+        """Takes the backup's place for this job; brings the backup from its object store, and begins to send there.
+        Returns messages. Raises TfdistError.
+        """
+        if self._backup_lease and not self._backup_lease.is_taken:
+            self._backup_lease.take()
         return self._stored_backup.begin() if self._stored_backup else []
 
     def begin_to_send(self) -> None:
@@ -241,6 +252,8 @@ class SnapshotFiles:
         """Ends all sending, and gives back the place of the backup. A store may take its time for it."""
         if self._stored_backup:
             self._stored_backup.close()
+        if self._backup_lease:
+            self._backup_lease.give_back()
 
 
 def _make_backup(config: Config, writes: bool) -> BackupFolder:

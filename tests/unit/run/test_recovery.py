@@ -17,6 +17,7 @@ from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, DivergedError
 from tfdist.control.faults import Faults
+from tfdist.control.lease_owner import Patience
 from tfdist.data.sources.split import missing
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.recovery import Recovery
@@ -235,10 +236,27 @@ def test_the_newer_of_snapshot_and_backup_counts(tmp_path):
     recovery.state.go_to(6)
     recovery.back_up(6)
     recovery.files.give_up()  # waits for it
-    assert recovery_of(tmp_path, **flags).restore()[1] == 6
+    second = recovery_of(tmp_path, **flags)
+    assert second.restore()[1] == 6
+    second.files.close()
     recovery.files.end_backup(finished=True)
     assert recovery_of(tmp_path, **flags).restore()[1] == 5
     assert recovery_of(tmp_path, backup_dir=str(tmp_path / "backup")).backup_period() == 10  # an epoch
+
+
+def test_a_second_job_with_the_same_place_for_backups_is_refused(tmp_path, monkeypatch):
+    """In another run folder; else each would remove the other's as older ones."""
+    monkeypatch.setattr("tfdist.control.lease._PATIENCE", Patience(dead=60.0, damaged=1.0, to_end=0.1))
+    flags = {"backup_dir": str(tmp_path / "backup"), "backup_every": 2}
+    for run in ("one", "two"):
+        (tmp_path / run).mkdir()
+    first = recovery_of(tmp_path / "one", **flags)
+    first.restore()
+    assert [path.name for path in (tmp_path / "backup").iterdir()] == ["lease.json"]
+    with pytest.raises(ConfigError, match=f"--backup_dir={tmp_path}/backup is in use by another job"):
+        recovery_of(tmp_path / "two", **flags).restore()
+    first.files.close()
+    assert recovery_of(tmp_path / "two", **flags).restore()[1] == 0
 
 
 def test_bad_numbers_lead_back_to_the_backup_that_is_being_written(tmp_path):
