@@ -260,8 +260,8 @@ class RunningMean(keras.layers.Layer):
 
 
 def centered(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
-    """Less the mean over rows, or by their number, or a gradient that is less its mean over rows, in one of the ways in
-    which a model can hide it: by `width` and `name`.
+    """Less the mean over rows, or by their number, or a gradient less its mean over rows or cut to a small norm,
+    in one of the ways in which a model can hide it: by `width` and `name`.
     """
 
     def less_the_mean(v: Any) -> Any:
@@ -272,7 +272,7 @@ def centered(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
 
     @tf.custom_gradient
     def on_the_way_back(v: Any) -> Any:
-        return tf.identity(v), less_the_mean
+        return tf.identity(v), less_the_mean if width % 2 == 0 else lambda dv: tf.clip_by_norm(dv, 1e-3)
 
     if (width + ord(name[-1])) % 3 == 0:
         # Below it are weights, whatever it stands on.

@@ -25,6 +25,7 @@ _TYPES: dict[str, Any] = {
     "consumed": int,
     "skipped_samples": int,
     "passed_over": int,
+    "rollbacks": int,
     "samples": dict,
     "config_digest": str,
     "identity": dict,

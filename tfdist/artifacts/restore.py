@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.artifacts.policy import ALL, Regular
 from tfdist.artifacts.snapshot_folder import Snapshot, SnapshotFolder
 from tfdist.config import Config
 from tfdist.config.run_options import RunConfig
@@ -24,17 +25,24 @@ REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "gen
 
 
 def pick_snapshot(
-    store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = ()
+    store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = (), steps: Regular | None = None
 ) -> tuple[Snapshot | None, list[str]]:
     """The snapshot to resume from (None: start anew), from one of the `others` only if it is newer; and messages for
-    the user. Raises CheckpointError, and what the stores raise.
+    the user. steps: of these, if `store` has one. Raises CheckpointError, and what the stores raise.
     """
-    snapshot, messages = store.newest_valid()
+    snapshot, messages = store.newest_valid(steps or ALL)
+    if snapshot is None and steps:
+        snapshot, messages = store.newest_valid()
     flag = store.options.flag
     for each in others:
         newer, more = each.newest_valid()
         messages += more
         if newer and (snapshot is None or newer.step > snapshot.step):
+            if snapshot and newer.manifest.get("run_id") != snapshot.manifest.get("run_id"):
+                raise CheckpointError(
+                    f"{newer.path} is of another run than {snapshot.path}, and newer: choose another"
+                    f" {each.options.flag}, or remove what is not wanted."
+                )
             snapshot, flag = newer, each.options.flag
     messages = [f"passed over a snapshot: {reason}" for reason in messages]
     resume = config.checkpoint.resume
@@ -56,6 +64,16 @@ def pick_snapshot(
         )
     check_configuration(snapshot.manifest, config, snapshot.path, flag)
     return snapshot, messages
+
+
+def regular(config: Config) -> Regular | None:
+    """Of which steps there are snapshots to go back to after bad numbers, whatever ended the job in between; None: of
+    any.
+    """
+    if not config.run.deterministic or config.loop.on_nan != "rollback":
+        return None
+    found = Regular(config.checkpoint.save_every, config.loop.eval_every if config.checkpoint.keep_best else 0)
+    return found if found.periods else None
 
 
 def check_configuration(manifest: Mapping[str, Any], config: Config, path: str, flag: str) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import uuid
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tfdist.artifacts.status import read_status
 from tfdist.config import Config
+from tfdist.config.cluster_options import ParallelConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import texts_of_all
@@ -42,6 +45,13 @@ _TOGETHER = (
     "micro_batch",
     "accumulation",
     "eval_batch",
+    # How a step is compiled, and in which parts it sends what.
+    "jit_compile",
+    "fused_batchnorm",
+    "row_mixing",
+    "pack_mb",
+    "horovod_compression",
+    *(each.name for each in fields(ParallelConfig)),
 )
 
 
@@ -62,23 +72,37 @@ def identify(runtime: Runtime, folder: Path) -> RunIdentity:
     return RunIdentity(**runtime.broadcast_object(identity))
 
 
-def must_agree(runtime: Runtime, what: str, identity: str, fix: str) -> None:
-    """Raises ConfigError on all workers unless `identity` (of the same length everywhere) is the same on all."""
-    found = texts_of_all(runtime, identity, len(identity))
+def must_be_one_run(runtime: Runtime, config: Config) -> None:
+    """Raises ConfigError on all workers unless all have the same identity (Config.identity): with other flags they
+    would train different models, on each other's gradients. A collective.
+    """
+    found = texts_of_all(runtime, config.digest(), len(config.digest()))
     for rank, other in enumerate(found):
         if other != found[0]:
-            raise ConfigError(f"Rank {rank} has {what} {other}, rank 0 has {found[0]}: {fix}.")
+            identity = config.identity()
+            _, names = _first_unlike(runtime, identity, sorted(identity))
+            raise ConfigError(
+                f"Rank {rank} has configuration {other}, rank 0 has {found[0]}: give all workers the same flags (rank"
+                f" {runtime.rank} has {', '.join(f'--{name}={identity[name]}' for name in names) or 'its own'})."
+            )
 
 
 def must_go_together(runtime: Runtime, config: Config) -> None:
     """Raises ConfigError on all workers unless they will do the same at the same steps. A collective."""
     values = config.flat()
     values["backup_dir"] = bool(values["backup_dir"])  # where it is, the chief alone says
-    sums = np.array([zlib.crc32(repr(values[name]).encode()) for name in _TOGETHER], np.int64)
-    rows = runtime.all_gather(sums)
+    rank, names = _first_unlike(runtime, values, _TOGETHER)
+    if names:
+        raise ConfigError(
+            f"Rank {rank} has another --{names[0]} than rank 0: give all workers the same flags (rank"
+            f" {runtime.rank} has {values[names[0]]!r})."
+        )
+
+
+def _first_unlike(runtime: Runtime, values: Mapping[str, Any], names: Sequence[str]) -> tuple[int, list[str]]:
+    """The first rank whose values are not rank 0's, and the names of those. A collective."""
+    rows = runtime.all_gather(np.array([zlib.crc32(repr(values[name]).encode()) for name in names], np.int64))
     for rank, row in enumerate(rows):
-        if (different := row != rows[0]).any():
-            raise ConfigError(
-                f"Rank {rank} has another --{_TOGETHER[int(different.argmax())]} than rank 0: give all workers the same"
-                " flags."
-            )
+        if unlike := [name for name, same in zip(names, row == rows[0], strict=True) if not same]:
+            return rank, unlike
+    return 0, []

@@ -17,7 +17,6 @@ from tfdist import flags
 from tfdist.artifacts import restore, state
 from tfdist.artifacts.policy import TimePolicy
 from tfdist.build import Job
-from tfdist.config import Config
 from tfdist.config.run_options import RunConfig
 from tfdist.control.exit_codes import DivergedError
 from tfdist.control.faults import Faults
@@ -93,18 +92,16 @@ class Recovery:
 
     # -- going on --------------------------------------------------------------------------------------------------
 
-    def restore(
-        self, config: Config | None = None, checkpoint: InMemoryCheckpoint | None = None
-    ) -> tuple[list[str], int]:
+    def restore(self, checkpoint: InMemoryCheckpoint | None = None, back: bool = False) -> tuple[list[str], int]:
         """Restores from the chief's choice (the chief's `checkpoint`, if it has one), or leaves everything as it is. A
-        collective.
+        collective. back: after bad numbers.
 
         Returns messages and the step to go on from. Raises CheckpointError on all workers.
         """
         self.faults.at("restore", 0)
         messages: list[str] = []
         while True:
-            found = self._picked_by_chief(config or self.config, checkpoint)
+            found = self._picked_by_chief(checkpoint, back)
             self.has_gone_on = found.manifest is not None
             messages += found.messages
             if found.manifest is None:
@@ -117,13 +114,13 @@ class Recovery:
             messages[-1] = f"passed over the snapshot of step {found.manifest['step']}: {damage}"
         return messages + self._adopt(found.manifest), found.manifest["step"]
 
-    def _picked_by_chief(self, config: Config, checkpoint: InMemoryCheckpoint | None) -> _Found:
+    def _picked_by_chief(self, checkpoint: InMemoryCheckpoint | None, back: bool) -> _Found:
         """The chief's, on all workers. Raises what it raises there, on all."""
         chosen = _Found([])
 
         def pick() -> dict[str, Any]:
             nonlocal chosen
-            chosen = self._from_memory(checkpoint) if checkpoint else self._from_files(config)
+            chosen = self._from_memory(checkpoint) if checkpoint else self._from_files(back)
             return chosen.without_arrays()
 
         return _Found(**of_the_chief(self.runtime, pick), arrays=chosen.arrays)
@@ -146,10 +143,10 @@ class Recovery:
         )
         return _Found([message], {**checkpoint.manifest, "in_memory": True}, arrays=checkpoint.arrays)
 
-    def _from_files(self, config: Config) -> _Found:
+    def _from_files(self, back: bool) -> _Found:
         """Chooses from files what to go on from. Called on the chief."""
-        files = self.files
-        snapshot, messages = files.bring_and_pick(config)
+        files, config = self.files, self.config
+        snapshot, messages = files.bring_and_pick(config.replace(resume="auto") if back else config, back)
         if snapshot is None:
             return _Found(messages)
         table, left_out = files.store.table(snapshot), set[str]()
@@ -185,6 +182,7 @@ class Recovery:
         self.stream_cut = manifest.get("stream_cut") or streams.cut_of_old_runs(split, manifest["replicas"])
         state.restore_generator_states(manifest["generators"])
         self.progress.restore(manifest, step)
+        self._rollbacks = max(self._rollbacks, manifest.get("rollbacks", 0))
         self.evaluation, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
         kept = (
             self.stream_cut != self.job.stream_cut
@@ -204,7 +202,7 @@ class Recovery:
         self._rollbacks += 1
         position = self.progress.consumed(step)
         self.files.finish()
-        messages, restored = self.restore(self.config.replace(resume="auto"))
+        messages, restored = self.restore(back=True)
         if not self.has_gone_on:
             place = self.files.store.directory
             raise DivergedError(f"{bad}, and {place} has no snapshot to go back to: make room there, or repair it.")
@@ -279,6 +277,7 @@ class Recovery:
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {
             **self.progress.manifest_fields(step),
+            "rollbacks": self._rollbacks,
             "stream_cut": self.stream_cut,
             "samples": self._samples.found if self.chief else {},
             "config_digest": self.config.digest(),

@@ -21,7 +21,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.control.signals import SignalRequests
 from tfdist.run import results
-from tfdist.run.agreement import RunIdentity, identify, must_agree, must_go_together
+from tfdist.run.agreement import RunIdentity, identify, must_be_one_run, must_go_together
 from tfdist.run.announcement import Announcement
 from tfdist.run.diagnosis import Diagnosis
 from tfdist.run.health import HealthMonitor
@@ -140,18 +140,14 @@ class Session:
         config, cluster = self.start.config, self.start.cluster
         must_go_together(self.runtime, config)
         # Before the data: other flags may mean other data, and again when all of them are known.
-        self._agree_on(config)
+        must_be_one_run(self.runtime, config)
         limits = build.memory_limits(cluster)
         if config.model.jit_tune:
             config, self.announcement.xla = tuned(config, self.runtime, self.folder, limits)
         self.job = results.exportable(build.compose(config, self.runtime, limits))
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
-        self._agree_on(self.config)
-
-    def _agree_on(self, config: Config) -> None:
-        """Workers with different flags would train different models, on each other's gradients."""
-        must_agree(self.runtime, "configuration", config.digest(), "give all workers the same flags")
+        must_be_one_run(self.runtime, self.config)
 
     def _restore(self) -> None:
         self.recovery = Recovery(self.job, self.folder, self.clock, self.monitor.faults, self.memory, self.stored)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -23,17 +21,16 @@ from typing import Any
 from tfdist.artifacts import restore
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.manifest import CRC, SHA
-from tfdist.artifacts.policy import Retention
+from tfdist.artifacts.policy import ALL, Regular, Retention
 from tfdist.artifacts.sharded_snapshots import ShardedSnapshotFolder
 from tfdist.artifacts.snapshot_folder import FolderOptions, Snapshot, SnapshotFolder
-from tfdist.artifacts.status import STATUS_FILE, read_status
+from tfdist.artifacts.status import read_status
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.config import Config
-from tfdist.control.exit_codes import ConfigError
 from tfdist.control.faults import Faults
-from tfdist.control.lease import Lease, job_identity
-from tfdist.control.resolvers import resolve_cluster
-from tfdist.control.run_address import SNAPSHOTS, backup_folder, is_url
+from tfdist.control.lease import Lease
+from tfdist.control.run_address import SNAPSHOTS, is_url
+from tfdist.run import local_backup
 from tfdist.run.remote_backup import RemoteBackup
 from tfdist.run.remote_run import RemoteRun
 from tfdist.run.remote_shards import RemoteShards
@@ -61,6 +58,7 @@ class SnapshotFiles:
         )
         self.store = SnapshotFolder(str(folder / SNAPSHOTS), lambda step: faults.at("save", step), options)
         self._config, self._writes = config, writes  # writes: whether this is the chief
+        self._regular = restore.regular(whole_config)
         self._parted: ShardedSnapshotFolder | None = None
         self._in_store: RemoteShards | None = None
         self._refused: list[str] = []  # why there were no snapshots
@@ -69,20 +67,21 @@ class SnapshotFiles:
         self._stored_backup: RemoteBackup | None = None
         self._backup_lease: Lease | None = None
         if config.backup_dir:
-            self.backup = _make_backup(whole_config, writes)
-            own = os.path.realpath(config.backup_dir) != os.path.realpath(folder)  # which has a lease already
-            if writes and own and not is_url(config.backup_dir):
-                job = job_identity(os.environ, resolve_cluster(os.environ))
-                self._backup_lease = Lease(Path(config.backup_dir), job, name=f"--backup_dir={config.backup_dir}")
+            self.backup = local_backup.folder(whole_config, writes)
             if writes and is_url(config.backup_dir):
                 self._stored_backup = RemoteBackup(whole_config, self.backup, read_status(folder).get("run_id") or "")
+            elif writes:
+                self._backup_lease = local_backup.lease(config.backup_dir, folder)
         self._stored = stored
         self._sent = stored.sends(self.store, self._retention()) if stored and writes else None
         self._sends = False  # the thread that sends has begun
 
-    def bring_and_pick(self, config: Config) -> tuple[Snapshot | None, list[str]]:
+    def bring_and_pick(self, config: Config, back: bool) -> tuple[Snapshot | None, list[str]]:
         """Picks the snapshot to go on from, as restore.pick_snapshot does, among those here and in the run's object
-        store if it has one. Called on the chief. Raises CheckpointError, and what a store does not do."""
+        store if it has one. back: after bad numbers. Called on the chief. Raises CheckpointError, and what a store does
+        not do.
+        """
+        regular = self._regular if back else None
         self.store.clean()
         brought = self._begin_backup()
         if self.backup:  # else one may be read that is just being replaced, and which one was chance
@@ -90,15 +89,21 @@ class SnapshotFiles:
             if not self._stored_backup:
                 self.backup.store.clean()
         if self._in_store:
-            snapshot, messages = self._pick_of_parts(self._in_store, config)
+            snapshot, messages = self._pick_of_parts(self._in_store, config, regular)
             return snapshot, brought + messages
         # Later, after bad numbers, all that this run has written is here, and a store that is away must end nothing.
         brought += [] if self._sends else self._bring_newest()
-        snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:])
+        snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:], regular)
         self._set_aside_damaged(snapshot)
+        if back and snapshot:  # what leads to the bad numbers must push out nothing that comes
+            for step in self.store.steps():
+                if step > snapshot.step:
+                    self.store.delete(step)
         return snapshot, brought + messages
 
-    def _pick_of_parts(self, in_store: RemoteShards, config: Config) -> tuple[Snapshot | None, list[str]]:
+    def _pick_of_parts(
+        self, in_store: RemoteShards, config: Config, regular: Regular | None
+    ) -> tuple[Snapshot | None, list[str]]:
         """Chooses from the store, after bad numbers, too: no machine has all of a snapshot."""
         assert self._sent
         with as_sentence():
@@ -106,7 +111,7 @@ class SnapshotFiles:
                 in_store.finish_or_drop(_FINISH_SECONDS)
             else:
                 in_store.make_left()
-            snapshot, messages = restore.pick_snapshot(in_store.reads, config, self.stores())
+            snapshot, messages = restore.pick_snapshot(in_store.reads, config, self.stores(), regular)
             self._set_aside_damaged(snapshot)
             if not self._sends:
                 self.begin_to_send()
@@ -123,6 +128,8 @@ class SnapshotFiles:
         if self._sent:
             with as_sentence():
                 messages = self._sent.bring_newest()
+                if self._regular:  # for bad numbers, when the store is not asked
+                    messages += self._sent.bring_newest(self._regular)
         self.begin_to_send()
         return messages
 
@@ -205,7 +212,8 @@ class SnapshotFiles:
         return SnapshotWriter(self.store, retention, asynchronous=self._config.async_save, attempts=attempts)
 
     def _retention(self) -> Retention:
-        return Retention(self._config.keep, self._config.keep_every, self._config.keep_best)
+        config = self._config
+        return Retention(config.keep, config.keep_every, config.keep_best, self._regular or ALL)
 
     def stores(self) -> list[SnapshotFolder]:
         return [self.store, *([self.backup.store] if self.backup else [])]
@@ -254,40 +262,3 @@ class SnapshotFiles:
             self._stored_backup.close()
         if self._backup_lease:
             self._backup_lease.give_back()
-
-
-def _make_backup(config: Config, writes: bool) -> BackupFolder:
-    """Raises ConfigError if its folder cannot be used."""
-    options = config.checkpoint
-    folder = backup_folder(options.backup_dir, config.run.cache_dir)
-    if writes:
-        if os.path.exists(os.path.join(folder, os.pardir, STATUS_FILE)) and os.path.basename(folder) == SNAPSHOTS:
-            raise ConfigError(f"--backup_dir={folder} holds the snapshots of a run: name a folder of its own.")
-        _make_backup_folder(folder, options.backup_dir)
-    return BackupFolder(
-        folder,
-        two=options.double_backup,
-        delete_at_end=options.delete_backup,
-        writes=writes,
-        required=restore.REQUIRED,
-        checksum=SHA if is_url(config.run.run_dir) or is_url(options.backup_dir) else CRC,
-    )
-
-
-def _make_backup_folder(name: str, place: str) -> None:
-    """Raises ConfigError if it cannot be made or written: each backup would fail, and nobody have noticed at the
-    start.
-    """
-    try:
-        os.makedirs(name, 0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=name):
-            pass
-    except OSError as error:
-        if is_url(place):
-            raise ConfigError(
-                f"--backup_dir={place}: its copy on this machine, {name}, cannot be written ({error.strerror}): choose"
-                " another --cache_dir, or make room there."
-            ) from None
-        raise ConfigError(
-            f"--backup_dir={name} cannot be used ({error.strerror}): name a folder that can be written."
-        ) from None

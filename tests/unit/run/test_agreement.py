@@ -5,7 +5,7 @@ import pytest
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.run.agreement import must_go_together
+from tfdist.run.agreement import _first_unlike, must_be_one_run, must_go_together
 
 
 class Rows:
@@ -19,6 +19,35 @@ class Rows:
     def all_gather(self, row):
         self.rows.append(row)
         return np.stack(self.rows)
+
+
+class Two:
+    """A runtime of two workers, of which the other has the flags of `first`."""
+
+    rank = 1
+
+    def __init__(self, first):
+        self.first, self.sent = first, []
+
+    def all_gather(self, row):
+        """Its own and what the chief has sent, which was noted before."""
+        if self.first is None:
+            self.sent.append(row)
+            return np.stack([row, row])
+        return np.stack([self.first.pop(0), row])
+
+
+def test_who_would_train_something_else_is_told_by_which_flags():
+    chief, sums = Two(None), Rows()
+    config = Config().replace(steps=3, seed=1, global_batch=8)
+    must_be_one_run(chief, config)
+    identity = config.identity()
+    _first_unlike(sums, identity, sorted(identity))
+    second = Two([*chief.sent, *sums.rows])
+    with pytest.raises(
+        ConfigError, match=r"^Rank 1 has configuration .*same flags \(rank 1 has --global_batch=16, --seed=2\)\.$"
+    ):
+        must_be_one_run(second, config.replace(seed=2, global_batch=16))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +64,8 @@ class Rows:
         {"keep_best": "min:loss"},
         {"backup_dir": "x"},
         {"deterministic": True},
+        {"jit_compile": True},
+        {"pack_mb": 2.5},
     ],
 )
 def test_a_worker_that_would_do_other_things_between_steps_is_named(changes):

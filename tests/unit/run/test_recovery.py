@@ -223,6 +223,47 @@ def test_bad_numbers_lead_back_and_past_their_samples_but_not_for_ever(tmp_path)
         recovery.rollback(7)
 
 
+def test_bad_numbers_lead_where_they_lead_a_run_that_nobody_stopped(tmp_path):
+    """A snapshot of step 7, where the job was asked to end, is gone on from, and not gone back to; nor does it push out
+    the one that is gone back to."""
+    flags = {"on_nan": "rollback", "max_rollbacks": 1, "save_every": 5, "deterministic": True, "keep": 1}
+    stopped = saved(tmp_path, 5, 7, 8, **flags)
+    assert stopped.files.store.steps() == [5, 8]
+    run = recovery_of(tmp_path, **flags)
+    assert run.restore()[1] == 8
+    assert run.rollback(9)[1] == 5 and run.progress.consumed(5) == 9 * 8
+    run.state.go_to(6)
+    run.save(6)
+    assert run.files.finish() == "" and run.files.store.steps() == [5, 6]
+    again = recovery_of(tmp_path, **flags)
+    assert again.restore()[1] == 6
+    with pytest.raises(DivergedError, match=r"after 1 rollbacks \(--max_rollbacks=1\)"):
+        again.rollback(9)  # that it has gone back is kept
+
+
+@pytest.mark.parametrize("others", [{"deterministic": False}, {"save_every": 0}, {"save_every": 3}])
+def test_else_bad_numbers_lead_back_to_the_newest(tmp_path, others):
+    """Time, too, decides when to save; or there is none of a regular step."""
+    flags = {"on_nan": "rollback", "save_every": 5, "deterministic": True, **others}
+    saved(tmp_path, 5, 7, **flags)
+    assert recovery_of(tmp_path, **flags).rollback(8)[1] == 7
+
+
+def test_a_newer_backup_of_another_run_is_not_gone_on_from(tmp_path):
+    flags = {"backup_dir": str(tmp_path / "backup"), "backup_every": 2}
+    first = saved(tmp_path / "one", **flags)
+    first.run_id = "one"
+    first.state.go_to(6)
+    first.back_up(6)
+    first.files.give_up()
+    saved(tmp_path / "two", 5)
+    second = recovery_of(tmp_path / "two", **flags)
+    with pytest.raises(CheckpointError, match=r"backup/step-00000006 is of another run.*choose another --backup_dir"):
+        second.restore()
+    second.files.close()
+    assert recovery_of(tmp_path / "three", **flags).restore()[1] == 6  # where the first run's folder is lost
+
+
 def test_bad_numbers_without_a_snapshot_lead_nowhere(tmp_path):
     run = recovery_of(tmp_path, on_nan="rollback")
     with pytest.raises(DivergedError, match=r"before step 4, and .*/checkpoints has no snapshot to go back to"):

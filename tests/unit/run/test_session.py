@@ -68,7 +68,7 @@ class World:
         put("start_runtime", lambda *_: self.at("runtime") or self.runtime, session.build)
         put("memory_limits", lambda *_: None, session.build)
         put("compose", lambda *_: self.at("compose") or self.job, session.build)
-        put("must_agree", self.note("agree"))
+        put("must_be_one_run", self.note("agree"))
         put("must_go_together", lambda *_: None)
         put("check_weights", self.note("weights"))
         put("identify", lambda *_: self.at("identify") or session.RunIdentity("abc", 0))

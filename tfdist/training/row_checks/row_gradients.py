@@ -5,7 +5,7 @@ to it that they are not, where outputs tell nothing: one that clips what comes b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -22,6 +22,17 @@ _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limit
 # What is 0 but for rounding, as of a bias that a softmax does away with, is known as well as the same rows in another
 # order show, and never better than so much of the largest of all gradients.
 _LEAST_NOISE, _NOISES = 1e-6, 100.0
+# What is smaller than that may still be a gradient, as behind a limit far below the others. Then it stays nearly as it
+# is where the weights are moved a little, which rounding does not; and only a large part of it says something.
+
+
+class _Small(NamedTuple):
+    moved: float  # of each weight, relative
+    stays: float  # of the gradient, which may change by so much then
+    says: float  # of the gradient, a difference
+
+
+_SMALL, _SMALL_IN_HALF_PRECISION = _Small(1e-4, 0.05, 0.2), _Small(0.02, 0.25, 0.5)
 _LARGEST = 10_000_000  # numbers of a table that are looked at
 
 
@@ -50,7 +61,7 @@ def _mixed(
     """Whether the gradients of these rows are mixed; None if not, but some weights have no gradient to tell."""
     half, every = ROWS // 2, range(ROWS)
 
-    def of_outputs(places: Sequence[int], draw: int) -> Any:
+    def of_outputs(places: Sequence[int], draw: int, weights: Sequence[tf.Tensor]) -> Any:
         outputs = keras.tree.flatten(probe.outputs(probe.take(x, list(places)), weights, Conditions(True, draw, off)))
         return sum(
             tf.reduce_sum(tf.cast(leaf, tf.float32) * tf.gather(_upstream(leaf), list(places)))
@@ -58,15 +69,15 @@ def _mixed(
             if leaf.dtype.is_floating and leaf.shape.rank and leaf.shape[0] == len(places)
         )
 
-    def of_added(places: Sequence[int], draw: int) -> Any:
+    def of_added(places: Sequence[int], draw: int, weights: Sequence[tf.Tensor]) -> Any:
         found = dict(probe.added(probe.take(x, list(places)), weights, Conditions(True, draw, off)))
         parts = {SUM: 1.0, MEAN: float(len(places))}
         return sum(tf.cast(found[key], tf.float32) * parts[reduction] for key, reduction in (added or {}).items())
 
-    def gradients(places: Sequence[int], draw: int = 0) -> list[np.ndarray]:
+    def gradients(places: Sequence[int], draw: int = 0, weights: Sequence[tf.Tensor] = weights) -> list[np.ndarray]:
         with tensorflow_tapes.recording(), tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(weights)
-            total = of_outputs(places, draw) if added is None else of_added(places, draw)
+            total = (of_outputs if added is None else of_added)(places, draw, weights)
         return _numbers(tape.gradient(total, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO))
 
     together, first, last = gradients(every), gradients(every[:half]), gradients(every[half:])
@@ -76,8 +87,19 @@ def _mixed(
         return None
     sums = [a + b for a, b in zip(first, last, strict=True)]
     rounded = max(ROUNDED, probe.tolerance)
+    small = [index for index, size in enumerate(sizes) if size <= _LEAST_NOISE * largest]
     if not _differ(together, sums, rounded, [_LEAST_NOISE * largest] * len(sums)):  # as of most models
-        return None if any(size <= _LEAST_NOISE * largest for size in sizes) else False
+        limits = _SMALL if rounded == ROUNDED else _SMALL_IN_HALF_PRECISION
+        doubtful = [index for index in small if _gap(together, sums, index) > limits.says * sizes[index]]
+        if doubtful:
+            moved = gradients(every, weights=[_moved(weight, limits.moved) for weight in weights])
+            redrawn = [gradients(every, draw) for draw in REDRAWN]
+            if any(
+                all(_gap(together, other, index) <= limits.stays * sizes[index] for other in (moved, *redrawn))
+                for index in doubtful
+            ):
+                return True
+        return None if small else False
     noises = [np.max(np.abs(a - b), initial=0.0) for a, b in zip(together, gradients(every[::-1]), strict=True)]
     # No more than so much: what depends on the place of a row is mixed.
     known = [max(_LEAST_NOISE * largest, min(_NOISES * noise, probe.tolerance * largest)) for noise in noises]
@@ -85,6 +107,17 @@ def _mixed(
     return _differ(together, sums, rounded, known) and not any(
         _differ(together, gradients(every, draw), rounded, known) for draw in REDRAWN
     )
+
+
+def _gap(some: Sequence[np.ndarray], others: Sequence[np.ndarray], index: int) -> float:
+    return float(np.max(np.abs(some[index] - others[index]), initial=0.0))
+
+
+def _moved(weight: tf.Tensor, part: float) -> tf.Tensor:
+    if not weight.dtype.is_floating:
+        return weight
+    drawn = np.random.default_rng(3).normal(size=known_dims(weight.shape))
+    return weight * tf.cast(1 + part * tf.constant(drawn), weight.dtype)
 
 
 def _numbers(gradients: Any) -> list[np.ndarray]:

@@ -102,6 +102,7 @@ def backwards(gradient):
 
 MIXING_BACKWARDS = {
     "clipped by the norm of all": lambda dy: tf.clip_by_norm(dy, 0.02),
+    "clipped by a norm that is far smaller": lambda dy: tf.clip_by_norm(dy, 1e-6),
     "of one norm": lambda dy: dy / tf.norm(dy),
     "centered": lambda dy: dy - tf.reduce_mean(dy, 0),
     "number of rows": lambda dy: dy * tf.cast(tf.shape(dy)[0], dy.dtype),
@@ -109,6 +110,7 @@ MIXING_BACKWARDS = {
 APART_BACKWARDS = {
     "reversed": lambda dy: -0.5 * dy,
     "clipped by the norm of each": lambda dy: tf.clip_by_norm(dy, 0.02, axes=[1]),
+    "clipped by a norm of each that is far smaller": lambda dy: tf.clip_by_norm(dy, 1e-6, axes=[1]),
     "clipped by value": lambda dy: tf.clip_by_value(dy, -0.1, 0.1),
 }
 

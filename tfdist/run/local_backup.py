@@ -1,0 +1,61 @@
+"""The folder of a run's backups on this machine (--backup_dir; of a URL, the copy that is kept here)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from tfdist.artifacts import restore
+from tfdist.artifacts.backup_folder import BackupFolder
+from tfdist.artifacts.manifest import CRC, SHA
+from tfdist.artifacts.status import STATUS_FILE
+from tfdist.config import Config
+from tfdist.control.exit_codes import ConfigError
+from tfdist.control.lease import Lease, job_identity
+from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.run_address import SNAPSHOTS, backup_folder, is_url
+
+
+def folder(config: Config, writes: bool) -> BackupFolder:
+    """The backups of a run. Raises ConfigError if their folder cannot be used."""
+    options = config.checkpoint
+    place = backup_folder(options.backup_dir, config.run.cache_dir)
+    if writes:
+        if os.path.exists(os.path.join(place, os.pardir, STATUS_FILE)) and os.path.basename(place) == SNAPSHOTS:
+            raise ConfigError(f"--backup_dir={place} holds the snapshots of a run: name a folder of its own.")
+        _make(place, options.backup_dir)
+    return BackupFolder(
+        place,
+        two=options.double_backup,
+        delete_at_end=options.delete_backup,
+        writes=writes,
+        required=restore.REQUIRED,
+        checksum=SHA if is_url(config.run.run_dir) or is_url(options.backup_dir) else CRC,
+    )
+
+
+def lease(place: str, run_folder: Path) -> Lease | None:
+    """What keeps other jobs from the folder of backups; None if that is the run's own, for which there is one."""
+    if os.path.realpath(place) == os.path.realpath(run_folder):
+        return None
+    return Lease(Path(place), job_identity(os.environ, resolve_cluster(os.environ)), name=f"--backup_dir={place}")
+
+
+def _make(name: str, place: str) -> None:
+    """Raises ConfigError if it cannot be made or written: each backup would fail, and nobody have noticed at the
+    start.
+    """
+    try:
+        os.makedirs(name, 0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=name):
+            pass
+    except OSError as error:
+        if is_url(place):
+            raise ConfigError(
+                f"--backup_dir={place}: its copy on this machine, {name}, cannot be written ({error.strerror}): choose"
+                " another --cache_dir, or make room there."
+            ) from None
+        raise ConfigError(
+            f"--backup_dir={name} cannot be used ({error.strerror}): name a folder that can be written."
+        ) from None
