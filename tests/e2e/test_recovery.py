@@ -192,6 +192,19 @@ def test_rollback_goes_past_bad_samples(tmp_path):
     assert "after 2 rollbacks" in everywhere
 
 
+def test_a_rollback_leads_a_stopped_run_where_it_leads_an_undisturbed_one(tmp_path):
+    """Sample 70 is in step 9, which is noticed at once; a stop at 7 leaves a snapshot that nobody goes back to."""
+    flags = [*CLUSTERS, "--source=tests.e2e.sources:with_nan", "--noshuffle", "--global_batch=8", "--steps=20"]
+    flags += ["--deterministic", "--on_nan=rollback", "--save_every=5", "--log_every=1"]
+    assert "went back to step 5 and past 32 samples" in run(1, [*flags, f"--run_dir={tmp_path / 'whole'}"])
+    code, output = with_faults("0:6:term", 1, [*flags, f"--run_dir={tmp_path / 'stopped'}"])
+    assert code == 42, output
+    output = run(1, [*flags, f"--run_dir={tmp_path / 'stopped'}"])
+    assert "step-00000007: step 7" in output and "went back to step 5 and past 32 samples" in output, output
+    whole, stopped = snapshot(tmp_path / "whole", 20), snapshot(tmp_path / "stopped", 20)
+    assert all(whole[key].tobytes() == stopped[key].tobytes() for key in whole)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_training_ends_well_on_a_full_disk(tmp_path):
     disk = tmp_path / "checkpoints"
