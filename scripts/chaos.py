@@ -3,6 +3,7 @@
     python scripts/chaos.py --kills=20 --seed=1 [--workers=3] [--steps=1300] [--standby] [--keep=FOLDER]
     python scripts/chaos.py --train="--strategy=sockets"          or "--strategy=mesh --zero=3", or any other flags
     python scripts/chaos.py --job=fit                             a script with tfdist.fit and BackupAndRestore
+    python scripts/chaos.py --bad_numbers                         a job that goes back from them, once an epoch
 
 Both runs train the same model, deterministically. While the second one runs, `--kills` faults befall it, drawn from the
 seed:
@@ -274,6 +275,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="(of fit: epochs) default: enough for all kills")
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--job", choices=("train", "fit"), default="train")
+    parser.add_argument("--bad_numbers", action="store_true", help="with NaN in the data, and --on_nan=rollback")
     parser.add_argument("--train", default="", help="more flags of a job of tfdist.train")
     parser.add_argument(
         "--keep", default="", help="folder for both runs (default: a temporary one, removed at the end)"

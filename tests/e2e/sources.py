@@ -141,6 +141,14 @@ def identified(split: str) -> tuple[np.ndarray, np.ndarray]:
     return x, np.stack([y % 2, np.arange(len(y))], 1).astype("float32")
 
 
+def identified_with_nan(split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The same, with one sample (number 70) that is not a number."""
+    x, y = identified(split)
+    if split == "train":
+        x[70] = np.nan
+    return x, y
+
+
 def identifying(outputs, y, w):
     """An objective whose metrics are checksums of the samples in a batch: they tell whether two runs saw the same
     global batches.
