@@ -50,7 +50,9 @@ class _Found:
 
 
 class Recovery:
-    """The state of a run, see above. `evaluation`: the last one, which snapshots keep; `losses`: of the log lines."""
+    """The state of a run, see above. `evaluated`: the last step that was, and its scores, which its snapshot keeps;
+    `losses`: of the log lines.
+    """
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class Recovery:
         if memory:
             memory.time_policy = self.time_policy
         self.losses = restore.LossContinuity()
-        self.evaluation: dict[str, float] = {}
+        self.evaluated: tuple[int, Mapping[str, float]] = -1, {}
         self.run_id = ""
         self.progress = Progress(job.plan.global_batch, job.train_split.size)
         self._samples = SampleIdentity(job.train_split)
@@ -183,7 +185,7 @@ class Recovery:
         state.restore_generator_states(manifest["generators"])
         self.progress.restore(manifest, step)
         self._rollbacks = max(self._rollbacks, manifest.get("rollbacks", 0))
-        self.evaluation, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
+        self.evaluated, self._saved_step = (step, manifest.get("metrics", {})), -1 if "in_memory" in manifest else step
         kept = (
             self.stream_cut != self.job.stream_cut
             and f"{split.name} is read in {self.stream_cut} parts, as the run began, and all of it by every worker"
@@ -289,7 +291,7 @@ class Recovery:
             "variables": self.state.table(),
             "generators": state.generator_states(),
             "clock": self.clock.state(),
-            "metrics": self.evaluation,
+            "metrics": self.evaluated[1] if self.evaluated[0] == step else {},  # else they are of other weights
             "learning_rate": self.learning_rate(),
             "losses": self.losses.losses,
             "time": time.time(),

@@ -79,12 +79,15 @@ class SessionHooks:
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         self.recovery.settle_statistics()
         with self.diagnosis.naming(evaluated=True):
-            found = self.recovery.evaluation = evaluator()
+            found = evaluator()
         self.diagnosis.evaluated(found)
         return found
 
     def _observe(self, event: Event) -> None:
         self.observer(event)
+        if event.kind == "eval":
+            scores = {name.removeprefix("eval/"): value for name, value in event.values.items()}
+            self.recovery.evaluated = event.step, scores
         if event.kind == "train":
             self.diagnosis.observed(event)
         if event.kind == "train" and (sentence := self.recovery.losses.add(event.values["train/loss"])):

@@ -249,6 +249,22 @@ def test_else_bad_numbers_lead_back_to_the_newest(tmp_path, others):
     assert recovery_of(tmp_path, **flags).rollback(8)[1] == 7
 
 
+def test_the_best_is_what_was_evaluated_and_not_what_came_after_it(tmp_path):
+    flags = {"keep_best": "max:accuracy", "keep": 1}
+    recovery = saved(tmp_path, **flags)
+    for step, accuracy in ((5, 0.9), (6, None), (7, None), (10, 0.8), (11, None)):
+        if accuracy:
+            recovery.evaluated = step, {"accuracy": accuracy}
+        recovery.state.go_to(step)
+        recovery.save(step)
+    assert recovery.files.finish() == "" and recovery.files.store.steps() == [5, 11]
+    again = recovery_of(tmp_path, **flags)
+    again.restore()
+    again.state.go_to(12)
+    again.save(12)
+    assert again.files.finish() == "" and again.files.store.steps() == [5, 12]
+
+
 def test_a_newer_backup_of_another_run_is_not_gone_on_from(tmp_path):
     flags = {"backup_dir": str(tmp_path / "backup"), "backup_every": 2}
     first = saved(tmp_path / "one", **flags)
