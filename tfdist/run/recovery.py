@@ -184,7 +184,8 @@ class Recovery:
         self.stream_cut = manifest.get("stream_cut") or streams.cut_of_old_runs(split, manifest["replicas"])
         state.restore_generator_states(manifest["generators"])
         self.progress.restore(manifest, step)
-        self._rollbacks = max(self._rollbacks, manifest.get("rollbacks", 0))
+        if manifest["config_digest"] == self.config.digest():  # else it is tried with other numbers
+            self._rollbacks = max(self._rollbacks, manifest.get("rollbacks", 0))
         self.evaluated, self._saved_step = (step, manifest.get("metrics", {})), -1 if "in_memory" in manifest else step
         kept = (
             self.stream_cut != self.job.stream_cut

@@ -239,6 +239,8 @@ def test_bad_numbers_lead_where_they_lead_a_run_that_nobody_stopped(tmp_path):
     assert again.restore()[1] == 6
     with pytest.raises(DivergedError, match=r"after 1 rollbacks \(--max_rollbacks=1\)"):
         again.rollback(9)  # that it has gone back is kept
+    changed = recovery_of(tmp_path, **flags, clip_norm=1.0, allow_config_change=True)
+    assert changed.restore()[1] == 6 and changed.rollback(7)[1] == 5
 
 
 @pytest.mark.parametrize("others", [{"deterministic": False}, {"save_every": 0}, {"save_every": 3}])
