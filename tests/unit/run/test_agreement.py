@@ -5,7 +5,7 @@ import pytest
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.run.agreement import _first_unlike, must_be_one_run, must_go_together
+from tfdist.run.agreement import _TOGETHER, _first_unlike, must_be_one_run, must_go_together
 
 
 class Rows:
@@ -77,3 +77,44 @@ def test_a_worker_that_would_do_other_things_between_steps_is_named(changes):
     must_go_together(runtime, first.replace(run_dir="elsewhere", progress="none"))
     with pytest.raises(ConfigError, match=rf"^Rank 2 has another --{next(iter(changes))} than rank 0: give all"):
         must_go_together(runtime, other)
+
+
+# Flags in which workers may differ, by why that changes no result.
+FREE = {
+    "places on each machine, and who waits for what how long": [
+        *(
+            "run_dir",
+            "cache_dir",
+            "store_timeout",
+            "data_dir",
+            "job_token_file",
+            "startup_timeout",
+            "heartbeat_timeout",
+        ),
+        *("collective_timeout", "step_timeout", "first_step_timeout", "eval_timeout", "save_timeout", "grace_period"),
+        *("preemption_notice", "straggler_factor", "dry_run"),
+    ],
+    "how fast a worker computes, reads and writes": [
+        *("intra_op_threads", "inter_op_threads", "soft_placement", "cache_gb", "cache_data", "reader_threads"),
+        *("async_save", "horovod_fusion_mb", "horovod_cycle_ms"),
+    ],
+    "the chief alone decides": [
+        *("save_minutes", "keep", "keep_every", "double_backup", "delete_backup", "resume", "allow_config_change"),
+        *("ps_mode", "max_staleness", "staleness_scaling", "backup_workers", "ps_piece_kb"),
+    ],
+    "what is shown": [
+        *("progress", "trackers", "peak_tflops", "scaling_baseline", "histograms_every", "prometheus_port"),
+        *("opentelemetry", "profile_ranks", "plot"),
+    ],
+    "workers with other ones do not meet": ["strategy", "communication"],
+    "in one process only": ["virtual_devices"],
+}
+
+
+def test_each_flag_is_compared_or_may_differ():
+    """Whoever adds a flag says what happens where workers have other values of it."""
+    config = Config().replace(steps=3)
+    free = {name for names in FREE.values() for name in names}
+    compared = {*_TOGETHER, *config.identity()}
+    assert not free & compared
+    assert set(config.flat()) == free | compared
