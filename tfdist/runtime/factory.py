@@ -66,6 +66,11 @@ def create_runtime(config: Config, cluster: Cluster, began: float | None) -> Run
             f"--strategy={name}, but {cluster.started_by} started this process and tells no addresses: use"
             " --strategy=horovod, or start with tfdist.launch or TF_CONFIG."
         )
+    if cluster.size > 1 and not strategy.several_workers:
+        raise ConfigError(
+            f"--strategy={name} trains in one process, but TF_CONFIG lists {cluster.size} workers: use"
+            " --strategy=multi_worker, or unset TF_CONFIG."
+        )
     config.check_compression(name)
     kind = _class_of(name, strategy)
     with connecting(cluster, config.cluster.startup_timeout, began):
@@ -82,6 +87,12 @@ def create_runtime(config: Config, cluster: Cluster, began: float | None) -> Run
             raise
     if is_own(name):
         _check_complete(name, runtime)
+        if (runtime.rank, runtime.size) != (cluster.rank, cluster.size):
+            raise ConfigError(
+                f"--strategy={name}: its runtime says that it is rank {runtime.rank} of {runtime.size}, but this is"
+                f" rank {cluster.rank} of {cluster.size} workers: take rank and size from the cluster, or say"
+                " Strategy(..., several_workers=False)."
+            )
     global _has_started
     _has_started = True
     return runtime

@@ -165,11 +165,6 @@ class Mirrored(StrategyRuntime):
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> Mirrored:
-        if cluster.size > 1:
-            raise ConfigError(
-                f"--strategy=mirrored trains in one process, but TF_CONFIG lists {cluster.size} workers: use"
-                " --strategy=multi_worker."
-            )
         virtual = config.strategy.virtual_devices
         if virtual:
             cpu = tf.config.list_physical_devices("CPU")[0]

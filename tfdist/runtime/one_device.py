@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.host import first_gpu
 from tfdist.runtime.single_replica import SingleReplica
 
@@ -27,11 +26,6 @@ class OneDevice(SingleReplica):
 
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> OneDevice:
-        if cluster.size > 1:
-            raise ConfigError(
-                f"--strategy=one_device, but TF_CONFIG lists {cluster.size} workers: use --strategy=multi_worker, or"
-                " unset TF_CONFIG."
-            )
         return cls()
 
     def scope(self) -> contextlib.AbstractContextManager:

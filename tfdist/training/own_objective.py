@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tfdist.compat.code_origin import module_of, package_of
 from tfdist.compat.tensorflow_autograph import translated
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import check_takes, own_code
@@ -20,6 +22,8 @@ _WANTED = (
     " [n, T], not reduced (tfdist/training/scores.py)"
 )
 
+_WRAPPED = "write one that returns Scores(loss(y, outputs), w, {}), where a Keras loss has reduction=None"
+
 # What stands beside metrics in the vectors of a step, and in "train" and "eval" events.
 _TAKEN = {*FIRST_SUMS, *HEAD, *REQUESTS, "step_s", "learning_rate", "skipped_steps", "samples"}
 
@@ -29,13 +33,12 @@ _NUMBERS = "give a float32 tensor with one number for each sample, or token"
 def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tensor], Scores]:
     """Raises ConfigError for a function that takes something else, now, and when it is traced for one that fails or
     returns something else."""
-    check_takes(
-        "objective",
-        name,
-        function,
-        ("outputs", "y", "w"),
-        f"an objective is {_WANTED}; a Keras loss becomes one by calling it with reduction=None",
-    )
+    if isinstance(function, keras.losses.Loss) or package_of(module_of(function)) == "keras":
+        raise ConfigError(
+            f"--objective={name} is a loss of Keras, which takes (y_true, y_pred), but an objective is {_WANTED}:"
+            f" {_WRAPPED}."
+        )
+    check_takes("objective", name, function, ("outputs", "y", "w"), f"an objective is {_WANTED}; {_WRAPPED}")
     # The step is traced without AutoGraph; a user's function may have an `if` on a tensor.
     converted = translated(function)
 

@@ -134,6 +134,33 @@ def test_a_runtime_of_ones_own_that_is_not_complete(own, name, words):
     assert words in str(raised.value) and own(name) in str(raised.value)
 
 
+LONE = """
+class Lone(Unnamed):
+    name, rank, size, first_replica, replicas = "lone", 0, 1, 0, 1
+
+
+LONE, FORGETFUL = Strategy("own_strategies:Lone", several_workers=False), Strategy("own_strategies:Lone")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LONE", "trains in one process, but TF_CONFIG lists 2 workers"),
+        ("FORGETFUL", "rank 0 of 1, but this is rank 1 of"),
+    ],
+)
+def test_a_runtime_of_one_process_is_not_given_several(own, name, words):
+    """Else each of them would be the chief."""
+    path = Path(own(name).partition(":")[0])
+    path.write_text(OWN + LONE)
+    config = Config().replace(strategy=own(name))
+    with pytest.raises(ConfigError) as raised:
+        create_runtime(config, Cluster.of_workers(["127.0.0.1:1", "127.0.0.1:2"], 1), None)
+    assert words in str(raised.value) and own(name) in str(raised.value)
+    assert create_runtime(config, Cluster(), None).name == "lone"
+
+
 def test_an_entry_that_imports_tensorflow_too_early(own, monkeypatch):
     """What tfdist sets before TensorFlow is imported would come too late."""
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)

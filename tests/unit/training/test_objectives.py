@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.config import ModelConfig
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.objectives import Scores, classification, make_objective, regression, scores_spec
+from tfdist.training.own_objective import own_objective
 
 RANDOM = np.random.default_rng(0)
 
@@ -50,6 +51,25 @@ def branching(outputs, y, w):
     if tf.reduce_max(losses) > 4:
         losses = tf.sqrt(losses)
     return Scores(losses, w, {})
+
+
+class OwnLoss(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return y_pred
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        keras.losses.sparse_categorical_crossentropy,
+        keras.losses.SparseCategoricalCrossentropy,
+        keras.losses.SparseCategoricalCrossentropy(reduction=None),
+        OwnLoss(),
+    ],
+)
+def test_a_loss_of_keras_is_told_how_to_become_an_objective(loss):
+    with pytest.raises(ConfigError, match=r"a loss of Keras.* Scores\(loss\(y, outputs\), w"):
+        own_objective("mine:loss", loss)
 
 
 def test_own_objectives_may_branch_on_tensors():
