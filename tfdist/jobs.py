@@ -5,11 +5,13 @@
   python -m tfdist.jobs kubernetes --workers=4 --gpus=8 --image=registry/tfdist:1 --claim=runs -- --run_dir=/runs/gpt2
   --flagfile=flags/gpt2_124m.flags > gpt2.yaml
   python -m tfdist.jobs tfjob ...        the same for the Kubeflow training operator
+  python -m tfdist.jobs slurm --nodes=2 -- script.py ARGS          a Keras script that calls tfdist.fit; the others, too
   python -m tfdist.jobs dockerfile > Dockerfile
 
-Flags before `--` are this command's, those after it go to every worker and are checked here. Workers find each other
-without a wrapper script (control/resolvers.py). Who is asked to end saves and ends with exit code 42; the job is then
-started again and goes on from its newest snapshot, as after the other codes that starting again can mend.
+Flags before `--` are this command's, those after it go to every worker; those of tfdist.train are checked here.
+Workers find each other without a wrapper script (control/resolvers.py). Who is asked to end saves and ends with exit
+code 42; the job is then started again and goes on from its newest snapshot, as after the other codes that starting
+again can mend.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ def main(argv: list[str]) -> int:
     if options.kind == "dockerfile":
         text = jobspecs.render("dockerfile", vars(options))
     else:
-        config = flags.parse(train, usage="Flags of the workers:").config.validate()
-        options.name = options.name or _name_of(config)
+        is_script = bool(train) and train[0].endswith(".py")
+        config = None if is_script else flags.parse(train, usage="Flags of the workers:").config.validate()
+        options.name = options.name or _name_of(config.run.run_dir if config else train[0].removesuffix(".py"))
         if not _NAME.fullmatch(options.name) or options.name in _NOT_NAMES:
             raise ConfigError(
                 f"--name={options.name} is no name for a job: use up to 53 of a-z, 0-9 and -, beginning with a letter,"
@@ -62,8 +65,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def slurm(options: argparse.Namespace, config: Config, train: list[str]) -> str:
-    """Makes a batch script for sbatch."""
+def slurm(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:
+    """Makes a batch script for sbatch. arguments: flags of tfdist.train, of which `config` is made; without that a
+    script and its arguments.
+    """
     for name in ("partition", "account", "log"):
         if not re.fullmatch(_SBATCH_VALUE, getattr(options, name)):
             raise ConfigError(
@@ -74,7 +79,7 @@ def slurm(options: argparse.Namespace, config: Config, train: list[str]) -> str:
         python = shlex.split(options.python)
     except ValueError as error:
         raise ConfigError(f"--python={options.python} is no command ({error}): close its quotes.") from None
-    command = " ".join(map(jobspecs.bash_word, [*python, "-m", "tfdist.train", *train]))
+    command = " ".join(map(jobspecs.bash_word, [*python, "-m", _module(config), *arguments]))
     return jobspecs.render(
         "slurm",
         {
@@ -87,8 +92,8 @@ def slurm(options: argparse.Namespace, config: Config, train: list[str]) -> str:
     )
 
 
-def kubernetes(options: argparse.Namespace, config: Config, train: list[str]) -> str:
-    """A JobSet, or an Indexed Job with a headless service."""
+def kubernetes(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:
+    """A JobSet, or an Indexed Job with a headless service. config, arguments: see slurm."""
     if options.jobset:
         values = {
             "subdomain": "",
@@ -96,15 +101,18 @@ def kubernetes(options: argparse.Namespace, config: Config, train: list[str]) ->
         }  # JobSet sets the subdomain
     else:
         values = {"subdomain": options.name, "address": f"{options.name}-{{index}}.{options.name}:{_PORT}"}
-    pod = _pod(options, config, _command(train), values)
+    pod = _pod(options, config, _command(config, arguments), values)
     return _with_fence("jobset" if options.jobset else "job", options, config, pod)
 
 
-def tfjob(options: argparse.Namespace, config: Config, train: list[str]) -> str:
-    """A TFJob of the Kubeflow training operator."""
+def tfjob(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:
+    """A TFJob of the Kubeflow training operator. config, arguments: see slurm."""
     script = jobspecs.render("tfjob_command", {})
     lines = _pod(
-        options, config, ["sh", "-c", script, "tfdist", *_command(train)], {"subdomain": "", "address": ""}
+        options,
+        config,
+        ["sh", "-c", script, "tfdist", *_command(config, arguments)],
+        {"subdomain": "", "address": ""},
     ).splitlines()
     # The operator sets TF_CONFIG and the restart policy, and knows its container by name and port.
     first = lines.index("    env:")
@@ -118,39 +126,49 @@ def tfjob(options: argparse.Namespace, config: Config, train: list[str]) -> str:
     return _with_fence("tfjob", options, config, pod)
 
 
-def _with_fence(template: str, options: argparse.Namespace, config: Config, pod: str) -> str:
+def _with_fence(template: str, options: argparse.Namespace, config: Config | None, pod: str) -> str:
     """A template for Kubernetes, with what keeps strangers out."""
     values = {
         **vars(options),
         **_quoted(options),
-        "prometheus_port": config.telemetry.prometheus_port,
+        "prometheus_port": config.telemetry.prometheus_port if config else 0,
         "in_namespace": options.namespace and f" --namespace={options.namespace}",
     }
     fence = {name: jobspecs.render(name, values).rstrip("\n") for name in ("network_policy", "token_note")}
     return jobspecs.render(template, {**values, **fence, "pod": pod, "backoff": options.max_restarts * options.workers})
 
 
-def _command(train: list[str]) -> list[str]:
+def _module(config: Config | None) -> str:
+    return "tfdist.train" if config else "tfdist.script"
+
+
+def _command(config: Config | None, arguments: list[str]) -> list[str]:
     """The command that a container runs: flag files are read here, as the image may not have them.
 
     Kubernetes would replace $(NAME).
     """
-    return ["python", "-m", "tfdist.train", *(flag.replace("$", "$$") for flag in flags.expand_flagfiles(train))]
+    arguments = flags.expand_flagfiles(arguments) if config else arguments
+    return ["python", "-m", _module(config), *(argument.replace("$", "$$") for argument in arguments)]
 
 
-def _pod(options: argparse.Namespace, config: Config, command: list[str], values: dict[str, str]) -> str:
+def _check_volume(options: argparse.Namespace, run_dir: str) -> None:
+    """Raises ConfigError if a run that is in no object store would be lost with its pods."""
     mount = options.mount.rstrip("/")
-    stored = is_url(config.run.run_dir)
-    if options.claim and not stored and not config.run.run_dir.startswith(f"{mount}/"):
+    if options.claim and not run_dir.startswith(f"{mount}/"):
         raise ConfigError(
-            f"--run_dir={config.run.run_dir} is not on the volume that --claim={options.claim} mounts: use"
-            f" --run_dir={mount}/{Path(config.run.run_dir).name}, or another --mount."
+            f"--run_dir={run_dir} is not on the volume that --claim={options.claim} mounts: use"
+            f" --run_dir={mount}/{Path(run_dir).name}, or another --mount."
         )
-    if not options.claim and not stored and options.workers > 1:
+    if not options.claim and options.workers > 1:
         raise ConfigError(
             "--claim is missing: name a PersistentVolumeClaim that all workers can write, since snapshots must outlive"
             " them, or give a URL as --run_dir."
         )
+
+
+def _pod(options: argparse.Namespace, config: Config | None, command: list[str], values: dict[str, str]) -> str:
+    if config and not is_url(config.run.run_dir):
+        _check_volume(options, config.run.run_dir)
     if options.rdma and not re.fullmatch(r"[\w.-]+/[\w.-]+=[0-9]+", options.rdma):
         raise ConfigError(
             f"--rdma={options.rdma} is not RESOURCE=NUMBER: write for example rdma/hca_shared_devices_a=1, as your"
@@ -178,8 +196,8 @@ def _quoted(options: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _name_of(config: Config) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", Path(config.run.run_dir).name.lower()).strip("-")[:53] or "tfdist"
+def _name_of(run_dir: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", Path(run_dir).name.lower()).strip("-")[:53] or "tfdist"
 
 
 if __name__ == "__main__":

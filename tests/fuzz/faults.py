@@ -147,8 +147,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "shard_upload": Fault(
         "artifacts/partial_download.py",
-        "for step in filter(regular, reversed(self._remote.steps())):",
-        "for step in filter(regular, self._remote.steps()):",
+        "for step in filter(scheduled, reversed(self._remote.steps())):",
+        "for step in filter(scheduled, self._remote.steps()):",
         "mesh:2",
         "of divided state in an object store the oldest snapshot is restored, not the newest",
     ),

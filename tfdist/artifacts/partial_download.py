@@ -16,7 +16,7 @@ from typing import Any
 
 from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.file_entry import has_content
-from tfdist.artifacts.policy import ALL, Regular
+from tfdist.artifacts.policy import ALL_STEPS, ScheduledSteps
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder, whole_manifest
 from tfdist.artifacts.shard_upload import PARTS, data_file
 from tfdist.artifacts.sharded_snapshots import Shard
@@ -47,13 +47,13 @@ class PartialDownload(SnapshotFolder):
         super().__init__(str(folder / PARTS), options=options)
         self.objects, self._remote, self.brought = objects, remote, 0
 
-    def newest_valid(self, regular: Regular = ALL) -> tuple[Snapshot | None, list[str]]:
-        """The newest in the store, of the `regular` steps, that is valid by its table of contents; on the chief. Raises
+    def newest_valid(self, scheduled: ScheduledSteps = ALL_STEPS) -> tuple[Snapshot | None, list[str]]:
+        """The newest of the `scheduled` steps in the store that is valid by its table of contents; on the chief. Raises
         StoreError.
         """
         assert self._remote
         messages: list[str] = []
-        for step in filter(regular, reversed(self._remote.steps())):
+        for step in filter(scheduled, reversed(self._remote.steps())):
             if step in self._remote.damaged_there:
                 continue
             try:

@@ -22,9 +22,10 @@ class TimePolicy:
         self._last = self._now()
 
 
-class Regular:
-    """Of which steps an undisturbed run has snapshots, too: the multiples of `periods`. Not of others, as where a job
-    was asked to end. Without periods: of all, as nothing tells."""
+class ScheduledSteps:
+    """Whether an uninterrupted run would save at a step, too: at multiples of `periods`, and not where a job was asked
+    to end. Without periods always True, since nothing tells.
+    """
 
     def __init__(self, *periods: int):
         self.periods = [period for period in periods if period]
@@ -33,18 +34,18 @@ class Regular:
         return not self.periods or any(step % period == 0 for period in self.periods)
 
 
-ALL = Regular()
+ALL_STEPS = ScheduledSteps()
 
 
 class Retention:
     """Keeps the newest `keep`, every one whose step is a multiple of `every` for ever, the best by a metric, and the
-    newest that is regular.
+    newest of a scheduled step.
 
     best: "min:loss" or "max:accuracy"; "" for none.
     """
 
-    def __init__(self, keep: int, every: int = 0, best: str = "", regular: Regular = ALL):
-        self.keep, self.every, self.regular = keep, every, regular
+    def __init__(self, keep: int, every: int = 0, best: str = "", scheduled: ScheduledSteps = ALL_STEPS):
+        self.keep, self.every, self.scheduled = keep, every, scheduled
         self.order, _, self.metric = best.partition(":")
 
     def to_delete(self, steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
@@ -52,7 +53,7 @@ class Retention:
         steps = sorted(steps)
         kept = set(steps[-self.keep :])
         kept |= {step for step in steps if self.every and step % self.every == 0}
-        kept |= {*[step for step in steps if self.regular(step)][-1:]}
+        kept |= {*[step for step in steps if self.scheduled(step)][-1:]}
         scored = {
             step: metrics[step][self.metric] for step in steps if self.metric and self.metric in metrics.get(step, {})
         }

@@ -18,7 +18,7 @@ from typing import Any
 
 from tfdist.artifacts.checkpoint_files import pointer
 from tfdist.artifacts.manifest import MANIFEST, parse
-from tfdist.artifacts.policy import ALL, Regular, Retention
+from tfdist.artifacts.policy import ALL_STEPS, Retention, ScheduledSteps
 from tfdist.artifacts.snapshot_folder import SnapshotFolder, must_be_of
 from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.exit_codes import CheckpointError
@@ -108,13 +108,13 @@ class RemoteSnapshots:
         """The steps of all snapshots in the store, whole or not. Raises StoreError."""
         return sorted(self._inventory())
 
-    def bring_newest(self, regular: Regular = ALL) -> list[str]:
-        """Brings the newest whole snapshot of the `regular` steps, if the working copy has none that is as new. Returns
-        why others were passed over. Raises StoreError.
+    def bring_newest(self, scheduled: ScheduledSteps = ALL_STEPS) -> list[str]:
+        """Brings the newest whole snapshot of the `scheduled` steps, if the working copy has none that is as new.
+        Returns why others were passed over. Raises StoreError.
         """
         messages: list[str] = []
-        local, _ = self._store.newest_valid(regular)
-        for step in filter(regular, reversed(self.steps())):
+        local, _ = self._store.newest_valid(scheduled)
+        for step in filter(scheduled, reversed(self.steps())):
             if local and local.step >= step:
                 break
             try:

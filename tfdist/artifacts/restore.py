@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.artifacts.policy import ALL, Regular
+from tfdist.artifacts.policy import ALL_STEPS, ScheduledSteps
 from tfdist.artifacts.snapshot_folder import Snapshot, SnapshotFolder
 from tfdist.config import Config
 from tfdist.config.run_options import RunConfig
@@ -25,12 +25,12 @@ REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "gen
 
 
 def pick_snapshot(
-    store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = (), steps: Regular | None = None
+    store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = (), steps: ScheduledSteps | None = None
 ) -> tuple[Snapshot | None, list[str]]:
     """The snapshot to resume from (None: start anew), from one of the `others` only if it is newer; and messages for
     the user. steps: of these, if `store` has one. Raises CheckpointError, and what the stores raise.
     """
-    snapshot, messages = store.newest_valid(steps or ALL)
+    snapshot, messages = store.newest_valid(steps or ALL_STEPS)
     if snapshot is None and steps:
         snapshot, messages = store.newest_valid()
     flag = store.options.flag
@@ -66,13 +66,13 @@ def pick_snapshot(
     return snapshot, messages
 
 
-def regular(config: Config) -> Regular | None:
+def scheduled(config: Config) -> ScheduledSteps | None:
     """Of which steps there are snapshots to go back to after bad numbers, whatever ended the job in between; None: of
     any.
     """
     if not config.run.deterministic or config.loop.on_nan != "rollback":
         return None
-    found = Regular(config.checkpoint.save_every, config.loop.eval_every if config.checkpoint.keep_best else 0)
+    found = ScheduledSteps(config.checkpoint.save_every, config.loop.eval_every if config.checkpoint.keep_best else 0)
     return found if found.periods else None
 
 

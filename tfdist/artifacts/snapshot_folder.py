@@ -30,7 +30,7 @@ from tfdist.artifacts.checkpoint_arrays import ONLY_AS_SAVED, read_boxes
 from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.file_entry import checksum_of, measure
 from tfdist.artifacts.manifest import CRC, FORMAT, MANIFEST, parse, sealed
-from tfdist.artifacts.policy import ALL, Regular
+from tfdist.artifacts.policy import ALL_STEPS, ScheduledSteps
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import flush_to_disk, remove_tree
 from tfdist.control.user_errors import first_line
@@ -241,10 +241,10 @@ class SnapshotFolder:
         if not found.items() <= entry.items():
             raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
 
-    def newest_valid(self, regular: Regular = ALL) -> tuple[Snapshot | None, list[str]]:
-        """The newest snapshot that is whole, of the `regular` steps, and why newer ones were passed over."""
+    def newest_valid(self, scheduled: ScheduledSteps = ALL_STEPS) -> tuple[Snapshot | None, list[str]]:
+        """The newest snapshot that is whole, of the `scheduled` steps, and why newer ones were passed over."""
         passed_over, self.damaged = [], []
-        for step in filter(regular, reversed(self.steps())):
+        for step in filter(scheduled, reversed(self.steps())):
             try:
                 return self.verify(step), passed_over
             except CheckpointError as error:

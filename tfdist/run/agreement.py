@@ -72,7 +72,7 @@ def identify(runtime: Runtime, folder: Path) -> RunIdentity:
     return RunIdentity(**runtime.broadcast_object(identity))
 
 
-def must_be_one_run(runtime: Runtime, config: Config) -> None:
+def check_same_identity(runtime: Runtime, config: Config) -> None:
     """Raises ConfigError on all workers unless all have the same identity (Config.identity): with other flags they
     would train different models, on each other's gradients. A collective.
     """
@@ -87,7 +87,7 @@ def must_be_one_run(runtime: Runtime, config: Config) -> None:
             )
 
 
-def must_go_together(runtime: Runtime, config: Config) -> None:
+def check_same_options(runtime: Runtime, config: Config) -> None:
     """Raises ConfigError on all workers unless they will do the same at the same steps. A collective."""
     values = config.flat()
     values["backup_dir"] = bool(values["backup_dir"])  # where it is, the chief alone says

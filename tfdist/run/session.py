@@ -21,7 +21,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ExitCode
 from tfdist.control.signals import SignalRequests
 from tfdist.run import results
-from tfdist.run.agreement import RunIdentity, identify, must_be_one_run, must_go_together
+from tfdist.run.agreement import RunIdentity, check_same_identity, check_same_options, identify
 from tfdist.run.announcement import Announcement
 from tfdist.run.diagnosis import Diagnosis
 from tfdist.run.health import HealthMonitor
@@ -138,16 +138,16 @@ class Session:
 
     def _compose(self) -> None:
         config, cluster = self.start.config, self.start.cluster
-        must_go_together(self.runtime, config)
+        check_same_options(self.runtime, config)
         # Before the data: other flags may mean other data, and again when all of them are known.
-        must_be_one_run(self.runtime, config)
+        check_same_identity(self.runtime, config)
         limits = build.memory_limits(cluster)
         if config.model.jit_tune:
             config, self.announcement.xla = tuned(config, self.runtime, self.folder, limits)
         self.job = results.exportable(build.compose(config, self.runtime, limits))
         self.config, self.runtime = self.job.config, self.job.runtime
         self.chief = self.runtime.rank == 0
-        must_be_one_run(self.runtime, self.config)
+        check_same_identity(self.runtime, self.config)
 
     def _restore(self) -> None:
         self.recovery = Recovery(self.job, self.folder, self.clock, self.monitor.faults, self.memory, self.stored)

@@ -121,7 +121,7 @@ class Runtime(Protocol):
     def waiting_for(self) -> int | None:
         """The rank whose data this worker waits for at the moment; None: nobody's, or not known.
 
-        Asked by another thread.
+        May be called from another thread.
         """
         ...
 

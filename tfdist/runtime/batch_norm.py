@@ -47,7 +47,9 @@ def synchronize_with(runtime: Runtime) -> None:
 
 @contextlib.contextmanager
 def each_alone() -> Iterator[None]:
-    """A context in which moments are over this process's rows alone: what one worker tries, others need not try."""
+    """A context in which moments are over this process's rows alone: for trial runs on one worker, in which the others
+    need not take part.
+    """
     global _apart
     before, _apart = _apart, True
     try:
@@ -58,8 +60,9 @@ def each_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def weighted(weight: tf.Tensor) -> Iterator[None]:
-    """A context for the trace of a forward pass. weight: 0.0 if this worker's rows are only there to have any, else
-    1.0."""
+    """A context for the trace of a forward pass. weight: 0.0 if this worker has no rows of its own and computes on
+    copies, else 1.0.
+    """
     global _weight
     _weight = weight
     try:

@@ -1,7 +1,7 @@
 """Messages between workers beside tensors, over authenticated connections, and whether the neighbours are there.
 
-Workers meet at the chief's TF_CONFIG address (rendezvous.py). One ring carries what is gathered, one the pulse
-(heartbeat.py).
+Workers meet at the chief's TF_CONFIG address (rendezvous.py). One ring carries what is gathered, another the
+heartbeats (heartbeat.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ControlRing:
         return self._heartbeat is None or self._heartbeat.is_alive(rank)
 
     def exchange(self, endpoint: str) -> list[str]:
-        """Every worker's, in rank order: for rings of other kinds."""
+        """Gathers an endpoint of every worker, in rank order: where further rings connect."""
         return [bytes(other).decode() for other in self._ring.all_gather(endpoint.encode(), "endpoint")]
 
     def gather(self, data: bytes, name: str, stamp: int = 0) -> Sequence[bytes | memoryview]:

@@ -1,4 +1,4 @@
-"""Whether those with whom a worker has connections still run: it sends each of them a byte now and then.
+"""Heartbeats: a worker sends each peer that it is connected to a byte now and then, and notices who falls silent.
 
 A process that ends closes its connections, which the others notice at once. One that is stopped (SIGSTOP), or whose
 machine or network is gone, does not: its heartbeats stop.
@@ -13,13 +13,13 @@ import time
 
 from tfdist.runtime.ring_connections import RingConnections
 
-_BEATS = 4  # in the time after which silence counts as death
+_BEATS = 4  # in the time after which who is silent counts as lost
 
 
 class Heartbeat:
     """Sends and hears heartbeats over a ring of its own.
 
-    `patience`: seconds of silence after which a rank is dead.
+    `patience`: seconds of silence after which a rank is lost.
     """
 
     def __init__(self, ring: RingConnections, patience: float):

@@ -53,7 +53,7 @@ class Peers(SingleReplica):
         return with_gradient(self.stacked, self._own_row_of_sum, row)
 
     def _own_row_of_sum(self, rows: tf.Tensor) -> tf.Tensor:
-        """The adjoint of gather_row, which is this one's: [workers, k] of each worker -> [k]."""
+        """The gradient of gather_row, whose gradient is gather_row: [workers, k] of each worker -> [k]."""
         return with_gradient(lambda rows: tf.reduce_sum(self.stacked(rows), 0)[self.rank], self.gather_row, rows)
 
     def gather(

@@ -95,7 +95,7 @@ class _Own(Observer):
 
 
 def observer_of(tell: Tell) -> Observer:
-    """It, if it is an observer, else one that passes on to it what it takes."""
+    """`tell` itself if it is an Observer, else one that calls it and whatever methods of an Observer it has."""
     return tell if isinstance(tell, Observer) else _Own(tell)
 
 

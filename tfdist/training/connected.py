@@ -1,9 +1,9 @@
 """Which of the trainable variables the loss depends on. One that it does not depend on has no gradient; Keras leaves it
 as it is, with its slots, and does not decay it, and so is it here.
 
-On the way to the optimizer it has a gradient of zeros, so that what is added up, reduced, cut and measured has the same
-shape whatever the model. Where operations with gradients of their own hide it (recomputation, shards of --zero=3,
-stages of a pipeline), the model is traced once more, before it is spread.
+On the way to the optimizer it has a gradient of zeros, so that what is accumulated, reduced, clipped and measured has
+the same shape whatever the model. Where operations with gradients of their own hide it (recomputation, shards of
+--zero=3, stages of a pipeline), the model is traced once more, before it is spread.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Connected:
             self._found = found | (self._found or set())
 
     def fix(self, idle: Sequence[keras.Variable], count: int) -> list[str]:
-        """Marks every variable except `idle` as connected, whatever is noted. Returns messages for the user. count: of
-        all trainable variables of the model: here may be a part."""
+        """Marks every variable except `idle` as connected, whatever is noted. Returns messages for the user. count:
+        trainable variables of the whole model, of which this object may know a part.
+        """
         left_out = set(map(id, idle))
         self._found = {place for place, own in enumerate(self._ids) if own not in left_out}
         self._fixed = self._told = True

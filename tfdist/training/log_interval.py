@@ -23,7 +23,7 @@ _MOST_SKIPPED = 50  # steps in a row: the search for the loss scale of float16 t
 
 
 class Interval:
-    """Adds up step outputs; `event` ends the interval and starts the next.
+    """Adds up step outputs; `events` ends the interval and starts the next.
 
     Raises DivergedError where steps are skipped only.
     """

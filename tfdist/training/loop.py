@@ -8,11 +8,13 @@
         if loss or gradients were not finite: go back (--on_nan=rollback) and begin anew at `while`, or the run stops;
             what the step itself has skipped (--on_nan=skip, float16) counts only if it is 50 in a row (log_interval.py)
         at a log boundary, and at the target: observers(events)
-        at an evaluation boundary: evaluate
-        at a save boundary, or if any worker asked to save or to stop: save(step)
+        at an evaluation boundary: evaluate; if that fails on all workers, save what is due, and the run ends
+        at a save boundary, with --keep_best at an evaluation boundary, or if any worker asked to save or to stop:
+            save(step)
         else, at a backup boundary: backup(step)
         if any worker asked to stop, or to leave its group: break
     unless it was asked to stop or to leave: evaluate, if the last step has not been evaluated
+    after it: the last snapshot and the exports (run/session.py)
 
 Asking costs nothing: what a worker asks for travels in the step's own reduction, so all workers read the same answer
 at the same step. Steps are made by this worker's replicas together with others (step.py), or by workers that a chief

@@ -366,3 +366,17 @@ def _containers(node):
 def test_what_cannot_be_quoted_is_refused(argv, word):
     with pytest.raises(ConfigError, match=word):
         jobs.main([*argv, "--", "--source=digits", "--model=mlp", "--global_batch=8", "--steps=1", "--run_dir=/runs/x"])
+
+
+SCRIPT = ["train it.py", "--epochs=3", "--name=$HOME"]
+
+
+def test_a_keras_script_is_run_by_what_gives_it_exit_codes(capsys):
+    sbatch = written(capsys, "slurm", "--nodes=2", train=SCRIPT)
+    assert "python -m tfdist.script 'train it.py' --epochs=3 '--name=$HOME' &" in sbatch
+    assert "#SBATCH --job-name=train-it\n" in sbatch
+    for kind in (["kubernetes"], ["kubernetes", "--jobset"], ["tfjob"]):
+        pods = yaml.safe_load_all(written(capsys, *kind, "--image=i", "--workers=2", train=SCRIPT))
+        containers = [container for document in pods for container in _containers(document)]
+        wanted = ["python", "-m", "tfdist.script", "train it.py", "--epochs=3", "--name=$$HOME"]
+        assert containers and all(container["command"][-len(wanted) :] == wanted for container in containers)

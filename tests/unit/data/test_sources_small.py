@@ -107,3 +107,14 @@ def test_what_is_known_of_a_source_before_it_is_opened(source, options):
     assert sample_of(config) == Sample(tuple(split.element_spec[0].shape), split.num_classes)
     if source == "digits":
         assert split.size == DIGITS_TO_TRAIN
+
+
+def test_a_file_that_a_source_of_the_package_does_not_find_is_told(monkeypatch):
+    """A source that looks for nothing itself: not as an error of tfdist's own, after which a job would start again."""
+
+    def load(config, split):
+        return array_split("missing", *np.load("nowhere.npz"))
+
+    monkeypatch.setitem(SOURCES, "missing", load)
+    with pytest.raises(DataError, match=r"--source=missing cannot be read .*nowhere.npz.*check --data_dir"):
+        load_split(DataConfig(source="missing"), "train")

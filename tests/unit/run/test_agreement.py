@@ -5,7 +5,7 @@ import pytest
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.run.agreement import _TOGETHER, _first_unlike, must_be_one_run, must_go_together
+from tfdist.run.agreement import _TOGETHER, _first_unlike, check_same_identity, check_same_options
 
 
 class Rows:
@@ -40,14 +40,14 @@ class Two:
 def test_who_would_train_something_else_is_told_by_which_flags():
     chief, sums = Two(None), Rows()
     config = Config().replace(steps=3, seed=1, global_batch=8)
-    must_be_one_run(chief, config)
+    check_same_identity(chief, config)
     identity = config.identity()
     _first_unlike(sums, identity, sorted(identity))
     second = Two([*chief.sent, *sums.rows])
     with pytest.raises(
         ConfigError, match=r"^Rank 1 has configuration .*same flags \(rank 1 has --global_batch=16, --seed=2\)\.$"
     ):
-        must_be_one_run(second, config.replace(seed=2, global_batch=16))
+        check_same_identity(second, config.replace(seed=2, global_batch=16))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_a_worker_that_would_do_other_things_between_steps_is_named(changes):
     first, other = Config().replace(steps=3), Config().replace(**{"steps": 3, **changes})
     assert first.digest() == other.digest()
     runtime = Rows()
-    must_go_together(runtime, first)
-    must_go_together(runtime, first.replace(run_dir="elsewhere", progress="none"))
+    check_same_options(runtime, first)
+    check_same_options(runtime, first.replace(run_dir="elsewhere", progress="none"))
     with pytest.raises(ConfigError, match=rf"^Rank 2 has another --{next(iter(changes))} than rank 0: give all"):
-        must_go_together(runtime, other)
+        check_same_options(runtime, other)
 
 
 # Flags in which workers may differ, by why that changes no result.

@@ -30,8 +30,8 @@ class _Parser(CommandParser):
 
     def __init__(self, **options: Any):
         hint = (
-            "write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of tfdist.train>`;"
-            " `--help` lists them"
+            "write `python -m tfdist.jobs slurm|kubernetes|tfjob|dockerfile [flags] -- <flags of tfdist.train, or a"
+            " script>`; `--help` lists them"
         )
         super().__init__(hint, **options)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 
 from tfdist.config import Config, DataConfig
+from tfdist.control.exit_codes import DataError
 from tfdist.control.run_address import is_url
 from tfdist.data.sources.source_names import SOURCES
 from tfdist.data.sources.split import SPLITS, Split
 from tfdist.plugins import resolve
 from tfdist.storage.data_cache import data_cache
+from tfdist.storage.store_errors import StoreError
 
 _USER = "tfdist.data.sources.user:load"
 
@@ -32,4 +34,11 @@ def load_split(config: DataConfig, split: str) -> Split:
     """The "train" or "eval" split of `--source`. Raises ConfigError for an unknown name, DataError for bad data."""
     assert split in SPLITS, split
     load = resolve("source", _USER if ":" in config.source else config.source, SOURCES)
-    return load(config, split).check()
+    try:
+        return load(config, split).check()
+    except StoreError:
+        raise
+    except OSError as error:
+        raise DataError(
+            f"--source={config.source} cannot be read ({error}): check --data_dir and --source_args."
+        ) from error
