@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -163,6 +164,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     options = plan_parser().parse_args(argv)
     for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):
         check_least(name, getattr(options, name), least)
+    if math.isinf(options.tokens):
+        raise ConfigError(f"--tokens={options.tokens} is no number of tokens: write one, such as 1e12.")
     return options
 
 

@@ -29,6 +29,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease_owner import Owner, Patience, Watched, end_worker, in_use
 from tfdist.control.run_address import is_url
+from tfdist.control.terminal import say
 
 FILE = "lease.json"
 JOB_VARIABLE = "TFDIST_JOB_ID"  # the launcher's name for all attempts of a job
@@ -97,6 +98,8 @@ class Lease:
                 text = _read(self._path)
                 if text is not None and watched.is_free(text):  # "": not yet written, or never
                     self._remove(text)
+                elif text is None and self._path.is_symlink():  # one that leads nowhere
+                    self._path.unlink(missing_ok=True)
                 else:
                     time.sleep(_LOOK_SECONDS)
         except OSError as error:
@@ -151,7 +154,11 @@ class Lease:
             os.unlink(aside)
 
     def _keep(self) -> None:
+        told = False
         while not self._released.wait(_RENEW_SECONDS):
+            if not (told or self._folder.exists()):
+                told = True
+                say(f"{self._name} HAS BEEN REMOVED: what is written now is in a new folder, and what was is lost.")
             with contextlib.suppress(OSError):  # a full disk, a file server that is away: then later
                 if not self._renew() and not self._released.is_set():
                     owner = Owner.read(_read(self._path) or "")

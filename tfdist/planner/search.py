@@ -123,6 +123,10 @@ def search(plan: Plan, wish: Wish = Wish()) -> list[Proposal]:  # noqa: B008 - f
     found = [estimate(plan, layout) for layout in layouts(plan, wish)]
     if not found:
         batch = plan.config.batch
+        if not (batch.global_batch or batch.micro_batch):
+            raise ConfigError(
+                "Neither --global_batch nor --micro_batch is given, behind the `--`: say what is planned for."
+            )
         raise ConfigError(
             f"No layout of --devices={plan.devices} suits the batch (--global_batch={batch.global_batch},"
             f" --micro_batch={batch.micro_batch}, --accumulation={batch.accumulation}): raise --global_batch, or use"

@@ -17,6 +17,7 @@ from tfdist.control import versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
 from tfdist.control.run_address import is_url
+from tfdist.control.terminal import say
 from tfdist.storage.reader_copy import ReadRun
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ class EvaluateOptions:
 def main(argv: list[str], usage: str = "") -> int:
     """Runs the command `python -m tfdist.evaluate`. Returns the exit code."""
     given = flags.parse(argv, usage=usage, command=EvaluateOptions)
+    if given.command.follow and given.command.at_step >= 0:
+        raise ConfigError(
+            f"--at_step={given.command.at_step} evaluates one snapshot, --follow each new one: drop one of them."
+        )
     versions.check()
     versions.quiet()
     if given.command.follow:
@@ -95,6 +100,8 @@ def run_configuration(config: Config, argv: list[str], folder: Path) -> Config:
     stored = folder / flags.FLAGS_FILE
     if stored.exists():
         config = flags.parse([f"--flagfile={stored}", *argv], command=EvaluateOptions).config
+    elif not (config.run.steps or config.run.epochs):
+        config = config.replace(steps=1)  # nothing is trained
     return config.validate()
 
 
@@ -110,7 +117,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     folder = run.bring()
     job = _compose(run_configuration(config, argv or [], folder))
     store, done, target = _store(run), -1, job.config.run.steps
-    was_running, begun = False, time.monotonic()
+    was_running, told, begun = False, False, time.monotonic()
     log = folder / EVALUATOR_LOG
     observers: list[JsonlObserver | TensorBoardObserver] = [
         JsonlObserver(log, run_id=_status(run).get("run_id", ""), attempt=next_attempt(log), rank=-1)
@@ -136,7 +143,12 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         elif over:
             break
         else:
+            if status == "finished" and not (was_running or told):
+                told = True
+                say(f"The run is finished: waiting {config.cluster.startup_timeout:g} s whether it goes on.")
             time.sleep(_POLL_SECONDS)
+    if done < 0:
+        say(f"{store.directory} has no valid snapshot: nothing was evaluated.")
     for observer in observers:
         observer.close()
     run.send_back(is_evaluators)

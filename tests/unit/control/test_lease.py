@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,6 +194,26 @@ def test_nothing_is_written_where_a_link_in_its_place_leads(tmp_path):
     one = Lease(tmp_path, "")
     assert one._renew() and other.read_text() == "of somebody else"
     assert not path.is_symlink() and Owner.read(path.read_text()) == one.owner
+
+
+def test_a_link_that_leads_nowhere_is_no_lease(tmp_path):
+    """Making the file fails, as there is one, and reading it, as there is none."""
+    (tmp_path / FILE).symlink_to(tmp_path / "nowhere")
+    with held(tmp_path, ""):
+        assert not (tmp_path / FILE).is_symlink() and not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_that_is_removed_is_told_of(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("tfdist.control.lease._RENEW_SECONDS", 0.05)
+    (tmp_path / "run").mkdir()
+    with held(tmp_path / "run", ""):
+        shutil.rmtree(tmp_path / "run")
+        deadline = time.monotonic() + 30
+        said = ""
+        while "HAS BEEN REMOVED" not in said and time.monotonic() < deadline:
+            time.sleep(0.02)
+            said += capfd.readouterr().err
+    assert said.count(f"--run_dir={tmp_path / 'run'} HAS BEEN REMOVED") == 1
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
+from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.run import snapshot_evaluation
 
@@ -29,3 +30,13 @@ def test_a_step_that_has_no_snapshot(tmp_path):
         CheckpointError, match=r"--at_step=7: .*/checkpoints has no snapshot of that step; it has 10, 20\.$"
     ):
         snapshot_evaluation.main([f"--run_dir={tmp_path}", "--at_step=7"])
+
+
+def test_one_step_and_each_new_one_are_two_wishes():
+    with pytest.raises(ConfigError, match="--at_step=4 evaluates one snapshot, --follow each new one"):
+        snapshot_evaluation.main(["--run_dir=x", "--follow", "--at_step=4"])
+
+
+def test_where_no_flags_are_stored_nobody_asks_how_long_to_train(tmp_path):
+    config = Config().replace(run_dir=str(tmp_path), source="digits", model="mlp", global_batch=8)
+    assert snapshot_evaluation.run_configuration(config, [], tmp_path).run.steps == 1
