@@ -80,7 +80,10 @@ def _made(name: str, run: Run) -> Observer:
         observer = function(replace(run, flags=dict(run.flags)))  # which it may change for itself
     if not callable(observer):
         raise ConfigError(f"--trackers={name} returned {observer!r}: {what}.")
-    return observer_of(cast(Tell, observer))
+    found = observer_of(cast(Tell, observer))
+    if found is not observer:  # else its class has a name
+        found.name = f"--trackers={name}"
+    return found
 
 
 def numbers(event: Event) -> dict[str, float]:

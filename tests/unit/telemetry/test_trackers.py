@@ -410,6 +410,13 @@ def test_a_tracker_for_which_too_much_waits_is_left_behind(monkeypatch, capsys):
     assert "stuck failed (TimeoutError: 2 events wait to be passed on)" in capsys.readouterr().err
 
 
+def test_a_failing_tracker_of_ones_own_is_named_by_its_flag(tmp_path, monkeypatch, capsys):
+    (tmp_path / "failing.py").write_text("def track(run):\n    return lambda event: 1 / 0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    FanOut(make_trackers("failing:track", Run(tmp_path, "r")))(train_event(1, 1.0))
+    assert "WARNING: --trackers=failing:track failed (ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_a_tracker_that_ends_its_thread_is_switched_off(capsys):
     """Else what it was told would be lost without a word."""
 
