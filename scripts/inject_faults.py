@@ -108,7 +108,7 @@ FAULTS: dict[str, Fault] = {
     "missing number": Fault(
         "a whole number that a table does not have is another one under XLA, without a word",
         "keras_fit/silent_lookups.py",
-        "missing_rows.told(function(*args, **kwargs))",
+        "missing_rows.poisoned(function(*args, **kwargs))",
         "function(*args, **kwargs)",
         ("tests/unit/keras_fit/test_silent_lookups.py",),
     ),
@@ -322,7 +322,7 @@ FAULTS: dict[str, Fault] = {
     "now and then": Fault(
         "what mixes a few rows by what it draws is looked at in one step",
         "training/row_checks/mixing_trial.py",
-        "or self._told_by_many_runs(many))",
+        "or self._found_by_many_runs(many))",
         ")",
         ("tests/unit/training/row_checks/test_row_mixing.py",),
     ),
@@ -606,8 +606,8 @@ FAULTS: dict[str, Fault] = {
     "data record": Fault(
         "a copy of another version of an object is read",
         "storage/object_copy.py",
-        "            return self._told() == self.record and",
-        "            return bool(self._told()) and",
+        "            return self._record_there() == self.record and",
+        "            return bool(self._record_there()) and",
         ("tests/unit/storage/test_data_cache.py",),
     ),
     "data pins": Fault(

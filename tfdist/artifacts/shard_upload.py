@@ -102,9 +102,9 @@ class ShardUpload(SnapshotFolder):
             note["error"] = f"rank {self.rank}: {first_line(error) or type(error).__name__}"
             raise
         finally:
-            self._tell(step, note)
+            self._announce(step, note)
 
-    def _tell(self, step: int, note: dict[str, Any]) -> None:
+    def _announce(self, step: int, note: dict[str, Any]) -> None:
         self._notes[step] = note
         self.sent.discard(step)
         if step not in self.wanted:

@@ -140,7 +140,7 @@ class ShardedSnapshotFolder(SnapshotFolder):
                 shutil.rmtree(folder, ignore_errors=True)
             else:
                 with contextlib.suppress(OSError):  # the chief may have given up before
-                    self._tell(
+                    self._announce(
                         folder,
                         {"error": f"rank {self.rank}: {first_line(error) or type(error).__name__}"},
                     )
@@ -159,10 +159,10 @@ class ShardedSnapshotFolder(SnapshotFolder):
         written = save_part(prefix, shards, keys if self.rank == 0 else (), self.direct)
         self.before_commit(step)
         files = self._measured(folder, written, written)
-        self._tell(folder, {"files": files, "values": values_of(shards)})
+        self._announce(folder, {"files": files, "values": values_of(shards)})
         return sum(entry["bytes"] for entry in files.values())
 
-    def _tell(self, folder: str, message: Mapping[str, Any]) -> None:
+    def _announce(self, folder: str, message: Mapping[str, Any]) -> None:
         path = f"{folder}/part-{self.rank:05d}.json"
         self._write_text(f"{path}.new", json.dumps(message))
         os.rename(f"{path}.new", path)

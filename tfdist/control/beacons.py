@@ -84,7 +84,7 @@ class Beacons:
 
     # -- asked by the session --------------------------------------------------------------------------------------
 
-    def tell(self, error: str, secondary: bool = False) -> None:
+    def announce(self, error: str, secondary: bool = False) -> None:
         """Tells all others why this worker ends; `secondary`: because it lost another."""
         self._error, self._error_time, self._secondary = error, time.time(), secondary
         for _ in range(_REPEAT):

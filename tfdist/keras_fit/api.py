@@ -24,7 +24,7 @@ from tfdist.keras_fit.callbacks import arrange, backup_held, backup_of
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
 from tfdist.keras_fit.model import DistributedModel, build_optimizer, every_row_checked, rows_in_one_order
 from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
-from tfdist.keras_fit.signatures import arguments_told
+from tfdist.keras_fit.signatures import checked_arguments
 from tfdist.models.compiled_functions import in_steps
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.errors import cause, message_of
@@ -49,7 +49,7 @@ _compared: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # with those of the
 
 
 @contextlib.contextmanager
-def _mistakes_told(runtime: Runtime, purpose: str) -> Iterator[None]:
+def _mistakes_explained(runtime: Runtime, purpose: str) -> Iterator[None]:
     """Raises ConfigError, with several workers, for what Keras refuses: starting them again would not mend it."""
     try:
         yield
@@ -77,7 +77,7 @@ def _check_compiled(model: keras.Model, purpose: str) -> None:
         raise ConfigError(f"The model is not compiled: call model.compile(...) before tfdist.{purpose}.")
 
 
-@arguments_told
+@checked_arguments
 def fit(
     model: keras.Model,
     x: Any = None,
@@ -121,7 +121,7 @@ def fit(
         "validation_batch_size": validation_batch_size,
         "validation_freq": validation_freq,
     }
-    with _mistakes_told(runtime, "fit"):
+    with _mistakes_explained(runtime, "fit"):
         agree_on(runtime, "fit", arguments)
         refuse_lists("fit", model, x=x, y=y, sample_weight=sample_weight, validation_data=validation_data)
         with backup_held(callbacks, runtime):
@@ -140,7 +140,7 @@ def fit(
                 )
 
 
-@arguments_told
+@checked_arguments
 def evaluate(
     model: keras.Model,
     x: Any = None,
@@ -156,7 +156,7 @@ def evaluate(
     worker.
     """
     runtime = _join(model, "evaluate")
-    with _mistakes_told(runtime, "evaluate"):
+    with _mistakes_explained(runtime, "evaluate"):
         agree_on(runtime, "evaluate", {"batch_size": batch_size, "steps": steps})
         _check_compiled(model, "evaluate")
         refuse_lists("evaluate", model, x=x, y=y, sample_weight=sample_weight)
@@ -178,7 +178,7 @@ def evaluate(
         )
 
 
-@arguments_told
+@checked_arguments
 def predict(
     model: keras.Model,
     x: Any,
@@ -189,7 +189,7 @@ def predict(
 ) -> Any:
     """`keras.Model.predict` on all workers: every worker returns all predictions, in the order of the input."""
     runtime = _join(model, "predict")
-    with _mistakes_told(runtime, "predict"):
+    with _mistakes_explained(runtime, "predict"):
         agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
         refuse_lists("predict", model, x=x)
         return _over_workers(
@@ -221,7 +221,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
         raise ConfigError(f"tfdist.spread takes a keras optimizer, not {optimizer!r:.80}: give the object.")
     agree_on(runtime, "spread", {})
     if not has_peers(runtime):
-        with silent_lookups.told(model):
+        with silent_lookups.watched(model):
             yield
         return
     refuse_unsupported(model)
@@ -248,7 +248,7 @@ def _over_workers(runtime: Runtime, model: keras.Model, purpose: str, verbose: A
 
 def _spread_over(runtime: Runtime, model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if not has_peers(runtime):
-        with silent_lookups.told(model), keras_epochs.data_changed(untuned, read_ahead=True):
+        with silent_lookups.watched(model), keras_epochs.data_changed(untuned, read_ahead=True):
             return _alone(model, purpose, loop)
     refuse_unsupported(model)
     if runtime.rank == 0:

@@ -28,7 +28,7 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
     """
     found = {}
     for name, value in _attributes(callback).items():
-        plain = callback_values.told(value)
+        plain = callback_values.to_plain(value)
         if backup_file.is_storable(plain):
             found[name] = plain
     return found
@@ -175,13 +175,13 @@ class _Restored:
     def value(self, path: Path, value: Any, held: Any = None) -> Any:
         """held: what stands at `path` in this process, where it is no container."""
         if not isinstance(value, callback_values.OBJECTS) or (held is not None and path not in self._held):
-            return callback_values.again(held, self._with_parts(path, value))
+            return callback_values.from_plain(held, self._with_parts(path, value))
         key = self._key(path)
         if key not in self._made:
             again = self._with_parts(path, value)
             held, places = self._held.get(path, (None, []))
             stays = all(self._key(place) == key for place in places)
-            self._made[key] = callback_values.again(held if stays else copy.copy(held), again)
+            self._made[key] = callback_values.from_plain(held if stays else copy.copy(held), again)
         return self._made[key]
 
     def _key(self, path: Path) -> Any:

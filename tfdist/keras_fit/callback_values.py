@@ -34,22 +34,23 @@ _LISTS = (list, set, collections.deque)
 
 
 class _Kind(NamedTuple):
-    """told: an attribute -> a plain value. again: (the attribute of a new callback, that value) -> the attribute; of
-    values of the type `plain`, others are the attribute themselves."""
+    """to_plain: an attribute -> a plain value. from_plain: (the attribute of a new callback, that value) -> the
+    attribute; of values of the type `plain`, others are the attribute themselves.
+    """
 
-    told: Callable[[Any], Any]
-    again: Callable[[Any, Any], Any]
+    to_plain: Callable[[Any], Any]
+    from_plain: Callable[[Any, Any], Any]
     plain: type | tuple[type, ...] = object
 
 
 def _set(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """The attribute stays the object that it is."""
 
-    def again(held: Any, value: Any) -> Any:
+    def from_plain(held: Any, value: Any) -> Any:
         change(held, value)
         return held
 
-    return again
+    return from_plain
 
 
 def _array(variable: Any) -> np.ndarray:
@@ -66,7 +67,7 @@ def _plain(kind: type) -> Callable[[Any], Any]:
     return lambda held: held if backup_file.is_storable(held) else kind(held)
 
 
-def _array_again(held: np.ndarray, value: Any) -> Any:
+def _array_from_plain(held: np.ndarray, value: Any) -> Any:
     fits = held.shape == value.shape and held.dtype == value.dtype
     if not fits or not held.flags.writeable:
         return value
@@ -83,7 +84,7 @@ _KINDS: dict[type | tuple[type, ...], _Kind] = {
     list: _Kind(list, _set(lambda held, value: held.__setitem__(slice(None), value)), list),
     collections.deque: _Kind(_plain(list), _set(lambda held, value: (held.clear(), held.extend(value))), _LISTS),
     set: _Kind(_plain(list), _set(lambda held, value: (held.clear(), held.update(value))), _LISTS),
-    np.ndarray: _Kind(lambda held: held, _array_again, np.ndarray),
+    np.ndarray: _Kind(lambda held: held, _array_from_plain, np.ndarray),
     tuple: _Kind(tuple, lambda held, value: type(held)(*value) if hasattr(held, "_fields") else value, tuple),
     random.Random: _Kind(lambda held: held.getstate(), _set(lambda held, value: held.setstate(value))),
     np.random.RandomState: _Kind(
@@ -99,16 +100,16 @@ def _kind_of(value: Any) -> _Kind | None:
     return next((kind for types, kind in _KINDS.items() if isinstance(value, types)), None)
 
 
-def told(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """The value as a backup holds it, if `backup_file.is_storable`."""
     kind = _kind_of(value)
-    return value if kind is None else kind.told(value)
+    return value if kind is None else kind.to_plain(value)
 
 
-def again(held: Any, value: Any) -> Any:
+def from_plain(held: Any, value: Any) -> Any:
     """The value that stands in the place of `held` after a restart, if a backup holds `value`."""
     kind = _kind_of(held)
-    return kind.again(held, value) if kind is not None and isinstance(value, kind.plain) else value
+    return kind.from_plain(held, value) if kind is not None and isinstance(value, kind.plain) else value
 
 
 def is_data(value: Any) -> bool:

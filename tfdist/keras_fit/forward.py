@@ -207,7 +207,7 @@ class DistributedCall:
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),
             ):
-                outputs = missing_rows.told(self._call(*args, **kwargs))
+                outputs = missing_rows.poisoned(self._call(*args, **kwargs))
             losses = recorded(layers)
             for layer in layers:
                 keras_layers.record_losses(layer, [])  # those are of own rows

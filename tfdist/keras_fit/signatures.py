@@ -14,12 +14,12 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def arguments_told(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def checked_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """The function, which raises ConfigError, not TypeError, for arguments that it does not have or lacks."""
     name, signature = f"tfdist.{function.__name__}", inspect.signature(function)
 
     @functools.wraps(function)
-    def told(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         for given in (each for each in kwargs if each not in signature.parameters):  # the same first on all workers
             near = difflib.get_close_matches(given, signature.parameters, 1)
             fix = f"did you mean {near[0]}?" if near else f"it takes {', '.join(signature.parameters)}."
@@ -30,4 +30,4 @@ def arguments_told(function: Callable[_Arguments, _Result]) -> Callable[_Argumen
             raise ConfigError(f"{name}: {error}: pass the model first, then its data.") from None
         return function(*args, **kwargs)
 
-    return told
+    return checked

@@ -18,7 +18,7 @@ from tfdist.models import missing_rows
 
 
 @contextlib.contextmanager
-def told(model: keras.Model) -> Iterator[None]:
+def watched(model: keras.Model) -> Iterator[None]:
     """The steps that Keras makes inside look up NaN for such rows. (Not the whole loop: data is prepared on the CPU,
     which finds them by itself.)"""
     if not missing_rows.are_silent(bool(model.jit_compile)):
@@ -44,6 +44,6 @@ def _looking_up_nan(function: Callable) -> Callable:
     @tf.autograph.experimental.do_not_convert
     def called(*args: Any, **kwargs: Any) -> Any:
         with missing_rows.as_nan(True):
-            return missing_rows.told(function(*args, **kwargs))
+            return missing_rows.poisoned(function(*args, **kwargs))
 
     return functools.update_wrapper(called, function)

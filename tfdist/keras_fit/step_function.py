@@ -112,7 +112,7 @@ class StepFunction:
         @tf.autograph.experimental.do_not_convert
         def one_step(data: Any) -> Any:
             with self._with.random_numbers.in_lockstep(), missing_rows.as_nan(missing_rows.are_silent()):
-                return missing_rows.told(self._step(data))
+                return missing_rows.poisoned(self._step(data))
 
         functions: list[tuple[Any, Callable]] = []  # with the spec of the iterator that each is for
 

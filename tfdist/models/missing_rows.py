@@ -40,14 +40,14 @@ class _Lookups:
         which in turn is no row of a table."""
         if getattr(found, "graph", None) is self._graph:
             self._missing.append(~tf.reduce_all(there))
-            if not looks_up:  # `told` does: another pass over the whole table where something was to be put
+            if not looks_up:  # `poisoned` does: another pass over the whole table where something was to be put
                 return found
         if found.dtype in _FLOATS:
             return _where(there, found, float("nan"))
         return _where(there, found, found.dtype.min) if found.dtype in (tf.int32, tf.int64) else found
 
-    def told_in(self, results: Any) -> Any:
-        """The results, spoilt where a lookup of this graph missed a row, see `told`."""
+    def poisoned_in(self, results: Any) -> Any:
+        """The results, spoilt where a lookup of this graph missed a row, see `poisoned`."""
         if not self._missing:
             return results
         missing = tf.reduce_any(self._missing)
@@ -69,13 +69,13 @@ def as_nan(wanted: bool) -> Iterator[None]:
         yield
 
 
-def told(results: Any) -> Any:
+def poisoned(results: Any) -> Any:
     """A structure of what a model computed inside `as_nan`; NaN if a row was missing in any lookup so far. What comes
     of that row need not be NaN: XLA's maximum over numbers passes NaN over, and whole numbers have none. (Not if it was
     in a tf.cond, tf.while_loop or tf.function of the model's, whose tensors do not come out.)"""
     lookups = _watching()
     with _watched_by(None):
-        return results if lookups is None else lookups.told_in(results)
+        return results if lookups is None else lookups.poisoned_in(results)
 
 
 @contextlib.contextmanager

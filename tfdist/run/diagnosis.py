@@ -70,18 +70,18 @@ class Diagnosis:
     def evaluated(self, means: Mapping[str, float]) -> None:
         """Looks at the means of an evaluation, and warns if they are not finite, or of no samples."""
         if not math.isfinite(means["loss"]):
-            self._tell("the loss of the evaluation is not finite", lambda: self.flaws(evaluated=True))
+            self._report("the loss of the evaluation is not finite", lambda: self.flaws(evaluated=True))
         elif not means["samples"]:
             nothing = "its loss and metrics are shown as 0, as in Keras' evaluate."
-            self._tell("all samples of the evaluation have the weight 0", lambda: nothing)
+            self._report("all samples of the evaluation have the weight 0", lambda: nothing)
 
     def observed(self, event: Event) -> None:
         """Looks at a train event, and warns if updates were skipped."""
         if event.values.get("train/skipped_steps") and self.job.config.loop.on_nan == "skip":
-            self._tell("updates were skipped", lambda: self.flaws(first=self._logged_at))
+            self._report("updates were skipped", lambda: self.flaws(first=self._logged_at))
         self._logged_at = event.step
 
-    def _tell(self, what: str, find: Callable[[], str]) -> None:
+    def _report(self, what: str, find: Callable[[], str]) -> None:
         if self.job.runtime.rank == 0 and not self._warned:
             self._warned = True
             if found := find():

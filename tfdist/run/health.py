@@ -75,7 +75,7 @@ class HealthMonitor:
         if self.beacons is None:
             return found
         unexpected = sentence is None and not isinstance(found, TfdistError)
-        self.beacons.tell(f"{type(found).__name__}: {found}" if unexpected else str(found), secondary=lost)
+        self.beacons.announce(f"{type(found).__name__}: {found}" if unexpected else str(found), secondary=lost)
         if lost:
             return self._lost_peer(str(found), found_at, self.beacons)
         if isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
@@ -123,7 +123,7 @@ class HealthMonitor:
             words = f"tfdist: this worker's Python stacks:\n{all_stacks()}\n{words}"
         say_last_words(words)
         if self.beacons:
-            self.beacons.tell(sentence)
+            self.beacons.announce(sentence)
             # So that the others, whose time is up as well, still see where this one is.
             time.sleep(self.beacons.interval)
         os._exit(ExitCode.HANG)

@@ -181,7 +181,7 @@ class Session:
             self.config.telemetry, run, total_steps=self.config.run.steps, epoch_at=self.recovery.progress.epochs
         )
         self.opened.callback(self.observer.close)
-        self.opened.on_failure(self._tell_of_failure)
+        self.opened.on_failure(self._report_failure)
         self.diagnosis = Diagnosis(
             self.job,
             self.recovery,
@@ -240,7 +240,7 @@ class Session:
             if self.config.checkpoint.save_final and not result.stopped:
                 self.hooks.save(result.step)
             unwritten = self.recovery.files.finish()
-            self.hooks.tell_of_saves(result.step)
+            self.hooks.report_saves(result.step)
             verdict = self.trainer.watch.verdicts.final() if self.trainer.watch else ""
             if self.chief and verdict:
                 self.observer(Event("verdict", result.step, {"message": verdict, "final": True}))
@@ -274,7 +274,7 @@ class Session:
         with self.hooks.section(sections.SAVE):
             self.recovery.copy(step, memory, now=True)
             self.recovery.files.finish()
-            self.hooks.tell_of_saves(step)
+            self.hooks.report_saves(step)
             self.observer(Event("regroup", step, {"message": f"another group of workers is formed at step {step}"}))
             self.runtime.barrier()
         self._close_in_order()
@@ -292,5 +292,5 @@ class Session:
         if self._in_order or self.runtime.size == 1:
             self.runtime.close()
 
-    def _tell_of_failure(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         self.observer(Event("error", self._counter(), {"message": f"{type(error).__name__}: {error}"}))

@@ -68,7 +68,7 @@ class SessionHooks:
             self.trainer.pull_state(step)
         self.recovery.save(step)
 
-    def tell_of_saves(self, step: int) -> None:
+    def report_saves(self, step: int) -> None:
         """Passes the writers' messages to the observers."""
         for kind, values in self.recovery.files.messages():
             self.observer(Event(kind, step, values))
@@ -109,7 +109,7 @@ class SessionHooks:
         """The requests of this worker; also passes on the writers' messages, and keeps a copy if it may be needed."""
         self.monitor.faults.at("step", step)
         self.diagnosis.called_at = step
-        self.tell_of_saves(step)
+        self.report_saves(step)
         due = self.recovery.runtime.rank == 0 and self.recovery.time_policy.due()
         save, self.signals.save = self.signals.save or due, False
         if self.memory is None:

@@ -49,7 +49,7 @@ class ObjectCopy:
             if self.is_there():
                 self.mark_used()
                 return "there"
-            if (told := self._told()) and told != self.record:
+            if (told := self._record_there()) and told != self.record:
                 raise DataError(
                     f"--data_dir={self._objects.url}: {self._name} has been changed, and another job on this machine"
                     " still reads what it was: end that job, or choose another --cache_dir."
@@ -65,7 +65,7 @@ class ObjectCopy:
     def is_there(self) -> bool:
         """Whether it is whole, and of this version."""
         with contextlib.suppress(OSError):
-            return self._told() == self.record and self.file.stat().st_size == self._entry.size
+            return self._record_there() == self.record and self.file.stat().st_size == self._entry.size
         return False
 
     def mark_used(self) -> None:
@@ -82,7 +82,7 @@ class ObjectCopy:
 
     def remove_former(self) -> None:
         """A copy of what the object was before, unless a job reads it."""
-        told = self._told()
+        told = self._record_there()
         if told and told != self.record:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 Copy(self._record_file).remove()
@@ -135,7 +135,7 @@ class ObjectCopy:
             self._part.unlink(missing_ok=True)
             raise
 
-    def _told(self) -> dict[str, Any] | None:
+    def _record_there(self) -> dict[str, Any] | None:
         """The record of the copy that is there."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads(self._record_file.read_text())

@@ -132,7 +132,7 @@ class FanOut(Observer):
             try:
                 observer.close()
             except (Exception, SystemExit) as error:  # noqa: BLE001 - see _each
-                _tell_of_failure(observer, error)  # and not closed again: it may have taken its time already
+                _report_failure(observer, error)  # and not closed again: it may have taken its time already
         self.observers.clear()
 
     def _each(self, do: Callable[[Observer], None]) -> None:
@@ -143,10 +143,10 @@ class FanOut(Observer):
                 self.observers.remove(observer)
                 with contextlib.suppress(Exception, SystemExit):  # it has failed; this only frees what it holds
                     observer.close()
-                _tell_of_failure(observer, error)
+                _report_failure(observer, error)
 
 
-def _tell_of_failure(observer: Observer, error: BaseException) -> None:
+def _report_failure(observer: Observer, error: BaseException) -> None:
     name = observer.name or type(observer).__name__
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
         say(f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training goes on.")

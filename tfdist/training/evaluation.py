@@ -122,7 +122,7 @@ class Evaluator:
             values = [scores.losses, *(scores.metrics[name] for name in self._names)]
             # A padding row may well have an infinite loss: select, do not multiply by 0.
             sums = [tf.reduce_sum(tf.where(weights != 0, tf.cast(value, tf.float64) * weights, 0)) for value in values]
-            sums = missing_rows.told(sums)
+            sums = missing_rows.poisoned(sums)
         return tf.stack([sums[0], tf.reduce_sum(weights), *sums[1:]])
 
     def _scores(self, outputs: Any, y: Any, w: tf.Tensor, real: tf.Tensor) -> Scores:

@@ -107,14 +107,14 @@ class ReplicaGradients:
         sources = self.update.sources()
         with self._counting(w), self._tracing():
             with tf.GradientTape(persistent=True) as tape:
-                total = self.total(missing_rows.told(self.model(x, training=True)), y, w, scale)
-            begin = missing_rows.told(self.begin_backward(total))
+                total = self.total(missing_rows.poisoned(self.model(x, training=True)), y, w, scale)
+            begin = missing_rows.poisoned(self.begin_backward(total))
             found = [
                 [] if part is None else tape.gradient(part, sources, [begin])  # None: it does not depend on that source
                 for part in (total.differentiated, total.added)
             ]
             del tape
-            sums = missing_rows.told(total.sums)
+            sums = missing_rows.poisoned(total.sums)
         _check_connected([*found[0], *found[1]])
         self.update.connected.note(*found)
         gradients, of_added = (as_summands(with_zeros(part, sources), sources) if part else [] for part in found)

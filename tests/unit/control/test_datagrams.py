@@ -173,7 +173,7 @@ def test_strangers_neither_forge_a_failure_nor_stop_detection():
             until(lambda: beacons[0].first_error(0) is None and len(sent) > 20)
             beacons[1].close()  # it is silent, whatever is replayed of it
             until(lambda: beacons[0].culprits() == [1])
-            beacons[2].tell("the true cause")
+            beacons[2].announce("the true cause")
             until(lambda: (found := beacons[0].first_error(0)) and (found.rank, found.error) == (2, "the true cause"))
             assert beacons[0].silent() == [1]
         finally:

@@ -209,8 +209,8 @@ def test_a_silent_worker_is_named():
 
 def test_the_words_of_the_first_failure_reach_all():
     beacons, _ = crowd(3)
-    beacons[0].tell("lost contact with rank 2", secondary=True)
-    beacons[2].tell("the cause")
+    beacons[0].announce("lost contact with rank 2", secondary=True)
+    beacons[2].announce("the cause")
     for rank in (0, 1):
         first = beacons[rank].first_error(20)
         assert (first.rank, first.error, first.secondary) == (2, "the cause", False)
@@ -237,9 +237,9 @@ def test_who_sees_a_shared_error_first_stays_until_the_others_have_seen_it(monke
     thread = threading.Thread(target=first)
     thread.start()
     until(lambda: beacons[0].first_error(0))
-    beacons[0].tell("the flags differ")
+    beacons[0].announce("the flags differ")
     assert not left.wait(0.5)
-    beacons[2].tell("the flags differ")
+    beacons[2].announce("the flags differ")
     assert left.wait(30)  # well before its time is up
     thread.join()
 
@@ -257,5 +257,5 @@ def test_datagrams_of_strangers_are_ignored():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for data in (b"", b"hello", b"[1]", b'{"rank": 7}', b'{"rank": 1, "unknown": 2}', b"\xff" * 2000):
             stranger.sendto(data, ("127.0.0.1", address[1]))
-    beacons[1].tell("still heard")
+    beacons[1].announce("still heard")
     assert beacons[0].first_error(20).error == "still heard"

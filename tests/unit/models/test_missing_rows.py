@@ -114,7 +114,7 @@ def computing(lookup, inside, wanted, xla=True):
     @tf.function(jit_compile=xla, autograph=False, input_signature=[tf.TensorSpec([2, 3], tf.int32)])
     def step(numbers):
         with missing_rows.as_nan(wanted):
-            return missing_rows.told(INSIDE[inside](LOOKUPS[lookup], numbers))
+            return missing_rows.poisoned(INSIDE[inside](LOOKUPS[lookup], numbers))
 
     return lambda numbers: step(numbers).numpy()
 
@@ -157,7 +157,7 @@ def test_the_gradient_is_nan_too_where_a_maximum_passes_over_it():
         weight = tf.ones([4])
         with missing_rows.as_nan(True), tf.GradientTape() as tape:
             tape.watch(weight)
-            y = missing_rows.told(tf.reduce_sum(weight * tf.reduce_max(tf.gather(TABLE[:, 0], numbers), [0, 1])))
+            y = missing_rows.poisoned(tf.reduce_sum(weight * tf.reduce_max(tf.gather(TABLE[:, 0], numbers), [0, 1])))
         return y, tape.gradient(y, weight)
 
     assert not any(np.isfinite(each).any() for each in gradient(tf.constant([[0, 12]])))

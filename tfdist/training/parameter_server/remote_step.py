@@ -197,8 +197,8 @@ class RemoteStep:
             outputs, updated, losses = stateless_call(self.model, weights, non_trainable, x, training=True)
             summed = self._summed(outputs, y, w, losses)
             # Of a whole batch, or of one without weights, this is as one device has it.
-            total = missing_rows.told(summed.weighted_mean(self._expected_weight))
-            sums = missing_rows.told(summed.sums)
+            total = missing_rows.poisoned(summed.weighted_mean(self._expected_weight))
+            sums = missing_rows.poisoned(summed.sums)
         self._check(losses)
         unsaved_state_checks.check_on_servers(self.model, self.parameters.counter)
         found = tape.gradient(total, weights)

@@ -24,12 +24,12 @@ def calmed(layers: Sequence[keras.Layer], added: Callable[[int, Any], None]) -> 
     draw no random numbers and look at no other rows."""
     with contextlib.ExitStack() as stack:
         for number, layer in enumerate(layers):
-            for name, function in {"add_loss": _telling(added, number), **_calming(layer)}.items():
+            for name, function in {"add_loss": _reporting(added, number), **_calming(layer)}.items():
                 stack.enter_context(attribute_replaced(layer, name, function))
         yield
 
 
-def _telling(added: Callable[[int, Any], None], number: int) -> Callable:
+def _reporting(added: Callable[[int, Any], None], number: int) -> Callable:
     def add_loss(loss: Any) -> None:
         for each in keras.tree.flatten(loss):
             added(number, each)

@@ -62,7 +62,7 @@ class Trial(NamedTuple):
     weights: Sequence[tf.Tensor]
     draws: Draws | None
 
-    def tells(self, many: int, part: int) -> bool:
+    def finds_mixing(self, many: int, part: int) -> bool:
         """Whether it tells that rows are mixed, in batches of `many` of them or of `part`. What fails with a few rows,
         or outside of a graph, is tried with as many as a batch has, and in a graph, as it will be trained. What fails
         there, too, tells nothing: it cannot be trained.
@@ -72,23 +72,23 @@ class Trial(NamedTuple):
         few = many if attempt.moves else max(ROWS, min(many, self.probe.count)) if not attempt.noise else ROWS
         for number, in_graph in dict.fromkeys([(few, False), (many, False), (many, True)]):
             try:
-                told = self._told(number, in_graph)
+                found = self._found_with(number, in_graph)
             except Exception:  # noqa: BLE001, S112 - of the user's own making
                 continue
-            if told:
+            if found:
                 return True
             break
-        return attempt.moves and (self._told_of_a_part(part, {few, many}) or self._told_by_many_runs(many))
+        return attempt.moves and (self._found_in_a_part(part, {few, many}) or self._found_by_many_runs(many))
 
-    def _told_of_a_part(self, part: int, tried: Collection[int]) -> bool:
+    def _found_in_a_part(self, part: int, tried: Collection[int]) -> bool:
         if part < 2 or part in tried:
             return False
         try:
-            return self._told(part, in_graph=False)
+            return self._found_with(part, in_graph=False)
         except Exception:  # noqa: BLE001 - of the user's own making
             return False
 
-    def _told_by_many_runs(self, number: int) -> bool:
+    def _found_by_many_runs(self, number: int) -> bool:
         if self.draws is not None and not self.draws.some:
             return False
 
@@ -112,7 +112,7 @@ class Trial(NamedTuple):
         x = self.probe.some_rows(number)
         return keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise, draw), x)
 
-    def _told(self, number: int, in_graph: bool) -> bool:
+    def _found_with(self, number: int, in_graph: bool) -> bool:
         """Whether outputs depend on other rows, in a batch of `number` rows."""
         attempt, rows = self.attempt, self._rows(number)
 
@@ -139,7 +139,7 @@ class Trial(NamedTuple):
             together = outputs(list(range(number)))
             mixed = _depends_on_others(outputs, together, number, kept) or (
                 attempt.moves
-                and (_depends_on_its_place(outputs, together, number, tolerance) or self._gradients_tell())
+                and (_depends_on_its_place(outputs, together, number, tolerance) or self._found_in_gradients())
             )
         if mixed and in_graph and self.draws is not None and self.draws.in_loops:
             raise _Unrepeatable  # the rounds of a loop draw in any order
@@ -155,7 +155,7 @@ class Trial(NamedTuple):
         with tensorflow_random.repeated(seed), tensorflow_random.draws_undone(by=draw):
             yield
 
-    def _gradients_tell(self) -> bool:
+    def _found_in_gradients(self) -> bool:
         """Whether gradients depend on other rows. False if a model has none for a few rows: that tells nothing."""
         try:
             return self.attempt.training and row_gradients.mix(self.probe, self.weights, self.attempt.disturbed)

@@ -111,15 +111,15 @@ def mixes(
         return False
     probe = Probe(model, x, take, count)
 
-    def tell(alike: list[Attempt], weights: Sequence[np.ndarray]) -> bool:
+    def find(alike: list[Attempt], weights: Sequence[np.ndarray]) -> bool:
         """Makes attempts with the same weights, which are on the device once, and only as long as these last."""
         there = [tf.constant(weight) for weight in weights]
         trials = (Trial(each, probe, there, proofs.of(x, take, each.training).draws) for each in alike)
-        return any(trial.tells(proofs.tried, proofs.part) for trial in trials)
+        return any(trial.finds_mixing(proofs.tried, proofs.part) for trial in trials)
 
     with draws_undone(), probe.watching(), batch_norm.each_alone():
         return any(
-            tell(list(alike), disturbed(probe.weights, by))
+            find(list(alike), disturbed(probe.weights, by))
             for by, alike in itertools.groupby(attempts, lambda attempt: attempt.disturbed)
         )
 
