@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from tfdist.config import Config
@@ -15,6 +17,17 @@ EVALUATOR_LOG, EVALUATOR_EVENTS = "logs/evaluator.jsonl", "tensorboard/evaluator
 def is_evaluators(name: str) -> bool:
     """Whether a file of a run, named from its folder on, is written by an evaluator beside it."""
     return name.startswith(("logs/evaluator.", f"{EVALUATOR_EVENTS}/"))
+
+
+@contextlib.contextmanager
+def written(config: Config) -> Iterator[None]:
+    """A context that writes files of the run folder. Raises ConfigError where they cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{config.run.folder_flag} cannot be written ({error.strerror}): make room there, or choose another folder."
+        ) from None
 
 
 def run_folder(config: Config) -> Path:

@@ -23,7 +23,7 @@ from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held, backup_of
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
 from tfdist.keras_fit.model import DistributedModel, build_optimizer, every_row_checked, rows_in_one_order
-from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
+from tfdist.keras_fit.refusals import refuse_lists, refuse_no_rows, refuse_unsupported
 from tfdist.keras_fit.signatures import checked_arguments
 from tfdist.models.compiled_functions import in_steps
 from tfdist.runtime.base import Runtime
@@ -192,6 +192,7 @@ def predict(
     with _mistakes_explained(runtime, "predict"):
         agree_on(runtime, "predict", {"batch_size": batch_size, "steps": steps})
         refuse_lists("predict", model, x=x)
+        refuse_no_rows("predict", x)
         return _over_workers(
             runtime,
             model,

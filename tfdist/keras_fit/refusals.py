@@ -40,6 +40,13 @@ def inner_models(model: keras.Model) -> list[keras.Model]:
     return [layer for layer in layers if isinstance(layer, keras.Model) and not keras_layers.has_no_call(layer)]
 
 
+def refuse_no_rows(purpose: str, x: Any) -> None:
+    """Raises ConfigError for arrays without a row, with which Keras' predict fails."""
+    shapes = [getattr(leaf, "shape", None) for leaf in keras.tree.flatten(x)]
+    if any(shape is not None and len(shape) and shape[0] == 0 for shape in shapes):
+        raise ConfigError(f"tfdist.{purpose} was given arrays without a row: give it at least one.")
+
+
 def refuse_lists(purpose: str, model: keras.Model | None = None, **data: Any) -> None:
     """Raises ConfigError for rows that are Python lists of numbers or texts, which Keras does not take. A model whose
     `fit` (`evaluate`, `predict`) is not Keras' own may: those of KerasHub make datasets of lists of texts."""

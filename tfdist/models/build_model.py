@@ -8,6 +8,7 @@ operations that Keras ships, so that its .keras file loads without tfdist.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from tfdist.models.fused_attention import fuse_attention
 from tfdist.models.model_names import MODELS
 from tfdist.models.nested_functions import trace_anew
 from tfdist.plugins import own_code, resolve
+
+_NAME = re.compile(r"[A-Za-z0-9_.\\/>-]+")  # of a scope within another one
 
 
 def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> keras.Model:
@@ -66,10 +69,21 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
         )
     if not model.trainable_variables:
         raise ConfigError(f"--model={config.model} returned a model that has no variables to train.")
+    _check_names(config.model, model)
     trace_anew(model)
     _check_output_types(config.model, model, x_spec)
     synchronize_batchnorm(model, config.sync_batchnorm)
     return model
+
+
+def _check_names(name: str, model: keras.Model) -> None:
+    """Raises ConfigError for names that no scope of TensorFlow's can have."""
+    for layer in keras_layers.all_layers(model):
+        if not _NAME.fullmatch(layer.name):
+            raise ConfigError(
+                f"--model={name} has a layer, or a model, called {layer.name!r}: give it a name of ASCII letters,"
+                " digits and _ . - alone, as TensorFlow wants."
+            )
 
 
 def _build_users(config: ModelConfig, builder: Callable, arguments: dict[str, Any], x_spec: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tfdist import build, flags
-from tfdist.artifacts.run_folder import run_folder
+from tfdist.artifacts.run_folder import run_folder, written
 from tfdist.artifacts.status import write_status
 from tfdist.build import Job
 from tfdist.config import Config, parse_profile_steps
@@ -189,8 +189,9 @@ class Session:
             lambda message: self.observer(Event("warning", self._counter(), {"message": message})),
         )
         if self.chief:
-            flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, self.start.command)
-            write_status(self.folder, "running", identity.run_id)
+            with written(self.config):
+                flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, self.start.command)
+                write_status(self.folder, "running", identity.run_id)
         if self.stored:
             self.stored.start()
         for event in self.announcement.events(self.start.cluster, self.job, self.folder, self.first_step):

@@ -180,9 +180,9 @@ def _lost_peer(error: tf.errors.OpError, text: str, cluster: Cluster) -> PeerLos
         if group := _GROUP.search(text, text.lower().rfind("timed out") + 1):
             ranks = group["ranks"].replace("_to_", " to ").replace("_", ", ")
             return PeerLostError(
-                f"The {group['kind']} of ranks {ranks} did not end within --collective_timeout: one of these ranks"
-                " is stuck, much slower, or does not count itself to that group. Look at their logs, then start"
-                " all workers again."
+                f"The {group['kind']} of ranks {ranks} did not end within --collective_timeout, or one of them was"
+                " silent for --heartbeat_timeout: it is stopped, stuck, much slower, or does not count itself to that"
+                " group. Look at their logs, then start all workers again."
             )
         return PeerLostError(
             "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the time-out"

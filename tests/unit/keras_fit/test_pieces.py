@@ -18,7 +18,7 @@ from tfdist.keras_fit import backup_file, backup_place, epoch_backup, joining, o
 from tfdist.keras_fit.batches import END, Batches, digest
 from tfdist.keras_fit.data_identity import identity_of, what_changed
 from tfdist.keras_fit.model import every_row_checked
-from tfdist.keras_fit.refusals import refuse_lists, refuse_unsupported
+from tfdist.keras_fit.refusals import refuse_lists, refuse_no_rows, refuse_unsupported
 from tfdist.keras_fit.rows import OwnRows
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.peers import ALIKE, Peers
@@ -453,3 +453,10 @@ def test_an_overflow_in_a_row_that_was_looked_up_twice_leaves_the_step_out(first
         optimizer.apply([fine], [table])
     assert float(optimizer.dynamic_scale) == 2 and np.any(table.numpy())
     assert "check_finite" not in vars(optimizer)
+
+
+def test_predictions_of_no_rows_are_refused():
+    """Keras' own predict fails with an error of its own code."""
+    refuse_no_rows("predict", {"a": np.zeros((1, 0)), "b": 3.0})
+    with pytest.raises(ConfigError, match="tfdist.predict was given arrays without a row"):
+        refuse_no_rows("predict", {"a": np.zeros((0, 4))})

@@ -289,3 +289,15 @@ def test_a_source_that_tells_no_number_of_classes(tmp_path, monkeypatch):
             .shape[-1]
             == outputs
         )
+
+
+@pytest.mark.parametrize("name", ["my head", "schicht_ü", "a:b", "50%"])
+def test_a_name_that_tensorflow_does_not_take_is_a_sentence(name, monkeypatch):
+    def named(num_outputs):
+        return keras.Sequential(
+            [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(num_outputs, name=name)]
+        )
+
+    monkeypatch.setattr("tests.unit.models.test_build_model.named", named, raising=False)
+    with pytest.raises(ConfigError, match=f"called '{name}': give it a name of ASCII letters"):
+        build(f"{__name__}:named", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from types import SimpleNamespace
 
 import pytest
@@ -252,6 +253,19 @@ def test_what_goes_wrong_in_giving_up_does_not_hide_the_error(monkeypatch, tmp_p
     with pytest.raises(ConfigError, match="^no$"):
         world.run()
     assert world.events[-1].kind == "error" and world.closed() == ["observer", "monitor", "runtime", "files", "lease"]
+
+
+def test_a_full_disk_at_the_start_is_a_sentence(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(session, "write_status", full)
+    with pytest.raises(
+        ConfigError, match=r"--run_dir=.* cannot be written \(No space left on device\): make room there"
+    ):
+        world.run()
 
 
 def test_an_interrupt_closes_too(monkeypatch, tmp_path):
