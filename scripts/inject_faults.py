@@ -701,6 +701,48 @@ FAULTS: dict[str, Fault] = {
         "False",
         ("tests/unit/training/test_optimizer.py",),
     ),
+    "scheduled rollback": Fault(
+        "bad numbers lead back to a snapshot that an uninterrupted run does not have",
+        "artifacts/restore.py",
+        "snapshot, messages = store.newest_valid(steps or ALL_STEPS)",
+        "snapshot, messages = store.newest_valid()",
+        ("tests/unit/run/test_recovery.py",),
+    ),
+    "count of rollbacks": Fault(
+        "a run that goes on has gone back no times yet",
+        "run/recovery.py",
+        'manifest.get("rollbacks", 0)',
+        "0",
+        ("tests/unit/run/test_recovery.py",),
+    ),
+    "scores of other weights": Fault(
+        "a snapshot takes the scores of an evaluation before it for its own",
+        "run/recovery.py",
+        "self.evaluated[1] if self.evaluated[0] == step else {}",
+        "self.evaluated[1]",
+        ("tests/unit/run/test_recovery.py",),
+    ),
+    "lease of backups": Fault(
+        "two jobs at once write one folder of backups",
+        "run/local_backup.py",
+        "if os.path.realpath(place) == os.path.realpath(run_folder):",
+        "if place:",
+        ("tests/unit/run/test_recovery.py",),
+    ),
+    "several chiefs": Fault(
+        "each of several workers takes itself for the only one",
+        "runtime/factory.py",
+        "if cluster.size > 1 and not strategy.several_workers:",
+        "if not cluster.size:",
+        ("tests/unit/runtime/test_factory.py",),
+    ),
+    "small gradients": Fault(
+        "a gradient that is far smaller than others may hang on other rows",
+        "training/row_checks/row_gradients.py",
+        "doubtful = [index for index in small if",
+        "doubtful = [index for index in () if",
+        ("tests/unit/training/row_checks/test_row_mixing.py",),
+    ),
 }
 
 

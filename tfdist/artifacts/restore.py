@@ -38,7 +38,8 @@ def pick_snapshot(
         newer, more = each.newest_valid()
         messages += more
         if newer and (snapshot is None or newer.step > snapshot.step):
-            if snapshot and newer.manifest.get("run_id") != snapshot.manifest.get("run_id"):
+            runs = {one.manifest.get("run_id") for one in (newer, snapshot) if one}
+            if len(runs) == 2 and all(runs):  # those of early versions name none
                 raise CheckpointError(
                     f"{newer.path} is of another run than {snapshot.path}, and newer: choose another"
                     f" {each.options.flag}, or remove what is not wanted."

@@ -91,10 +91,13 @@ class TotalLoss:
         added = self.model.losses if losses is None else losses  # once: to ask calls regularizers, which may count
         by_rows = bool(added) if losses is not None else _are_by_rows(self.model, added)
         found = self.summed(outputs, y, w, added)
-        if not self.weighted:  # E / W is 1
+        # The gradient is multiplied by E / W later, once W is known (step.py). Not weighted: that is 1.
+        if not self.weighted:
             return Total((found.loss / self.expected + found.share * found.added) * scale, None, found.sums)
+        # Regularizers are the same on all replicas: each takes its part of them by its weights, as of the loss.
         if not by_rows:
             return Total(found.weighted_mean(self.expected) * scale, None, found.sums)
+        # What hangs on rows has no weights: it is differentiated by itself, and multiplied by W / E before.
         return Total(found.loss / self.expected * scale, found.share * found.added * scale, found.sums)
 
     def of_added(self, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor]) -> Total:

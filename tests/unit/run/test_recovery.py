@@ -274,7 +274,11 @@ def test_a_newer_backup_of_another_run_is_not_gone_on_from(tmp_path):
     first.state.go_to(6)
     first.back_up(6)
     first.files.give_up()
-    saved(tmp_path / "two", 5)
+    two = recovery_of(tmp_path / "two")
+    two.run_id = "two"
+    two.state.go_to(5)
+    two.save(5)
+    assert two.files.finish() == ""
     second = recovery_of(tmp_path / "two", **flags)
     with pytest.raises(CheckpointError, match=r"backup/step-00000006 is of another run.*choose another --backup_dir"):
         second.restore()
