@@ -38,8 +38,7 @@ def pick_snapshot(
         newer, more = each.newest_valid()
         messages += more
         if newer and (snapshot is None or newer.step > snapshot.step):
-            runs = {one.manifest.get("run_id") for one in (newer, snapshot) if one}
-            if len(runs) == 2 and all(runs):  # those of early versions name none
+            if snapshot and _are_of_two_runs(newer, snapshot):
                 raise CheckpointError(
                     f"{newer.path} is of another run than {snapshot.path}, and newer: choose another"
                     f" {each.options.flag}, or remove what is not wanted."
@@ -65,6 +64,11 @@ def pick_snapshot(
         )
     check_configuration(snapshot.manifest, config, snapshot.path, flag)
     return snapshot, messages
+
+
+def _are_of_two_runs(one: Snapshot, other: Snapshot) -> bool:
+    runs = {each.manifest.get("run_id") for each in (one, other)}
+    return len(runs) == 2 and all(runs)  # those of early versions name none
 
 
 def scheduled(config: Config) -> ScheduledSteps | None:
