@@ -704,7 +704,7 @@ FAULTS: dict[str, Fault] = {
     "scheduled rollback": Fault(
         "bad numbers lead back to a snapshot that an uninterrupted run does not have",
         "artifacts/restore.py",
-        "snapshot, messages = store.newest_valid(steps or ALL_STEPS)",
+        "snapshot, messages = store.newest_valid(steps)",
         "snapshot, messages = store.newest_valid()",
         ("tests/unit/run/test_recovery.py",),
     ),

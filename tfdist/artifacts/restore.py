@@ -25,13 +25,13 @@ REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "gen
 
 
 def pick_snapshot(
-    store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = (), steps: ScheduledSteps | None = None
+    store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = (), steps: ScheduledSteps = ALL_STEPS
 ) -> tuple[Snapshot | None, list[str]]:
     """The snapshot to resume from (None: start anew), from one of the `others` only if it is newer; and messages for
     the user. steps: of these, if `store` has one. Raises CheckpointError, and what the stores raise.
     """
-    snapshot, messages = store.newest_valid(steps or ALL_STEPS)
-    if snapshot is None and steps:
+    snapshot, messages = store.newest_valid(steps)
+    if snapshot is None and steps.periods:
         snapshot, messages = store.newest_valid()
     flag = store.options.flag
     for each in others:
@@ -71,14 +71,11 @@ def _are_of_two_runs(one: Snapshot, other: Snapshot) -> bool:
     return len(runs) == 2 and all(runs)  # those of early versions name none
 
 
-def scheduled(config: Config) -> ScheduledSteps | None:
-    """Of which steps there are snapshots to go back to after bad numbers, whatever ended the job in between; None: of
-    any.
-    """
+def scheduled(config: Config) -> ScheduledSteps:
+    """Of which steps there are snapshots to go back to after bad numbers, whatever ended the job in between."""
     if not config.run.deterministic or config.loop.on_nan != "rollback":
-        return None
-    found = ScheduledSteps(config.checkpoint.save_every, config.loop.eval_every if config.checkpoint.keep_best else 0)
-    return found if found.periods else None
+        return ALL_STEPS
+    return ScheduledSteps(config.checkpoint.save_every, config.loop.eval_every if config.checkpoint.keep_best else 0)
 
 
 def check_configuration(manifest: Mapping[str, Any], config: Config, path: str, flag: str) -> None:

@@ -81,7 +81,7 @@ class SnapshotFiles:
         store if it has one. back: after bad numbers. Called on the chief. Raises CheckpointError, and what a store does
         not do.
         """
-        scheduled = self._scheduled if back else None
+        steps = self._scheduled if back else ALL_STEPS
         self.store.clean()
         brought = self._begin_backup()
         if self.backup:  # else one may be read that is just being replaced, and which one was chance
@@ -89,11 +89,11 @@ class SnapshotFiles:
             if not self._stored_backup:
                 self.backup.store.clean()
         if self._in_store:
-            snapshot, messages = self._pick_of_parts(self._in_store, config, scheduled)
+            snapshot, messages = self._pick_of_parts(self._in_store, config, steps)
             return snapshot, brought + messages
         # Later, after bad numbers, all that this run has written is here, and a store that is away must end nothing.
         brought += [] if self._sends else self._bring_newest()
-        snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:], scheduled)
+        snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:], steps)
         self._set_aside_damaged(snapshot)
         if back and snapshot:  # what leads to the bad numbers must push out nothing that comes
             for step in self.store.steps():
@@ -102,7 +102,7 @@ class SnapshotFiles:
         return snapshot, brought + messages
 
     def _pick_of_parts(
-        self, in_store: RemoteShards, config: Config, scheduled: ScheduledSteps | None
+        self, in_store: RemoteShards, config: Config, steps: ScheduledSteps
     ) -> tuple[Snapshot | None, list[str]]:
         """Chooses from the store, after bad numbers, too: no machine has all of a snapshot."""
         assert self._sent
@@ -111,7 +111,7 @@ class SnapshotFiles:
                 in_store.finish_or_drop(_FINISH_SECONDS)
             else:
                 in_store.make_left()
-            snapshot, messages = restore.pick_snapshot(in_store.reads, config, self.stores(), scheduled)
+            snapshot, messages = restore.pick_snapshot(in_store.reads, config, self.stores(), steps)
             self._set_aside_damaged(snapshot)
             if not self._sends:
                 self.begin_to_send()
@@ -128,7 +128,7 @@ class SnapshotFiles:
         if self._sent:
             with as_sentence():
                 messages = self._sent.bring_newest()
-                if self._scheduled:  # for bad numbers, when the store is not asked
+                if self._scheduled.periods:  # for bad numbers, when the store is not asked
                     messages += self._sent.bring_newest(self._scheduled)
         self.begin_to_send()
         return messages
@@ -213,7 +213,7 @@ class SnapshotFiles:
 
     def _retention(self) -> Retention:
         config = self._config
-        return Retention(config.keep, config.keep_every, config.keep_best, self._scheduled or ALL_STEPS)
+        return Retention(config.keep, config.keep_every, config.keep_best, self._scheduled)
 
     def stores(self) -> list[SnapshotFolder]:
         return [self.store, *([self.backup.store] if self.backup else [])]
