@@ -409,6 +409,23 @@ def test_a_run_that_goes_on_from_memory_sends_its_snapshots(s3, tmp_path):
     assert "runs/one/checkpoints/step-00000020/manifest.json" in s3.names()
 
 
+def test_bad_numbers_on_another_machine_lead_where_they_lead_on_the_first(s3, tmp_path):
+    """Its working copy is empty, and the store is not asked when the numbers are bad."""
+    options = RunConfig(run_dir=f"s3://{BUCKET}/runs/one", store_timeout=10.0)
+    flags = {"on_nan": "rollback", "save_every": 5, "deterministic": True, "keep": 1}
+    with RemoteRun(options, tmp_path / "first", Cluster(), "job") as stored:
+        first = recovery_of(tmp_path / "first", stored=stored, **flags)
+        first.restore()
+        for step in (5, 7):
+            first.state.go_to(step)
+            first.save(step)
+        first.files.finish()
+    with RemoteRun(options, tmp_path / "second", Cluster(), "job") as stored:
+        second = recovery_of(tmp_path / "second", stored=stored, **flags)
+        assert second.restore()[1] == 7
+        assert second.rollback(8)[1] == 5 and (second.state.arrays["model/0000"] == 5).all()
+
+
 def test_losses_go_on_where_some_were_no_numbers():
     """In float16 those of the first steps, while the loss scale is too large."""
     losses = LossContinuity([math.nan, 2.0, 2.1, 1.9])
