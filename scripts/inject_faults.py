@@ -287,8 +287,8 @@ FAULTS: dict[str, Fault] = {
     "told to rest": Fault(
         "a trial of a model inside its call tells the layers of the real pass that they are not training",
         "compat/keras_layers.py",
-        "vars(around).update(told)",
-        "vars(around).update(told, training=False)",
+        "vars(around).update(attributes)",
+        "vars(around).update(attributes, training=False)",
         ("tests/parity/test_fit.py::test_like_keras_in_one_process[2-two_inputs_of_static_shape]",),
     ),
     "overflow in a row": Fault(

@@ -45,8 +45,8 @@ def script(shell: str) -> str:
     found, parsers = {}, parsers_before_dashes()
     for name, parser in parsers.items():
         found[name] = parser.flags()
-    own = {"train": None, "evaluate": EvaluateOptions, "comm": comm.CommOptions, "doctor": doctor.DoctorOptions}
-    for name, options in own.items():
+    options_of = {"train": None, "evaluate": EvaluateOptions, "comm": comm.CommOptions, "doctor": doctor.DoctorOptions}
+    for name, options in options_of.items():
         found[name] = list(flags_of([*COMPONENTS.values(), *([options] if options else [])]))
     found["completion"] = [FlagValues(name, switch=True) for name in SHELLS]
     places = {

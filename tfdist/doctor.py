@@ -49,23 +49,23 @@ def main(argv: list[str]) -> int:
     if options.workers:
         return start_workers(argv, options.workers)
     cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
-    told = examine(config, options)
+    report = examine(config, options)
     if cluster.size < 2 or not cluster.peers or cluster.rank < 0:
-        alone = list(told.findings)
-        if options.arithmetic and told.gpus > 1:
-            alone.append(trials.all_reduce(told.gpus))
+        alone = list(report.findings)
+        if options.arithmetic and report.gpus > 1:
+            alone.append(trials.all_reduce(report.gpus))
         show(alone)
         return concluded(alone)
     addresses = meeting.addresses(cluster)
-    if is_healthy(addresses) and told.gpus:
+    if is_healthy(addresses) and report.gpus:
         with contextlib.suppress(socket.gaierror):  # of IPv6 alone: the interfaces are known by their older addresses
-            own = socket.gethostbyname(host_of(cluster.peers[cluster.rank]))
-            addresses.append(interfaces.network(interfaces.read_interfaces(), own, os.environ))
+            own_address = socket.gethostbyname(host_of(cluster.peers[cluster.rank]))
+            addresses.append(interfaces.network(interfaces.read_interfaces(), own_address, os.environ))
     if not is_healthy(addresses):
-        show([*told.findings, *addresses])
-        return concluded([*told.findings, *addresses])
-    told = dataclasses.replace(told, findings=(*told.findings, *addresses))
-    of_all, between = meeting.meet(config, cluster, told)
+        show([*report.findings, *addresses])
+        return concluded([*report.findings, *addresses])
+    report = dataclasses.replace(report, findings=(*report.findings, *addresses))
+    of_all, between = meeting.meet(config, cluster, report)
     if cluster.is_chief or len(of_all) == 1:
         for other in of_all:
             show(other.findings, cluster, other.rank)
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     return concluded([*(finding for other in of_all for finding in other.findings), *between])
 
 
-def examine(config: Config, options: DoctorOptions) -> meeting.Told:
+def examine(config: Config, options: DoctorOptions) -> meeting.WorkerReport:
     """Checks all that one process can see."""
     versions, cards = packages.packages(), gpus.read_gpus()
     findings = [versions]
@@ -90,7 +90,9 @@ def examine(config: Config, options: DoctorOptions) -> meeting.Told:
     findings += limits.limits(limits.Limits.read(os.environ))
     findings.append(folder_speed.run_folder(config.run.folder))
     findings += store_speed.stores(config)
-    return meeting.Told(resolve_cluster(os.environ).rank, build.devices if build else 0, versions.what, tuple(findings))
+    return meeting.WorkerReport(
+        resolve_cluster(os.environ).rank, build.devices if build else 0, versions.what, tuple(findings)
+    )
 
 
 def show(findings: list[Finding] | tuple[Finding, ...], cluster: Cluster | None = None, rank: int = 0) -> None:

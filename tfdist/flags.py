@@ -69,12 +69,12 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
         raise ConfigError(f"{rest[0]!r} is not a flag: every argument has the form --name=value.")
     for field in dataclasses.fields(command) if command else ():
         check_option(field, values[field.name].value)
-    own = command(**{f.name: values[f.name].value for f in dataclasses.fields(command)}) if command else None
+    options = command(**{f.name: values[f.name].value for f in dataclasses.fields(command)}) if command else None
     return Parsed(
         Config.from_flat(
             {f.name: values[f.name].value for kind in COMPONENTS.values() for f in dataclasses.fields(kind)}
         ),
-        own,
+        options,
     )
 
 

@@ -38,8 +38,8 @@ _PORT = 2222
 
 
 def main(argv: list[str]) -> int:
-    own, train = split_at_dashes(argv)
-    options = parse_job_options(own, __doc__ or "")
+    own_argv, train = split_at_dashes(argv)
+    options = parse_job_options(own_argv, __doc__ or "")
     if options.kind == "dockerfile":
         text = jobspecs.render("dockerfile", vars(options))
     else:

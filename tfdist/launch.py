@@ -60,8 +60,8 @@ STANDBY_AFTER_SECONDS = 15.0  # the job itself should have started by then
 
 
 def main(argv: list[str]) -> int:
-    own, train = split_at_dashes(argv)
-    options = parse_launch_options(own, __doc__ or "", workers_help(own))
+    own_argv, train = split_at_dashes(argv)
+    options = parse_launch_options(own_argv, __doc__ or "", workers_help(own_argv))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
     if train and train[0].endswith(".py"):
@@ -92,9 +92,9 @@ def _has_module(name: str) -> bool:
         return False
 
 
-def workers_help(own: list[str]) -> str:
+def workers_help(own_argv: list[str]) -> str:
     """The text that --help and --helpfull show below the launcher's own flags."""
-    asked = flags.asked_help(own)
+    asked = flags.asked_help(own_argv)
     usage = "flags of the workers, after `--`:"
     return asked and flags.help_text(usage, COMPONENTS, full=asked == "full")
 

@@ -37,8 +37,8 @@ _COUNTING_SECONDS = 600
 
 
 def main(argv: list[str]) -> int:
-    own, train = split_at_dashes(argv)
-    options = _parse(own)
+    own_argv, train = split_at_dashes(argv)
+    options = _parse(own_argv)
     if options.plot:
         optional_packages.pyplot("--plot")  # told before the work
     config = flags.parse(train, usage="Flags of the run:").config

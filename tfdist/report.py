@@ -32,10 +32,10 @@ def main(argv: list[str]) -> int:
     if options.text:
         print("\n\n".join(as_text(run) for run in runs))
     if options.out or not options.text:
-        own = runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
-        write_page(runs, Path(options.out) if options.out else own)
+        default = runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
+        write_page(runs, Path(options.out) if options.out else default)
         if not options.out:
-            places[0].send_back(lambda name: name == own.name)
+            places[0].send_back(lambda name: name == default.name)
     return ExitCode.OK
 
 

@@ -133,7 +133,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "contents": Fault(
         "data/contents.py",
-        "    if not _others(_gathered(runtime, split, own)):",
+        "    if not _others(_gathered(runtime, split, found)):",
         "    if split.size:",
         "sockets:2",
         "workers that hold different samples are not noticed",

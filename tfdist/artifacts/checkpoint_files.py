@@ -89,10 +89,10 @@ def _append_texts(file: DirectFile, texts: Sequence[bytes]) -> int:
     length is a number of four bytes, or of eight."""
     lengths = b"".join(len(text).to_bytes(4 if len(text) < 1 << 32 else 8, "little") for text in texts)
     checksum = google_crc32c.value(lengths)
-    told = masked(checksum).to_bytes(4, "little")
-    for content in (b"".join(number(len(text)) for text in texts) + told, *texts):
+    crc = masked(checksum).to_bytes(4, "little")
+    for content in (b"".join(number(len(text)) for text in texts) + crc, *texts):
         file.append(np.frombuffer(content, np.uint8))
-    for content in (told, *texts):
+    for content in (crc, *texts):
         checksum = google_crc32c.extend(checksum, content)
     return checksum
 

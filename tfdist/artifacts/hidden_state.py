@@ -69,13 +69,13 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
     epoch. hidden: the `hidden_state` of the model."""
     losses = keras.tree.flatten(getattr(model, "loss", None))
     metrics = keras_trainer.given_metrics(model)
-    own = [each for each in metrics if not (isinstance(each, keras.metrics.Metric) and is_of_keras(each))]
+    own_metrics = [each for each in metrics if not (isinstance(each, keras.metrics.Metric) and is_of_keras(each))]
     functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
     optimizers = keras_trainer.with_inner(getattr(model, "optimizer", None))
     of_optimizers = [value for each in optimizers for value in vars(each).values()]
     counted = (*model.variables, *(one for each in optimizers for one in each.variables))
     known = {id(one) for one in (*map(keras_variables.stored_value, counted), *hidden)}
-    return [each for each in held_by([*losses, *own, *functions, *of_optimizers]) if id(each) not in known]
+    return [each for each in held_by([*losses, *own_metrics, *functions, *of_optimizers]) if id(each) not in known]
 
 
 def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
@@ -110,8 +110,8 @@ def _is_wrapper(value: Any) -> bool:
 
 def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable | tf.Variable]:
     """The variables of metrics, also those of TensorFlow's that a metric of the user's own holds."""
-    own = [value for each in metrics for value in vars(each).values() if not callable(value)]
-    return [*(one for each in metrics for one in each.variables), *held_by(own)]
+    attributes = [value for each in metrics for value in vars(each).values() if not callable(value)]
+    return [*(one for each in metrics for one in each.variables), *held_by(attributes)]
 
 
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:

@@ -168,15 +168,15 @@ class ShardedSnapshotFolder(SnapshotFolder):
         os.rename(f"{path}.new", path)
 
     def _commit(self, folder: str, step: int, fields: Mapping[str, Any]) -> int:
-        told = self._wait_for_parts(folder)
-        must_hold_all([message["values"] for message in told], fields)
-        parts = [f"{folder}/part-{rank:05d}" for rank in range(self.size) if told[rank]["files"]]
+        messages = self._wait_for_parts(folder)
+        must_hold_all([message["values"] for message in messages], fields)
+        parts = [f"{folder}/part-{rank:05d}" for rank in range(self.size) if messages[rank]["files"]]
         prefix = f"{folder}/state-{step}"
         tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=prefix, delete_old_dirs=False)
         for rank in range(self.size):
             os.remove(f"{folder}/part-{rank:05d}.json")
         # The data files have new names and the old content; only the table of contents is new.
-        entries = [entry for message in told for entry in message["files"].values()]
+        entries = [entry for message in messages for entry in message["files"].values()]
         files = {f"state-{step}.data-{number:05d}-of-{len(entries):05d}": entry for number, entry in enumerate(entries)}
         files[f"state-{step}.index"] = measure(f"{prefix}.index", self.options.checksum, flush=True)
         if sorted(os.listdir(folder)) != sorted(files):
@@ -189,23 +189,24 @@ class ShardedSnapshotFolder(SnapshotFolder):
 
     def _wait_for_parts(self, folder: str) -> list[dict[str, Any]]:
         """Waits for the messages of all workers. Raises OSError if one failed, or does not come."""
-        begun, told = time.monotonic(), {}
-        while len(told) < self.size:
-            for rank in set(range(self.size)) - set(told):
+        begun, messages = time.monotonic(), {}
+        while len(messages) < self.size:
+            for rank in set(range(self.size)) - set(messages):
                 with (
                     contextlib.suppress(FileNotFoundError),
                     open(f"{folder}/part-{rank:05d}.json", encoding="utf-8") as file,
                 ):
-                    told[rank] = json.load(file)
-                    if "error" in told[rank]:
-                        raise OSError(told[rank]["error"])
+                    messages[rank] = json.load(file)
+                    if "error" in messages[rank]:
+                        raise OSError(messages[rank]["error"])
             if time.monotonic() > min(begun + self.patience, self.give_up_at):
+                missing = sorted(set(range(self.size)) - set(messages))
                 raise OSError(
-                    f"the parts of ranks {', '.join(map(str, sorted(set(range(self.size)) - set(told))))} did not come"
+                    f"the parts of ranks {', '.join(map(str, missing))} did not come"
                     f" in {time.monotonic() - begun:.0f} s"
                 )
             time.sleep(_POLL_SECONDS)
-        return [told[rank] for rank in range(self.size)]
+        return [messages[rank] for rank in range(self.size)]
 
 
 def values_of(shards: Sequence[Shard]) -> int:

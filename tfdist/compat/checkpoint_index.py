@@ -108,10 +108,10 @@ def index(written: Iterable[Written]) -> bytes:
         whole = rows.setdefault(
             each.name.encode(), _of_shape(tensor_bundle_pb2.BundleEntryProto(dtype=each.dtype), each.shape)
         )
-        told = whole.slices.add()
+        entry = whole.slices.add()
         for start, length in each.box:
-            told.extent.add(start=start, length=length)
-        rows[_name_of_slice(each.name, told)] = _of_shape(place, [length for _, length in each.box])
+            entry.extent.add(start=start, length=length)
+        rows[_name_of_slice(each.name, entry)] = _of_shape(place, [length for _, length in each.box])
     return leveldb_table.table(
         [(b"", header.SerializeToString()), *((name, rows[name].SerializeToString()) for name in sorted(rows))]
     )
@@ -138,24 +138,24 @@ def _stored(entry: tensor_bundle_pb2.BundleEntryProto, box: Box) -> Stored:
     return Stored(box, entry.shard_id, entry.offset, entry.size, entry.crc32c)
 
 
-def _box(told: Any, shape: tuple[int, ...]) -> Box:
+def _box(entry: Any, shape: tuple[int, ...]) -> Box:
     # A dim of which all is meant has no length.
     return tuple(
         (extent.start, extent.length) if extent.HasField("length") else (0, size)
-        for extent, size in zip(told.extent, shape, strict=True)
+        for extent, size in zip(entry.extent, shape, strict=True)
     )
 
 
 # -- how a slice is called ---------------------------------------------------------------------------------------------
 
 
-def _name_of_slice(name: str, told: Any) -> bytes:
+def _name_of_slice(name: str, entry: Any) -> bytes:
     """The name in TensorFlow's order-preserving code: 0, the name, the number of dims, start and length of each."""
     escaped = name.encode().replace(b"\xff", b"\xff\x00").replace(b"\x00", b"\x00\xff")
     numbers = b"".join(
-        _signed(each.start) + _signed(each.length if each.HasField("length") else -1) for each in told.extent
+        _signed(each.start) + _signed(each.length if each.HasField("length") else -1) for each in entry.extent
     )
-    return b"\x00" + escaped + b"\x00\x01" + _unsigned(len(told.extent)) + numbers
+    return b"\x00" + escaped + b"\x00\x01" + _unsigned(len(entry.extent)) + numbers
 
 
 def _unsigned(value: int) -> bytes:

@@ -180,13 +180,13 @@ def in_the_call_as_it_is() -> Iterator[None]:
     that is told whether it is training tells those that come after it. Relies on the same attribute, an object that
     holds what was told; without it they take training for inference."""
     around = get_global_attribute("current_call_ctx")
-    told = dict(vars(around)) if around is not None else {}
+    attributes = dict(vars(around)) if around is not None else {}
     try:
         yield
     finally:
         if around is not None:
             vars(around).clear()
-            vars(around).update(told)
+            vars(around).update(attributes)
         set_global_attribute("current_call_ctx", around)
 
 

@@ -22,7 +22,7 @@ _LIBRARY = "libtensorflow_cc.so.2"
 @contextlib.contextmanager
 def interpreter_released() -> Iterator[None]:
     """A context in which TFE_EnableCollectiveOps is called without the interpreter's lock."""
-    library, own = _library(), pywrap_tfe.TFE_EnableCollectiveOps
+    library, original = _library(), pywrap_tfe.TFE_EnableCollectiveOps
     if library is None:
         yield
         return
@@ -41,7 +41,7 @@ def interpreter_released() -> Iterator[None]:
     try:
         yield
     finally:
-        pywrap_tfe.TFE_EnableCollectiveOps = own
+        pywrap_tfe.TFE_EnableCollectiveOps = original
 
 
 def _library() -> ctypes.CDLL | None:

@@ -154,10 +154,10 @@ class Lease:
             os.unlink(aside)
 
     def _keep(self) -> None:
-        told = False
+        has_warned = False
         while not self._released.wait(_RENEW_SECONDS):
-            if not (told or self._folder.exists()):
-                told = True
+            if not (has_warned or self._folder.exists()):
+                has_warned = True
                 say(f"{self._name} HAS BEEN REMOVED: what is written now is in a new folder, and what was is lost.")
             with contextlib.suppress(OSError):  # a full disk, a file server that is away: then later
                 if not self._renew() and not self._released.is_set():

@@ -59,15 +59,15 @@ def bind_address(address: str, peers: Iterable[str]) -> str:
     on: here it may mean another address than for the peers (127.0.1.1 in /etc/hosts).
     """
     try:
-        own, *others = (
+        first, *others = (
             ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
             for host in map(host_of, [address, *peers])
         )
-        if any(other.version != own.version or other.is_loopback != own.is_loopback for other in others):
+        if any(other.version != first.version or other.is_loopback != first.is_loopback for other in others):
             return ""
-        with socket.socket(_family(own), socket.SOCK_DGRAM) as probe:
-            probe.bind((str(own), 0))
-        return str(own)
+        with socket.socket(_family(first), socket.SOCK_DGRAM) as probe:
+            probe.bind((str(first), 0))
+        return str(first)
     except (ValueError, OSError):
         return ""
 
@@ -143,11 +143,11 @@ def attach(target: socket.socket, program: Sequence[Instruction]) -> None:
 
 def to_address(host: str) -> list[Instruction]:
     """Lets in what is sent to this IP address of ours, or to this machine's loopback."""
-    own = ipaddress.ip_address(host)
+    address = ipaddress.ip_address(host)
     if4 = [Instruction(_LOAD_BYTE, constant=_TO_V4), Instruction(_EQUAL, if_false=1, constant=127), _KEEP]
-    if own.version == 4 and not is_loopback(host):
-        if4 += _keep_if_all([Check(_LOAD_WORD, _TO_V4, int(own))])
-    if6 = _keep_if_all(_is_v6(own)) if own.version == 6 else []
+    if address.version == 4 and not is_loopback(host):
+        if4 += _keep_if_all([Check(_LOAD_WORD, _TO_V4, int(address))])
+    if6 = _keep_if_all(_is_v6(address)) if address.version == 6 else []
     if6 += _keep_if_all(_is_v6(ipaddress.IPv6Address("::1")))
     by_version = [
         Instruction(_LOAD_BYTE, constant=_VERSION),

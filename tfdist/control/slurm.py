@@ -40,10 +40,10 @@ def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
             f" SLURM_PROCID={rank} contradict each other: start the workers with srun, or set TF_CONFIG."
         )
     hosts = _distribute(nodes, counts, environ.get("SLURM_DISTRIBUTION", "block"))
-    own = environ.get("SLURMD_NODENAME", hosts[rank])
-    if own != hosts[rank]:
+    node = environ.get("SLURMD_NODENAME", hosts[rank])
+    if node != hosts[rank]:
         raise ClusterError(
-            f"SLURM_PROCID={rank} is on {own}, where {hosts[rank]} was expected: start the workers with srun"
+            f"SLURM_PROCID={rank} is on {node}, where {hosts[rank]} was expected: start the workers with srun"
             " --distribution=block."
         )
     step = int(environ["SLURM_STEP_ID"]) if environ.get("SLURM_STEP_ID", "").isdecimal() else 0

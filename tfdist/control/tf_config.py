@@ -168,8 +168,8 @@ def worker_environment(
         spec: dict[str, list[str]] = {}
         for task, address in zip(tasks, addresses, strict=True):
             spec.setdefault(task.role, []).append(address)
-        own = Task("evaluator", 0) if rank is None else tasks[rank]
-        result["TF_CONFIG"] = json.dumps({"cluster": spec, "task": {"type": own.role, "index": own.index}})
+        own_task = Task("evaluator", 0) if rank is None else tasks[rank]
+        result["TF_CONFIG"] = json.dumps({"cluster": spec, "task": {"type": own_task.role, "index": own_task.index}})
     if threads:
         result |= {
             name: environment.get(name, str(threads))

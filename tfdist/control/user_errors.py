@@ -78,11 +78,11 @@ def _places_in(text: str) -> list[_Place]:
 def _failure(places: Sequence[_Place], what: str) -> str:
     if _REWRITTEN in what:
         places, what = _places_in(what), what_in_text(what)
-    own = _own(places)
+    own_places = _own(places)
     function = (
-        f", in {own[-1].function}" if own and own[-1].function not in (None, "None") else ""
+        f", in {own_places[-1].function}" if own_places and own_places[-1].function not in (None, "None") else ""
     )  # so AutoGraph calls a lambda
-    at = f" at {own[-1].file}:{own[-1].line}{function}" if own else ""
+    at = f" at {own_places[-1].file}:{own_places[-1].line}{function}" if own_places else ""
     return f"failed{at}: {textwrap.shorten(without_internals(what), 600)}"
 
 

@@ -86,14 +86,14 @@ def must_be_same_data(runtime: Runtime, split: Split) -> None:
         raise DataError(
             f"Rank {ranks[0]} has {_counted(sizes[ranks[0]])} in {split.name}, rank 0 has {_counted(sizes[0])}: {_FIX}."
         )
-    own = checksums(split)
-    if not _others(_gathered(runtime, split, own)):
+    found = checksums(split)
+    if not _others(_gathered(runtime, split, found)):
         return
-    steady = sum(1 << part for part, (a, b) in enumerate(zip(own, checksums(split), strict=False)) if a == b)
+    steady = sum(1 << part for part, (a, b) in enumerate(zip(found, checksums(split), strict=False)) if a == b)
     steady = int(np.bitwise_and.reduce(runtime.all_gather(np.array([steady], np.int64))[:, 0]))
-    kept = [crc if steady >> part & 1 else 0 for part, crc in enumerate(own)]
+    kept = [crc if steady >> part & 1 else 0 for part, crc in enumerate(found)]
     # A stream is told by what it yields: if all of that changes, so may the order.
-    if ranks := _others(_gathered(runtime, split, kept if steady or split.size is not None else own)):
+    if ranks := _others(_gathered(runtime, split, kept if steady or split.size is not None else found)):
         raise DataError(
             f"Rank {', '.join(map(str, ranks))} and rank 0 hold different samples, or an order that differs, in"
             f" {split.name}: {_FIX}."

@@ -60,8 +60,8 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
             offset = tf.math.floormod(position, plan.global_batch)
             return tf.reduce_any((offset >= starts) & (offset < stops))
 
-        own = ordered_stream(split, plan, reading, consumed, cut).enumerate().filter(as_is(is_own))
-        numbered = own.map(as_is(lambda _, numbered: numbered))
+        own_samples = ordered_stream(split, plan, reading, consumed, cut).enumerate().filter(as_is(is_own))
+        numbered = own_samples.map(as_is(lambda _, numbered: numbered))
 
     shaped = shaper(plan.micro_batch if plan.even else None, split.element_spec if augment is None else None)
 
@@ -79,7 +79,7 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
     return batched.map(as_is(finish), num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def _shard(split: Split, reading: Reading, shard: int, cut: int, own: int) -> tf.data.Dataset:
+def _shard(split: Split, reading: Reading, shard: int, cut: int, own_skipped: int) -> tf.data.Dataset:
     """Makes one of `cut` shards of a stream, endless, from its own sample number `own` on: (number, what
     `Split.samples` takes). No two shards share a number, so that no two samples share an augmentation."""
     stream = (split.records or split.stream)(shard, cut)
@@ -88,7 +88,7 @@ def _shard(split: Split, reading: Reading, shard: int, cut: int, own: int) -> tf
             f"{split.name} has no samples for replica {shard} of {cut}: check --source_args and --data_dir."
         )
     endless = _window_shuffled(stream, split.sample_bytes, reading.seed) if reading.shuffle else stream.repeat()
-    return endless.enumerate().skip(own).map(as_is(lambda i, sample: (i * cut + shard, sample)))
+    return endless.enumerate().skip(own_skipped).map(as_is(lambda i, sample: (i * cut + shard, sample)))
 
 
 def ordered_stream(split: Split, plan: BatchPlan, reading: Reading, consumed: int, cut: int) -> tf.data.Dataset:
@@ -168,5 +168,5 @@ def stream_eval(split: Split, size: int, filled: int, batch: int, replica: int, 
     def is_own(index: tf.Tensor, _) -> tf.Tensor:
         return tf.equal(tf.math.floormod(index, width) // batch, replica)
 
-    own = padded.filter(as_is(is_own))
-    return own.batch(batch, drop_remainder=filled % batch == 0).map(as_is(finish))
+    own_samples = padded.filter(as_is(is_own))
+    return own_samples.batch(batch, drop_remainder=filled % batch == 0).map(as_is(finish))

@@ -32,9 +32,9 @@ class Finding:
         return {**dataclasses.asdict(self), "state": self.state.name}
 
     @classmethod
-    def from_dict(cls, told: dict[str, Any]) -> Finding:
+    def from_dict(cls, fields: dict[str, Any]) -> Finding:
         """Raises KeyError for what is no finding."""
-        return cls(str(told["name"]), State[told["state"]], str(told["what"]), str(told.get("fix", "")))
+        return cls(str(fields["name"]), State[fields["state"]], str(fields["what"]), str(fields.get("fix", "")))
 
 
 def fine(name: str, what: str) -> Finding:

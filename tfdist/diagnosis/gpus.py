@@ -40,9 +40,9 @@ class Build:
     cudnn: str = ""  # the version that it has loaded; "": none
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Build:
-        capabilities = tuple(map(str, told["capabilities"]))
-        return cls(str(told["cuda"]), capabilities, int(told["devices"]), str(told["cudnn"]))
+    def from_dict(cls, fields: Mapping[str, Any]) -> Build:
+        capabilities = tuple(map(str, fields["capabilities"]))
+        return cls(str(fields["cuda"]), capabilities, int(fields["devices"]), str(fields["cudnn"]))
 
 
 def read_gpus(run: Callable[..., subprocess.CompletedProcess] = subprocess.run) -> list[Gpu] | Finding:

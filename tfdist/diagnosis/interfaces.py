@@ -42,7 +42,7 @@ def taken(names: list[str], asked: str | None) -> list[str]:
     return infiniband or [name for name in names if name not in docker + loopback] or docker or loopback
 
 
-def network(interfaces: Mapping[str, str], own: str, environment: Mapping[str, str]) -> Finding:
+def network(interfaces: Mapping[str, str], own_address: str, environment: Mapping[str, str]) -> Finding:
     """own: the IP address of this worker in TF_CONFIG. A loopback address is that of a job on one machine, whose
     workers NCCL joins by shared memory.
     """
@@ -55,20 +55,20 @@ def network(interfaces: Mapping[str, str], own: str, environment: Mapping[str, s
             f"{VARIABLE}={asked}, but this machine has {all_of_them or 'no interface with an address'}.",
             f"set {VARIABLE} to the one by which workers reach each other, or unset it.",
         )
-    of_address = [name for name, address in interfaces.items() if address == own]
+    of_address = [name for name, address in interfaces.items() if address == own_address]
     said = f"NCCL takes {', '.join(f'{name} ({interfaces[name]})' for name in chosen)}"
-    if own.startswith("127."):
+    if own_address.startswith("127."):
         return fine("network", said)
     if of_address and of_address[0] not in chosen:
         return warning(
             "network",
-            f"{said}, but this worker's address {own} is that of {of_address[0]}.",
+            f"{said}, but this worker's address {own_address} is that of {of_address[0]}.",
             f"set {VARIABLE}={of_address[0]}, unless the other network is the quicker one and joins all workers.",
         )
     if of_address and not asked and len(chosen) > 1 and of_address[0] != chosen[0]:
         return warning(
             "network",
-            f"{said} as it likes; this worker's address {own} is that of {of_address[0]}.",
+            f"{said} as it likes; this worker's address {own_address} is that of {of_address[0]}.",
             f"set {VARIABLE}={of_address[0]}, or to the quickest one that joins all workers.",
         )
     return fine("network", said)

@@ -24,7 +24,7 @@ _NUMBERS = 2**22  # float32, of the all-reduce
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class WorkerReport:
     """The facts that each worker tells the others."""
 
     rank: int
@@ -37,14 +37,16 @@ class Told:
         return json.dumps({**dataclasses.asdict(self), "findings": [each.as_dict() for each in self.findings]}).encode()
 
     @classmethod
-    def decoded(cls, data: bytes) -> Told:
+    def decoded(cls, data: bytes) -> WorkerReport:
         """Raises ValueError, KeyError or TypeError for what no doctor has sent."""
-        told: dict[str, Any] = json.loads(data)
+        fields: dict[str, Any] = json.loads(data)
         findings = tuple(
             Finding(each.name, each.state, printable(each.what), printable(each.fix))
-            for each in map(Finding.from_dict, told["findings"])
+            for each in map(Finding.from_dict, fields["findings"])
         )
-        return cls(int(told["rank"]), int(told["gpus"]), printable(told["versions"]), findings, float(told["clock"]))
+        return cls(
+            int(fields["rank"]), int(fields["gpus"]), printable(fields["versions"]), findings, float(fields["clock"])
+        )
 
 
 def addresses(cluster: Cluster) -> list[Finding]:
@@ -61,12 +63,12 @@ def addresses(cluster: Cluster) -> list[Finding]:
                     "mend the address in TF_CONFIG, or the name service of this machine.",
                 )
             )
-    own = cluster.peers[cluster.rank]
-    if not findings and not preflight.is_local(host_of(own)):
+    own_address = cluster.peers[cluster.rank]
+    if not findings and not preflight.is_local(host_of(own_address)):
         findings.append(
             warning(
                 "addresses",
-                f"{own}, this worker's in TF_CONFIG, is none of this machine.",
+                f"{own_address}, this worker's in TF_CONFIG, is none of this machine.",
                 "mend TF_CONFIG, unless a service in front of this machine has that address.",
             )
         )
@@ -74,8 +76,8 @@ def addresses(cluster: Cluster) -> list[Finding]:
 
 
 def meet(
-    config: Config, cluster: Cluster, mine: Told, clock: Callable[[], float] = time.time
-) -> tuple[list[Told], list[Finding]]:
+    config: Config, cluster: Cluster, mine: WorkerReport, clock: Callable[[], float] = time.time
+) -> tuple[list[WorkerReport], list[Finding]]:
     """(what all tell, in rank order, what is wrong between them); of a cluster that cannot meet this worker's alone."""
     from tfdist.runtime.control_ring import ControlRing
     from tfdist.runtime.ring import Ring
@@ -88,22 +90,22 @@ def meet(
             begun = time.monotonic()
             control.gather(b"", "ready")
             asked = dataclasses.replace(mine, clock=clock())
-            told = [Told.decoded(bytes(data)) for data in control.gather(asked.encoded(), "told")]
+            reports = [WorkerReport.decoded(bytes(data)) for data in control.gather(asked.encoded(), "told")]
             uncertain = time.monotonic() - begun
             ring = Ring(cluster, control.exchange, control.patience)
-            findings = [*_clocks(cluster, told, uncertain), *_alike(cluster, told), _all_reduce(ring, cluster)]
+            findings = [*_clocks(cluster, reports, uncertain), *_alike(cluster, reports), _all_reduce(ring, cluster)]
             control.gather(b"", "done")
             control.say_goodbye()
         finally:
             control.close()
     except (TfdistError, RingError, ValueError, KeyError, TypeError) as error:
         return [mine], [wrong("workers", f"{error}", "see the lines of the other workers, and docs/clusters.md.")]
-    return told, findings
+    return reports, findings
 
 
-def _clocks(cluster: Cluster, told: Sequence[Told], uncertain: float) -> list[Finding]:
+def _clocks(cluster: Cluster, reports: Sequence[WorkerReport], uncertain: float) -> list[Finding]:
     """uncertain: seconds that the question itself took."""
-    off = {other.rank: other.clock - told[0].clock for other in told}
+    off = {other.rank: other.clock - reports[0].clock for other in reports}
     late = [rank for rank, seconds in off.items() if abs(seconds) > _MOST_SECONDS_APART + uncertain]
     if not late:
         return [fine("clocks", f"at most {max(map(abs, off.values())):.1f} s apart")]
@@ -118,15 +120,15 @@ def _clocks(cluster: Cluster, told: Sequence[Told], uncertain: float) -> list[Fi
     ]
 
 
-def _alike(cluster: Cluster, told: Sequence[Told]) -> list[Finding]:
+def _alike(cluster: Cluster, reports: Sequence[WorkerReport]) -> list[Finding]:
     findings = []
-    versions = {other.versions for other in told}
+    versions = {other.versions for other in reports}
     if len(versions) > 1:
-        words = "; ".join(f"rank {other.rank} {other.versions}" for other in told)
+        words = "; ".join(f"rank {other.rank} {other.versions}" for other in reports)
         findings.append(wrong("versions", f"they differ: {words}.", "give all workers one image or environment."))
-    with_gpus = [other.rank for other in told if other.gpus]
-    if 0 < len(with_gpus) < len(told):
-        without = ", ".join(cluster.name(other.rank) for other in told if not other.gpus)
+    with_gpus = [other.rank for other in reports if other.gpus]
+    if 0 < len(with_gpus) < len(reports):
+        without = ", ".join(cluster.name(other.rank) for other in reports if not other.gpus)
         findings.append(
             wrong(
                 "GPUs",
@@ -134,8 +136,8 @@ def _alike(cluster: Cluster, told: Sequence[Told]) -> list[Finding]:
                 "ask for GPUs on every worker, or hide all by CUDA_VISIBLE_DEVICES=-1.",
             )
         )
-    elif len({other.gpus for other in told}) > 1:
-        counts = ", ".join(f"rank {other.rank} has {other.gpus}" for other in told)
+    elif len({other.gpus for other in reports}) > 1:
+        counts = ", ".join(f"rank {other.rank} has {other.gpus}" for other in reports)
         findings.append(
             warning("GPUs", f"{counts}: the workers are not alike.", "give every worker the same number of GPUs.")
         )

@@ -23,10 +23,10 @@ SECONDS = 300.0  # XLA for GPUs compiles each of twelve functions
 def arithmetic(command: Sequence[str] = TRIAL, seconds: float = SECONDS) -> tuple[Build | None, list[Finding]]:
     """Tries arithmetic: what TensorFlow was built for (None: it could not be asked), and how it computes."""
     output, end = _run(command, seconds)
-    told = [line for line in map(_as_dict, output.splitlines()) if line]
-    cudnn = next((str(line["cudnn"]) for line in told if "cudnn" in line), "")
-    build = next((Build.from_dict({**line["build"], "cudnn": cudnn}) for line in told if "build" in line), None)
-    tried = [line for line in told if "name" in line]
+    records = [line for line in map(_as_dict, output.splitlines()) if line]
+    cudnn = next((str(line["cudnn"]) for line in records if "cudnn" in line), "")
+    build = next((Build.from_dict({**line["build"], "cudnn": cudnn}) for line in records if "build" in line), None)
+    tried = [line for line in records if "name" in line]
     failed = [
         wrong(_NAME, f"{line['name']}: {line['error']}", "see docs/gpus.md, known traps.")
         for line in tried

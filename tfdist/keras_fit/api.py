@@ -270,11 +270,11 @@ def _spread_over(runtime: Runtime, model: keras.Model, purpose: str, loop: Calla
 def _compare(runtime: Runtime, model: keras.Model, settings: dict[str, Any]) -> None:
     """Raises ConfigError unless all workers have this model and these settings."""
     optimizer = getattr(model, "optimizer", None)
-    own = [each for each in (*keras.tree.flatten(getattr(model, "loss", None)), optimizer) if each is not None]
+    own_parts = [each for each in (*keras.tree.flatten(getattr(model, "loss", None)), optimizer) if each is not None]
     if optimizer is not None and model.built:
         decaying = keras_optimizers.weights_that_decay(optimizer, model.trainable_variables)
         settings = settings | {"which weights decay": decaying}
-    same_model.must_be_same_model(runtime, same_model.facts_of(model, own, settings))
+    same_model.must_be_same_model(runtime, same_model.facts_of(model, own_parts, settings))
     _compared.add(model)
 
 

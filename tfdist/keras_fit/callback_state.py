@@ -124,11 +124,11 @@ def restore(
     for callback, name in zip(callbacks, names_of(callbacks), strict=True):
         held = _attributes(callback)
         for attribute, value in states.get(name, {}).items():
-            again = restored.value((name, attribute), value, held.get(attribute))
+            merged = restored.value((name, attribute), value, held.get(attribute))
             if attribute in _slots(callback):
-                setattr(callback, attribute, again)
-            elif attribute in callback.__dict__ or again is not held.get(attribute):  # else it stands in the class
-                callback.__dict__[attribute] = again
+                setattr(callback, attribute, merged)
+            elif attribute in callback.__dict__ or merged is not held.get(attribute):  # else it stands in the class
+                callback.__dict__[attribute] = merged
         for attribute in set(without.get(name, ())) & {*callback.__dict__, *_slots(callback)}:
             with contextlib.suppress(AttributeError):  # of a slot that is empty
                 object.__delattr__(callback, attribute)
@@ -178,10 +178,10 @@ class _Restored:
             return callback_values.from_plain(held, self._with_parts(path, value))
         key = self._key(path)
         if key not in self._made:
-            again = self._with_parts(path, value)
+            merged = self._with_parts(path, value)
             held, places = self._held.get(path, (None, []))
             stays = all(self._key(place) == key for place in places)
-            self._made[key] = callback_values.from_plain(held if stays else copy.copy(held), again)
+            self._made[key] = callback_values.from_plain(held if stays else copy.copy(held), merged)
         return self._made[key]
 
     def _key(self, path: Path) -> Any:
@@ -189,10 +189,10 @@ class _Restored:
 
     def _with_parts(self, path: Path, value: Any) -> Any:
         if isinstance(value, dict):
-            again = copy.copy(value)
+            merged = copy.copy(value)
             for key, item in value.items():
-                again[key] = self.value((*path, key), item)
-            return again
+                merged[key] = self.value((*path, key), item)
+            return merged
         if isinstance(value, (list, tuple, collections.deque)):
             parts = [self.value((*path, place), item) for place, item in enumerate(value)]
             return (

@@ -101,7 +101,7 @@ class EpochBackup(FitCallback):
         self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
-        self._told: list[str] = []  # attributes of theirs that are not held
+        self._named: list[str] = []  # attributes of theirs that are not held
         self._at_first: list[callback_state.Facts] = []  # of each other callback what it began with
         self.epoch = self._backup.epoch if self._backup else 0
         self.order = self._backup.order if self._backup else None
@@ -188,8 +188,8 @@ class EpochBackup(FitCallback):
             for callback, state in zip(self._others, states, strict=True)
             for name in callback_state.not_held(callback, state)
         ]
-        names = [name for name in dict.fromkeys(found) if name not in self._told]
-        self._told.extend(names)
+        names = [name for name in dict.fromkeys(found) if name not in self._named]
+        self._named.extend(names)
         if names and self._runtime.rank == 0:
             say(
                 f"BackupAndRestore does not hold {', '.join(names)}: in a fit that is resumed they begin anew."

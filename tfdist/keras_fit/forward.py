@@ -123,13 +123,13 @@ class DistributedCall:
 
     def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
         """(outputs, losses) of arguments that are this worker's rows already: `share` of all. Nothing is gathered."""
-        own = self._forward(args, kwargs, self.of_the_batch((args, kwargs)))
+        computed = self._forward(args, kwargs, self.of_the_batch((args, kwargs)))
         as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
         losses = [
             loss * tf.cast(as_mean, loss.dtype) if reduction == SUM else loss
-            for loss, reduction in zip(own.losses, own.reductions, strict=True)
+            for loss, reduction in zip(computed.losses, computed.reductions, strict=True)
         ]
-        return own.outputs, losses
+        return computed.outputs, losses
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
         """Whether the rows of each tensor with rows, among the arguments of a call, are those of the batch."""

@@ -83,9 +83,12 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
         return None
     sizes = [tf.size(part) for part in numbers]
     values = tf.split(slices.values, sizes) if len(sizes) > 1 else [slices.values]
-    for part, own in zip(values, numbers, strict=True):
-        part.set_shape([own.shape[0], *slices.values.shape[1:]])
-    return [Lookup(part, own, is_worker_dependent(own)) for part, own in zip(values, numbers, strict=True)]
+    for part, row_numbers in zip(values, numbers, strict=True):
+        part.set_shape([row_numbers.shape[0], *slices.values.shape[1:]])
+    return [
+        Lookup(part, row_numbers, is_worker_dependent(row_numbers))
+        for part, row_numbers in zip(values, numbers, strict=True)
+    ]
 
 
 def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:

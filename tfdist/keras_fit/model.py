@@ -141,9 +141,9 @@ class DistributedModel:
 
     def _optimizers(self) -> list[keras.Optimizer]:
         """The optimizer of this use, and the model's own."""
-        own = keras_trainer.optimizers_of(self._model)
+        of_model = keras_trainer.optimizers_of(self._model)
         given = self._use.optimizer
-        return own if given is None or any(given is one for one in own) else [given, *own]
+        return of_model if given is None or any(given is one for one in of_model) else [given, *of_model]
 
     def _moments_of(self, layer: keras.layers.BatchNormalization) -> Callable:
         return lambda inputs, mask: batch_norm.moments(
@@ -223,13 +223,13 @@ def rows_in_one_order(optimizer: keras.Optimizer) -> Iterator[None]:
 def every_row_checked(optimizer: keras.Optimizer) -> Iterator[None]:
     """A LossScaleOptimizer leaves out a step in which any gradient of a table's row overflows. Keras looks at the last
     one alone of a row that was looked up several times, and of several workers another one is last."""
-    own: Any = getattr(type(optimizer), "check_finite", None)
-    if own is not keras.optimizers.LossScaleOptimizer.check_finite:
+    check: Any = getattr(type(optimizer), "check_finite", None)
+    if check is not keras.optimizers.LossScaleOptimizer.check_finite:
         yield
         return
 
     def check_finite(gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> tf.Tensor:
-        return own(optimizer, [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients])
+        return check(optimizer, [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients])
 
     with attribute_replaced(optimizer, "check_finite", check_finite):
         yield

@@ -80,8 +80,8 @@ class RandomNumbers:
             return mark_worker_dependent(tf.stack([self._move(seed[0]), seed[1]]))
 
         def default_seed() -> int:
-            own = make_default_seed()
-            return self._of_chief(own) if self._runs_alike() else own
+            own_seed = make_default_seed()
+            return self._of_chief(own_seed) if self._runs_alike() else own_seed
 
         with (
             self._program(),
@@ -117,8 +117,8 @@ class RandomNumbers:
         Where their seeds differ, or there is none, all take one of the chief's.
         """
         seed = tensorflow_random.global_seed()
-        own = np.array([tensorflow_random.state_digest(), -1 if seed is None else int(seed)], np.int64)
-        stamps = self._runtime.all_gather(own)
+        stamp = np.array([tensorflow_random.state_digest(), -1 if seed is None else int(seed)], np.int64)
+        stamps = self._runtime.all_gather(stamp)
         if (stamps[:, 1] < 0).any() or (stamps != stamps[0]).any():
             drawn = int(np.random.SeedSequence().generate_state(1)[0]) % 2**31
             tf.random.set_seed(self._of_chief(drawn if seed is None else int(seed)))

@@ -126,42 +126,42 @@ def together(runtime: PeerRuntime, part: OwnRows, forward: Callable[[], Forward]
     """(outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's part."""
     weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
     with batch_norm.weighted(weight):
-        own = forward()
-    flat = keras.tree.flatten(own.outputs)
+        computed = forward()
+    flat = keras.tree.flatten(computed.outputs)
     for output in flat:
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
             sentence = f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}"
             raise keep_message(ConfigError(f"{sentence}: return tensors with one row per sample."))
     masks = [mask_of(output) for output in flat]
     mine = [part.trim(tensor) for tensor in (*flat, *(mask for mask in masks if mask is not None))]
-    if own.losses:
-        mine.append(_parts_of_losses(part, own)[tf.newaxis])
+    if computed.losses:
+        mine.append(_parts_of_losses(part, computed)[tf.newaxis])
     everyone = every_row(runtime, mine, part.sample)
-    for row in everyone[: len(mine) - bool(own.losses)]:
+    for row in everyone[: len(mine) - bool(computed.losses)]:
         row.set_shape([part.n if isinstance(part.n, int) else None, *row.shape[1:]])
     rows = iter(everyone)
     gathered = [next(rows) for _ in flat]
     for output, mask in zip(gathered, masks, strict=True):
         if mask is not None:
             carry_mask(output, next(rows))
-    sums = tf.unstack(tf.reduce_sum(next(rows), 0), num=len(own.losses)) if own.losses else []
+    sums = tf.unstack(tf.reduce_sum(next(rows), 0), num=len(computed.losses)) if computed.losses else []
     # Keras adds them to what the compiled loss gives, of which those in float64 have the type.
     losses = [
         total if own_loss.dtype == tf.float64 else tf.cast(total, tf.float32)
-        for total, own_loss in zip(sums, own.losses, strict=True)
+        for total, own_loss in zip(sums, computed.losses, strict=True)
     ]
-    return keras.tree.pack_sequence_as(own.outputs, gathered), losses
+    return keras.tree.pack_sequence_as(computed.outputs, gathered), losses
 
 
-def _parts_of_losses(part: OwnRows, own: Forward) -> tf.Tensor:
+def _parts_of_losses(part: OwnRows, computed: Forward) -> tf.Tensor:
     """[losses]: what this worker's rows add to each; in float32, or in float64 if one of them is."""
-    dtype = tf.float64 if any(loss.dtype == tf.float64 for loss in own.losses) else tf.float32
+    dtype = tf.float64 if any(loss.dtype == tf.float64 for loss in computed.losses) else tf.float32
     weight = tf.cast(tf.minimum(part.count, 1), dtype)
     share = tf.cast(part.count, dtype) / tf.cast(part.n, dtype)
     return tf.stack(
         [
             tf.cast(tf.reduce_sum(loss), dtype) * (weight if reduction == SUM else share)
-            for loss, reduction in zip(own.losses, own.reductions, strict=True)
+            for loss, reduction in zip(computed.losses, computed.reductions, strict=True)
         ]
     )
 

@@ -40,7 +40,7 @@ class _Backup:
     """Checks of steps while a fit with a backup runs in this thread."""
 
     def __init__(self, model: keras.Model, tells: bool):
-        self._tells, self._is_told = tells, False
+        self._tells, self._has_warned = tells, False
         # What is made later was not there to be restored. Of a model that is not built nothing is restored.
         self.held = {id(each) for each in of_model(model)} if keras_layers.all_built(model) else None
 
@@ -53,8 +53,8 @@ class _Backup:
                 " BackupAndRestore does not hold it, and a fit that is resumed would compute something else: make it an"
                 " attribute of the model, a layer, or the loss, in its constructor, or train without BackupAndRestore."
             )
-        if found.drawn and self._tells and not self._is_told:
-            self._is_told = True
+        if found.drawn and self._tells and not self._has_warned:
+            self._has_warned = True
             say(
                 f"the step {found.drawn}: a fit that is resumed draws others than one that is not. If that"
                 f" matters, {unsaved_state_checks.DRAW}."

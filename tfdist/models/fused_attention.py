@@ -99,7 +99,7 @@ def _fits(mask: Any, query: tf.Tensor, key: tf.Tensor) -> bool:
     if not (isinstance(mask, tf.Tensor) and mask.dtype == tf.bool and mask.shape.is_fully_defined()):
         return False
     whole = (batch, heads, queries, keys)
-    return mask.shape.rank == 4 and all(own in (1, dim) for own, dim in zip(mask.shape, whole, strict=True))
+    return mask.shape.rank == 4 and all(mask_dim in (1, dim) for mask_dim, dim in zip(mask.shape, whole, strict=True))
 
 
 def _over_positions(mask: tf.Tensor, query: tf.Tensor, key: tf.Tensor) -> tf.Tensor:

@@ -58,8 +58,8 @@ def read_run(folder: str) -> Measured:
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
     start = next((record["values"] for record in records if record["kind"] == "start"), {})
-    told = [record["values"].get("perf/steps_per_s") for record in records if record["kind"] == "train"]
-    rates = [rate for rate in told if isinstance(rate, int | float) and 0 < rate < math.inf][_WARM_UP:]
+    logged = [record["values"].get("perf/steps_per_s") for record in records if record["kind"] == "train"]
+    rates = [rate for rate in logged if isinstance(rate, int | float) and 0 < rate < math.inf][_WARM_UP:]
     if not rates or not all(type(start.get(name)) is int and start[name] > 0 for name in ("workers", "replicas")):
         raise ConfigError(
             f"--calibrate={folder} holds fewer than two log lines of its last attempt: train for longer, or lower"

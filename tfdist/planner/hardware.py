@@ -197,8 +197,8 @@ def load_hardware(text: str) -> Hardware:
         base = values.pop("base", None)
     else:
         first, _, rest = text.partition(",")
-        base, own = (None, text) if "=" in first else (first, rest)
-        values = parse_args("hardware", own)
+        base, changes = (None, text) if "=" in first else (first, rest)
+        values = parse_args("hardware", changes)
     return _with(text, base, values)
 
 

@@ -70,7 +70,7 @@ class RemoteRun:
         self._timeout = options.store_timeout
         self._lease = StoreLease(self.objects, job, end_worker) if self._is_chief else None
         allowed = self._lease.confirm if self._lease else lambda: None
-        self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._told, allowed)
+        self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._note_trouble, allowed)
         self._senders: list[UploadThread] = []  # of snapshots, and of parts of them
         self._trouble: StoreError | None = None
         self._alarm = StoreAlarm()
@@ -178,7 +178,7 @@ class RemoteRun:
         # Event files and profiles bear the names of their host and process.
         return self._is_chief or self._leads_machine and name.startswith("tensorboard/")
 
-    def _told(self, trouble: StoreError | None) -> None:
+    def _note_trouble(self, trouble: StoreError | None) -> None:
         self._trouble = trouble
 
     def messages(self) -> Iterator[str]:

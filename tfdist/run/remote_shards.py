@@ -45,21 +45,21 @@ class RemoteShards:
         remote: RemoteSnapshots | None,
     ):
         self._runtime, self._stored, self._remote = runtime, stored, remote
-        told = self._agree_to_begin()
-        self._newest: int = told["newest"]  # of those in the store
+        agreed = self._agree_to_begin()
+        self._newest: int = agreed["newest"]  # of those in the store
         self.writes = ShardUpload(
             stored.objects,
             stored.folder,
             before_commit,
             runtime.rank,
             runtime.size,
-            told["token"],
-            stored.follow(told["lease"]),
+            agreed["token"],
+            stored.follow(agreed["lease"]),
         )
         options = FolderOptions(place=stored.snapshots, required=restore.REQUIRED)
         self.reads = PartialDownload(stored.objects, stored.folder, remote, options)
         self._commit = ShardedCommit(stored.objects, self.writes, remote) if remote else None
-        self._send_left(told["run_id"])
+        self._send_left(agreed["run_id"])
         stored.sends_parts(self.writes.sender, self._commit.sender if self._commit else None)
         self.writes.sender.start()
 
@@ -122,16 +122,18 @@ class RemoteShards:
             verdict, sentence = _DAMAGED, str(error)
         except OSError as error:
             verdict, sentence = _AWAY, str(error)
-        told = [
+        verdicts = [
             (text[0], text[1:].strip()) for text in texts_of_all(self._runtime, verdict + sentence, _SENTENCE_BYTES)
         ]
-        for rank, (verdict, sentence) in enumerate(told):
+        for rank, (verdict, sentence) in enumerate(verdicts):
             if verdict == _AWAY:
                 raise StartupError(
                     f"Rank {rank} could not bring its part of {snapshot.path} ({sentence}): look whether the store"
                     " can be reached from there, and --cache_dir be written."
                 )
-        damaged = [f"rank {rank}: {sentence}" for rank, (verdict, sentence) in enumerate(told) if verdict == _DAMAGED]
+        damaged = [
+            f"rank {rank}: {sentence}" for rank, (verdict, sentence) in enumerate(verdicts) if verdict == _DAMAGED
+        ]
         if damaged and self._remote:
             self._remote.damaged_there.add(snapshot.step)
             with contextlib.suppress(StoreError):  # then at the next start

@@ -117,7 +117,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     folder = run.bring()
     job = _compose(run_configuration(config, argv or [], folder))
     store, done, target = _store(run), -1, job.config.run.steps
-    was_running, told, begun = False, False, time.monotonic()
+    was_running, has_warned, begun = False, False, time.monotonic()
     log = folder / EVALUATOR_LOG
     observers: list[JsonlObserver | TensorBoardObserver] = [
         JsonlObserver(log, run_id=_status(run).get("run_id", ""), attempt=next_attempt(log), rank=-1)
@@ -143,8 +143,8 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         elif over:
             break
         else:
-            if status == "finished" and not (was_running or told):
-                told = True
+            if status == "finished" and not (was_running or has_warned):
+                has_warned = True
                 say(f"The run is finished: waiting {config.cluster.startup_timeout:g} s whether it goes on.")
             time.sleep(_POLL_SECONDS)
     if done < 0:

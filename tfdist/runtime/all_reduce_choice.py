@@ -72,6 +72,6 @@ def measured(connections: RingConnections) -> Link:
     n, exchanges = connections.size, len(connections.distances)
     each = _LARGE_BYTES // (n - 1)
     short, long = seconds(b""), seconds(bytes(each))
-    own = _FOUND.pack(short / exchanges, max(long - short, 0.0) / (each * (n - 1)))
-    found = [_FOUND.unpack(other) for other in connections.all_gather(own, "link")]
+    link = _FOUND.pack(short / exchanges, max(long - short, 0.0) / (each * (n - 1)))
+    found = [_FOUND.unpack(other) for other in connections.all_gather(link, "link")]
     return Link(max(latency for latency, _ in found), max(per_byte for _, per_byte in found), n)

@@ -70,9 +70,9 @@ class ArrayMeeting(RingConnections):
         if self.size < 3 or not self.all_read:
             return None
         mine = self._shared.where(array)
-        told = self.all_gather(_PLACE.pack(array.nbytes, *mine), bucket_name(site, bucket))
+        packed = self.all_gather(_PLACE.pack(array.nbytes, *mine), bucket_name(site, bucket))
         self._all_is_read()
-        places = [_PLACE.unpack(place) for place in told]
+        places = [_PLACE.unpack(place) for place in packed]
         self._must_be_alike([size for size, _, _ in places], site, bucket)
         if NOT_SHARED in [serial for _, serial, _ in places]:
             return None

@@ -160,10 +160,10 @@ class Group:
             rows = tf.stack(tf.split(x, self.size, axis))  # [n, ...]
         if self.nccl:
             rows = self._reordered(rows, self._to_wire)
-            own = tf.raw_ops.CollectiveReduceScatterV2(
+            shares = tf.raw_ops.CollectiveReduceScatterV2(
                 input=rows, merge_op="Add", final_op="Id", **self._arguments("reduce_scatter"), **self._ordering()
             )
-            return own[0]
+            return shares[0]
         return tf.reduce_sum(self._all_to_all(rows, "reduce_scatter"), 0)  # the operation above is for NCCL only
 
     def _all_to_all(self, x: tf.Tensor, kind: str = "all_to_all") -> tf.Tensor:

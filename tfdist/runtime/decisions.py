@@ -50,9 +50,9 @@ def texts_of_all(runtime: Runtime, text: str, size: int) -> list[str]:
 
     size: bytes for each, the same on all workers; what is longer is cut.
     """
-    own = text.encode()[:size].ljust(size)
+    padded = text.encode()[:size].ljust(size)
     return [
-        row.tobytes().decode("utf-8", "replace").rstrip() for row in runtime.all_gather(np.frombuffer(own, np.uint8))
+        row.tobytes().decode("utf-8", "replace").rstrip() for row in runtime.all_gather(np.frombuffer(padded, np.uint8))
     ]
 
 

@@ -92,8 +92,8 @@ def message_of(error: tf.errors.OpError) -> str:
 
 def explain_own_code(error: BaseException) -> ConfigError | None:
     """A ConfigError that names the line of the user's own code that failed, as in a layer's first call; else None."""
-    told = "" if isinstance(error, (TfdistError, tf.errors.OpError)) else failure_of_own(error)
-    return ConfigError(f"Code of your own {told}") if told else None
+    failure = "" if isinstance(error, (TfdistError, tf.errors.OpError)) else failure_of_own(error)
+    return ConfigError(f"Code of your own {failure}") if failure else None
 
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
@@ -134,8 +134,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return DataError(label.sentence)
     if sentence := missing_row(error):
         return DataError(sentence)
-    if told := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
-        return DataError(f"A function of your own, which TensorFlow called, {told}")
+    if reason := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
+        return DataError(f"A function of your own, which TensorFlow called, {reason}")
     if _KERAS_DATA.search(text):
         return DataError(
             "The data given to tfdist.fit cannot be read; each batch must be a tuple (x, y) or (x, y, weights) of the"
@@ -196,10 +196,10 @@ def _lost_peer(error: tf.errors.OpError, text: str, cluster: Cluster) -> PeerLos
 
 def _peer(text: str, cluster: Cluster) -> str:
     """The first other task that TensorFlow's message names, as rank and address."""
-    own = f"/job:{cluster.role}/replica:0/task:{cluster.index}"
+    own_task = f"/job:{cluster.role}/replica:0/task:{cluster.index}"
     for role, index in re.findall(r"/job:(\w+)/replica:0/task:(\d+)", text):
         if (
-            f"/job:{role}/replica:0/task:{index}" != own
+            f"/job:{role}/replica:0/task:{index}" != own_task
             and role in cluster.spec
             and int(index) < len(cluster.spec[role])
         ):

@@ -36,9 +36,9 @@ def levels(ranks: Sequence[int], rank: int, hosts: Sequence[str]) -> tuple[tuple
             "--all_reduce=hierarchical needs as many workers of a group on each host, but of ranks"
             f" {', '.join(map(str, ranks))} {counts}: start as many on each, or use --all_reduce=flat."
         )
-    own = by_host[hosts[rank]]
-    place = own.index(rank)
-    return tuple(own), tuple(members[place] for members in by_host.values())
+    own_host = by_host[hosts[rank]]
+    place = own_host.index(rank)
+    return tuple(own_host), tuple(members[place] for members in by_host.values())
 
 
 class HierarchicalGroup:

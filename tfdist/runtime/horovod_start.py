@@ -208,8 +208,13 @@ def _interface(host: str, port: int) -> str:
             raise StartupError(
                 f"Rank 0's address {host} cannot be reached from here ({error}): check the name, and the network."
             ) from None
-        own = probe.getsockname()[0]
+        own_address = probe.getsockname()[0]
     return next(
-        (name for name, addresses in psutil.net_if_addrs().items() for address in addresses if address.address == own),
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            for address in addresses
+            if address.address == own_address
+        ),
         "",
     )

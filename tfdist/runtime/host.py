@@ -49,8 +49,8 @@ def own_devices(kind: str) -> list[str]:
 
 def first_gpu() -> list[str]:
     """The name of this process' first GPU; none where TensorFlow lists the other workers' devices, too."""
-    own = [gpu.name for gpu in tf.config.list_logical_devices("GPU") if "/job:" not in gpu.name]
-    return own[:1]
+    own_gpus = [gpu.name for gpu in tf.config.list_logical_devices("GPU") if "/job:" not in gpu.name]
+    return own_gpus[:1]
 
 
 def onto_gpu(tensor: tf.Tensor) -> tf.Tensor:

@@ -96,8 +96,8 @@ class Mesh:
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks, in order, that share all coordinates with `rank` but those along `axes`; none: itself alone."""
-        own = self.coordinates(rank)
-        free = [range(self.degree(axis)) if axis in axes else (own[axis],) for axis in AXES]
+        place = self.coordinates(rank)
+        free = [range(self.degree(axis)) if axis in axes else (place[axis],) for axis in AXES]
         return tuple(self.rank(dict(zip(AXES, at, strict=True))) for at in itertools.product(*free))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:

@@ -104,15 +104,15 @@ class StrategyRuntime(RuntimeDefaults):
     def assign(self, variable: tf.Variable, value: Any) -> None:
         # `variable.assign` inside `run` would combine the replicas' values, in the way that the variable was made with.
         if isinstance(variable, tf.distribute.DistributedValues):
-            self.strategy.extended.update(variable, lambda copy, own: copy.assign(own), args=(value,))
+            self.strategy.extended.update(variable, lambda copy, new: copy.assign(new), args=(value,))
         else:
             variable.assign(self.local(value)[0])
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         # Each adds its row to zeros. Not through the ring, which takes what it sums in the order of the backward pass.
         replica = tf.distribute.get_replica_context()
-        own = tf.scatter_nd([[self.replica_id()]], row[tf.newaxis], [self.replicas, row.shape[0]])
-        return replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
+        placed = tf.scatter_nd([[self.replica_id()]], row[tf.newaxis], [self.replicas, row.shape[0]])
+        return replica.all_reduce(tf.distribute.ReduceOp.SUM, placed)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)

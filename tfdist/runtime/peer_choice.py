@@ -47,10 +47,10 @@ class ConnectedPeers:
                 " use --strategy=one_device."
             )
         has_gpu = bool(tf.config.list_physical_devices("GPU"))
-        own = Worker(config.strategy.communication, has_gpu, tensorflow_cluster.has_computed())
+        own_answer = Worker(config.strategy.communication, has_gpu, tensorflow_cluster.has_computed())
         control = ControlRing(config, cluster)
-        told = control.gather_for_user(json.dumps(own).encode(), "choice")
-        workers = [Worker(*json.loads(bytes(each))) for each in told]
+        answers = control.gather_for_user(json.dumps(own_answer).encode(), "choice")
+        workers = [Worker(*json.loads(bytes(each))) for each in answers]
         way, remark = choose(workers)
         if remark and cluster.rank == 0:
             say(remark)

@@ -112,14 +112,14 @@ class Ring(ArrayMeeting):
 
     def _sum_in_place(self, arrays: list[np.ndarray], is_given: bool) -> np.ndarray:
         array, cuts = arrays[self.rank], self._cuts(arrays[0].size)
-        own = (self.rank + 1) % self.size  # the chunk of which a ring, too, would have the complete sum here
-        start, stop = cuts[own]
+        own_chunk = (self.rank + 1) % self.size  # the chunk of which a ring, too, would have the complete sum here
+        start, stop = cuts[own_chunk]
         total = self._scratch_of(stop - start)
-        self._add_up([each[start:stop] for each in arrays], own, out=total)
+        self._add_up([each[start:stop] for each in arrays], own_chunk, out=total)
         np.copyto(array[start:stop], total)
         self._all_come()
         for index, (start, stop) in enumerate(cuts):
-            if index != own:
+            if index != own_chunk:
                 np.copyto(array[start:stop], arrays[index - 1][start:stop])
         self._unread.append(array)
         if not is_given:
@@ -212,13 +212,13 @@ class Ring(ArrayMeeting):
             raise other_program(self.rank, mine, (self.rank - 1) % self.size, tuple(their_what))
         return serial, descriptor
 
-    def _hand_around(self, now: _Round, own: int, halved: bool = False, is_ready: bool = False) -> None:
+    def _hand_around(self, now: _Round, own_chunk: int, halved: bool = False, is_ready: bool = False) -> None:
         """Passes complete chunks on until every rank has all.
 
         own: the number of the one that this rank has. is_ready: it was when the ranks met.
         """
         for step in range(self.size - 1):
-            sent, index = (own - step) % self.size, (own - 1 - step) % self.size
+            sent, index = (own_chunk - step) % self.size, (own_chunk - 1 - step) % self.size
             received = self._next(now, sent, index, now.chunks[index], halved, is_ready and step == 0)
             if received is not now.chunks[index]:
                 np.copyto(now.chunks[index], received)

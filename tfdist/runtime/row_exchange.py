@@ -59,9 +59,9 @@ class RowExchange:
         with tf.control_dependencies(list(after)), on_host():
             shapes = [tf.shape(tensor, tf.int64) for tensor in tensors]
             sizes = tf.stack([[shape[0] for shape in shapes], [tf.reduce_prod(shape[1:]) for shape in shapes]])
-            told = tf.numpy_function(functools.partial(self._meet, site, stamp), [sizes, *same], tf.int32)
-            told = tf.ensure_shape(told, [self._group.size * k + k + 1])
-            counts, longest, number = tf.split(told, [self._group.size * k, k, 1])
+            agreed = tf.numpy_function(functools.partial(self._meet, site, stamp), [sizes, *same], tf.int32)
+            agreed = tf.ensure_shape(agreed, [self._group.size * k + k + 1])
+            counts, longest, number = tf.split(agreed, [self._group.size * k, k, 1])
             return Rows(tf.reshape(counts, [self._group.size, k]), longest, number[0])
 
     def gather(self, tensors: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:

@@ -48,12 +48,12 @@ def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
     Raises: DivergedError on all workers, which names who differs from the first that holds the same, and the first
     variable.
     """
-    own = np.full((runtime.local_replicas, len(held), 2), _ABSENT, np.int64)
+    checksums = np.full((runtime.local_replicas, len(held), 2), _ABSENT, np.int64)
     for place, each in enumerate(held):
         for replica, copy in enumerate(runtime.local(each.variable) if each.variable is not None else ()):
             content = np.ascontiguousarray(host_view(copy)).reshape(-1).view(np.uint8)
-            own[replica, place] = each.piece, google_crc32c.extend(0, content)  # three times as fast as zlib's
-    found = runtime.all_gather(own).reshape(-1, len(held), 2)  # of every replica or, on a mesh, rank
+            checksums[replica, place] = each.piece, google_crc32c.extend(0, content)  # three times as fast as zlib's
+    found = runtime.all_gather(checksums).reshape(-1, len(held), 2)  # of every replica or, on a mesh, rank
     different: dict[int, set[int]] = {}  # place of a variable -> who differs
     for place in range(len(held)):
         first: dict[int, int] = {}

@@ -31,9 +31,9 @@ class Copy:
     """A copy that some job has fetched. record: the file that describes it."""
 
     def __init__(self, record: Path):
-        told = json.loads(record.read_text())
+        fields = json.loads(record.read_text())
         self._record, self.used = record, record.stat().st_mtime
-        self._file = record.parent.parent / OBJECTS / told["name"]
+        self._file = record.parent.parent / OBJECTS / fields["name"]
         self.size = self._file.stat().st_size
 
     def remove(self) -> bool:

@@ -24,7 +24,7 @@ _PERIOD_SECONDS = 20.0
 class FolderMirror:
     """Sends those files of `folder` whose names `owns` says are this process's.
 
-    last: a file that is sent when all others are there, and only at the end. told: called with the error of a round
+    last: a file that is sent when all others are there, and only at the end. on_round: called with the error of a round
     that failed, in a thread, and with None after one that did not. allowed: called before a round; may raise
     StoreError.
     """
@@ -35,11 +35,11 @@ class FolderMirror:
         folder: Path,
         owns: Callable[[str], bool],
         last: str,
-        told: Callable[[StoreError | None], None],
+        on_round: Callable[[StoreError | None], None],
         allowed: Callable[[], None] = lambda: None,
     ):
         self._allowed = allowed
-        self._objects, self._folder, self._owns, self._last, self._told = objects, folder, owns, last, told
+        self._objects, self._folder, self._owns, self._last, self._on_round = objects, folder, owns, last, on_round
         self._sent: dict[str, tuple[int, int]] = {}  # name -> (time of the last change in ns, bytes)
         self._one_at_a_time = threading.Lock()
         self._ended = threading.Event()
@@ -52,11 +52,11 @@ class FolderMirror:
         while not self._ended.wait(_PERIOD_SECONDS):
             try:
                 self.send()
-                self._told(None)
+                self._on_round(None)
             except StoreError as error:
-                self._told(error)
+                self._on_round(error)
             except OSError as error:  # of this machine's disk
-                self._told(StoreError(f"{self._folder} cannot be read ({error})"))
+                self._on_round(StoreError(f"{self._folder} cannot be read ({error})"))
 
     def finish(self, with_last: bool) -> None:
         """Sends what is left. Raises StoreError."""

@@ -49,7 +49,7 @@ class ObjectCopy:
             if self.is_there():
                 self.mark_used()
                 return "there"
-            if (told := self._record_there()) and told != self.record:
+            if (stored := self._record_there()) and stored != self.record:
                 raise DataError(
                     f"--data_dir={self._objects.url}: {self._name} has been changed, and another job on this machine"
                     " still reads what it was: end that job, or choose another --cache_dir."
@@ -82,8 +82,8 @@ class ObjectCopy:
 
     def remove_former(self) -> None:
         """A copy of what the object was before, unless a job reads it."""
-        told = self._record_there()
-        if told and told != self.record:
+        stored = self._record_there()
+        if stored and stored != self.record:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 Copy(self._record_file).remove()
 

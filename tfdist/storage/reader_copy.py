@@ -52,6 +52,6 @@ class ReadRun:
         """Puts files that were `made` in the folder beside the run in its store. Raises TfdistError."""
         if self.objects:
             with as_sentence(self._flag):
-                FolderMirror(self.objects, self.folder, made, last="", told=lambda trouble: None).finish(
+                FolderMirror(self.objects, self.folder, made, last="", on_round=lambda trouble: None).finish(
                     with_last=False
                 )

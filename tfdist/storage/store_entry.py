@@ -18,5 +18,7 @@ class Entry:
     version: str
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Entry:
-        return cls(told["size"], str(next((told[name] for name in _VERSIONS if name in told), "")).strip('"'))
+    def of(cls, attributes: Mapping[str, Any]) -> Entry:
+        return cls(
+            attributes["size"], str(next((attributes[name] for name in _VERSIONS if name in attributes), "")).strip('"')
+        )

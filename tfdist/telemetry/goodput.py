@@ -231,19 +231,19 @@ class _Walk:
         self._lay("startup", first - self.at)
 
     def go(self) -> None:
-        told: list[dict[str, Any]] = []  # since the last train event
+        pending: list[dict[str, Any]] = []  # since the last train event
         for record in self.attempt.records[1:]:
-            if record["step"] < (told[-1]["step"] if told else self.step):  # back from bad numbers
-                self._tail(told)
+            if record["step"] < (pending[-1]["step"] if pending else self.step):  # back from bad numbers
+                self._tail(pending)
                 self._lay("lost", record["at"] - self.at)
-                self.step, told = record["step"], []
+                self.step, pending = record["step"], []
                 self.resets.append(_Reset(len(self.spans), self.step))
             elif record["kind"] == "train":
                 self._interval(record)
-                told = []
+                pending = []
             else:
-                told.append(record)
-        self._tail(told)
+                pending.append(record)
+        self._tail(pending)
 
     def _interval(self, record: Mapping[str, Any]) -> None:
         """Accounts up to a train event. Pauses come first: what pauses is due where the event before was."""
@@ -259,9 +259,9 @@ class _Walk:
             self._lay(part, min(seconds, record["at"] - training - self.at))
         self._train(record["at"] - self.at, record["step"])
 
-    def _tail(self, told: list[dict[str, Any]]) -> None:
+    def _tail(self, pending: list[dict[str, Any]]) -> None:
         """Accounts for what comes after the last train event."""
-        for record in [record for record in told if record["kind"] in _AFTER or record is told[-1]]:
+        for record in [record for record in pending if record["kind"] in _AFTER or record is pending[-1]]:
             gap, steps = record["at"] - self.at, record["step"] - self.step
             training = (min(gap, steps * self.pace) if self.pace else gap) if steps else 0.0
             if steps and not self.trained and record["kind"] != "error":

@@ -50,8 +50,8 @@ class MlflowTracker(Observer):
         )
         self._id = self._find(run) or self._create(run)
         self._client.update_run(self._id, status="RUNNING")
-        self._told = {kind: self._last_step(kind) for kind in ("train", "eval")}
-        for event in run.replay(after=self._told):
+        self._last_steps = {kind: self._last_step(kind) for kind in ("train", "eval")}
+        for event in run.replay(after=self._last_steps):
             self(event)
 
     def _experiment(self) -> str:
@@ -78,12 +78,12 @@ class MlflowTracker(Observer):
     def __call__(self, event: Event) -> None:
         from mlflow.entities import Metric
 
-        if event.step > self._told.get(event.kind, event.step):
+        if event.step > self._last_steps.get(event.kind, event.step):
             time = int(event.time * 1000)  # milliseconds
             self._client.log_batch(
                 self._id, metrics=[Metric(name, value, time, event.step) for name, value in numbers(event).items()]
             )
-            self._told[event.kind] = event.step
+            self._last_steps[event.kind] = event.step
         if event.kind == "end":
             self._client.set_terminated(self._id, "KILLED" if event.values.get("stopped") else "FINISHED")
         if event.kind == "error":

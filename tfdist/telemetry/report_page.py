@@ -208,21 +208,21 @@ def _resources(runs: Sequence[RunLog]) -> str:
 def _events(runs: Sequence[RunLog]) -> str:
     blocks = []
     for run in runs:
-        told = run.timed("start", "restore", "warning", "error", "end")
+        events = run.timed("start", "restore", "warning", "error", "end")
         rows = [
             [long_time(seconds), record["attempt"], record["kind"], f"{record['step']:,}", _message(record)]
-            for seconds, record in told[-_MOST_EVENTS:]
+            for seconds, record in events[-_MOST_EVENTS:]
         ]
         more = (
-            f'<p class="note">The first {len(told) - _MOST_EVENTS:,} events are left out.</p>'
-            if len(told) > _MOST_EVENTS
+            f'<p class="note">The first {len(events) - _MOST_EVENTS:,} events are left out.</p>'
+            if len(events) > _MOST_EVENTS
             else ""
         )
         table = _table(
             ["after", "attempt", "event", "step", ""], rows, numbers=(0, 1, 3), classes=[row[2] for row in rows]
         )
         blocks.append(
-            f"<details{' open' if len(rows) <= 30 else ''}><summary>{escape(run.name)}: {len(told)}"
+            f"<details{' open' if len(rows) <= 30 else ''}><summary>{escape(run.name)}: {len(events)}"
             f" events</summary>{more}{table}</details>"
         )
     return _section("Events", *blocks)

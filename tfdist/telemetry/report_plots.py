@@ -167,14 +167,14 @@ def stragglers(run: RunLog) -> str:
 @styled
 def checkpoints(run: RunLog) -> str:
     """Plots the size of snapshots and backups, and how long they took to write."""
-    told = [
+    series = [
         (kind, [record["values"] for record in run.of_kind(kind) if "save/write_s" in record["values"]])
         for kind in ("save", "backup")
     ]
-    if not any(values for _, values in told):
+    if not any(values for _, values in series):
         return ""
     figure, axis = one_plot(5.4, 3.1)
-    for (kind, values), tint in zip(told, ("#a03a8c", "#7d8fa9"), strict=True):
+    for (kind, values), tint in zip(series, ("#a03a8c", "#7d8fa9"), strict=True):
         if values:
             size = sum(value.get("save/bytes", 0) for value in values) / len(values)
             files = counted(len(values), "snapshot" if kind == "save" else "backup")

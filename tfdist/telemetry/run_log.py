@@ -60,15 +60,15 @@ class RunLog:
     def _phase_means(self, prefix: str) -> dict[int, dict[str, float]]:
         found = {}
         for rank, records in self._ranks():
-            told = [record["values"] for record in records if record["kind"] == "phases"]
-            steps = sum(values.get("phase_steps", 1) for values in told)
+            phases = [record["values"] for record in records if record["kind"] == "phases"]
+            steps = sum(values.get("phase_steps", 1) for values in phases)
             names = dict.fromkeys(
-                name for values in told for name in values if name.startswith(prefix) and name.endswith("_s")
+                name for values in phases for name in values if name.startswith(prefix) and name.endswith("_s")
             )
             if names:
                 found[rank] = {
                     name.removeprefix(prefix).removesuffix("_s"): (
-                        sum(float(values.get(name, 0.0)) * values.get("phase_steps", 1) for values in told) / steps
+                        sum(float(values.get(name, 0.0)) * values.get("phase_steps", 1) for values in phases) / steps
                     )
                     for name in names
                 }
@@ -77,8 +77,8 @@ class RunLog:
     @property
     def verdict(self) -> str:
         """The last one that was told; "" without any."""
-        told = self.of_kind("verdict")
-        return str(told[-1]["values"]["message"]) if told else ""
+        verdicts = self.of_kind("verdict")
+        return str(verdicts[-1]["values"]["message"]) if verdicts else ""
 
     @cached_property
     def memory(self) -> dict[str, dict[int, float]]:

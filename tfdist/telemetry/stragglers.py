@@ -24,15 +24,15 @@ class Stragglers:
         if self.factor <= 0 or len(seconds) < 2 or min(seconds) <= 0:
             return []
         sentences = []
-        for rank, own in enumerate(seconds):
+        for rank, own_seconds in enumerate(seconds):
             others = statistics.median(value for other, value in enumerate(seconds) if other != rank)
-            slow = own > self.factor * others
+            slow = own_seconds > self.factor * others
             self._slow_for[rank] = self._slow_for.get(rank, 0) + 1 if slow else 0
             if self._slow_for[rank] >= self.patience and rank not in self.named:
                 self.named.add(rank)
                 sentences.append(
-                    f"rank {rank} is a straggler: it computes {own / others:.1f} times as long as the others, and all"
-                    " wait for it. Look at its machine: clock, other processes, data source."
+                    f"rank {rank} is a straggler: it computes {own_seconds / others:.1f} times as long as the others,"
+                    " and all wait for it. Look at its machine: clock, other processes, data source."
                 )
             elif not slow and rank in self.named:
                 self.named.remove(rank)

@@ -129,13 +129,13 @@ _ADVICE = {
 def judge(by_rank: np.ndarray) -> Finding:
     """by_rank: float64 [workers, len(PHASES)], seconds per step of each phase on each worker."""
     time = max(float(np.median(np.delete(by_rank, Phase.EVALUATION, axis=1).sum(axis=1))), 1e-12)
-    own, fed = by_rank[:, _OWN].sum(axis=1), by_rank[:, _INPUT].sum(axis=1)
-    slow, starved = int(own.argmax()), int(fed.argmax())
+    computing, fed = by_rank[:, _OWN].sum(axis=1), by_rank[:, _INPUT].sum(axis=1)
+    slow, starved = int(computing.argmax()), int(fed.argmax())
     losses = {
         "storage": float(by_rank[:, Phase.CHECKPOINT].max()),
         "input": float(fed[starved]),
         "communication": float(by_rank[:, Phase.GRADIENT_SYNC].min()),
-        "slow rank": float(own[slow] - np.median(np.delete(own, slow))) if len(own) > 1 else 0.0,
+        "slow rank": float(computing[slow] - np.median(np.delete(computing, slow))) if len(computing) > 1 else 0.0,
     }
     kind = max(losses, key=losses.__getitem__)
     if losses[kind] < LEAST * time:
@@ -145,7 +145,7 @@ def judge(by_rank: np.ndarray) -> Finding:
         }
         kind = max(rest, key=rest.__getitem__)
         if rest[kind] < MOST * time:
-            told = {
+            small_shares = {
                 "between the steps": rest["host"],
                 "waiting for data": losses["input"],
                 "gradient synchronisation": losses["communication"],
@@ -153,7 +153,7 @@ def judge(by_rank: np.ndarray) -> Finding:
             }
             beside = ", ".join(
                 f"{100 * seconds / time:.0f} % {what}"
-                for what, seconds in sorted(told.items(), key=lambda each: -each[1])
+                for what, seconds in sorted(small_shares.items(), key=lambda each: -each[1])
                 if seconds >= 0.005 * time
             )
             return Finding("nothing", min(1.0, rest["compute"] / time), beside=beside)
@@ -178,17 +178,17 @@ class Verdicts:
 
     def __init__(self):
         self._accounts: list[_Account] = []
-        self._told: _Subject | None = None
+        self._concluded: _Subject | None = None
 
     def add(self, first_step: int, steps: int, by_rank: np.ndarray) -> str:
         """Adds one account. Returns a sentence when the verdict is new, or has changed, and holds; else ""."""
         self._accounts.append(_Account(first_step, steps, by_rank))
         last = self._accounts[-_PATIENCE:]
         subjects = {judge(each.by_rank).subject for each in last}
-        if len(last) < _PATIENCE or len(subjects) > 1 or subjects == {self._told}:
+        if len(last) < _PATIENCE or len(subjects) > 1 or subjects == {self._concluded}:
             return ""
-        (self._told,) = subjects
-        return judge(_mean(last)).sentence(self._since(self._told))
+        (self._concluded,) = subjects
+        return judge(_mean(last)).sentence(self._since(self._concluded))
 
     def final(self) -> str:
         """The verdict on the whole of it (of a slow rank: on what it has been slow in); "" without any account."""

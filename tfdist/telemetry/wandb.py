@@ -42,9 +42,9 @@ class WandbTracker(Observer):
                 f"--trackers=wandb: {first_line(error)} Set WANDB_API_KEY, or WANDB_MODE=offline."
             ) from error
         if self._run.resumed:
-            told = self._run.step - 1
+            last_step = self._run.step - 1
         else:  # offline, nobody knows what an earlier attempt told, but the log what it had to tell
-            told = (
+            last_step = (
                 max(
                     (record["step"] for record in read_jsonl(run.log) if record["kind"] in ("train", "eval")),
                     default=-1,
@@ -52,14 +52,14 @@ class WandbTracker(Observer):
                 if known
                 else -1
             )
-        self._told = {"train": told, "eval": told}
-        for event in run.replay(after=self._told):
+        self._last_steps = {"train": last_step, "eval": last_step}
+        for event in run.replay(after=self._last_steps):
             self(event)
 
     def __call__(self, event: Event) -> None:
-        if event.step > self._told.get(event.kind, event.step):
+        if event.step > self._last_steps.get(event.kind, event.step):
             self._run.log(numbers(event), step=event.step)
-            self._told[event.kind] = event.step
+            self._last_steps[event.kind] = event.step
         if event.kind in ("end", "error"):
             self._run.finish(exit_code=int(event.kind == "error"))
 

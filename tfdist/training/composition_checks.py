@@ -50,8 +50,8 @@ def check_model(config: Config, runtime: Runtime, model: keras.Model) -> None:
         "model": config.model.model,
         "objective": config.model.objective,
     }
-    own = [plugins.resolve(flag, name, {}) for flag, name in named.items() if ":" in name]
-    same_model.must_be_same_model(runtime, same_model.facts_of(model, own))
+    own_parts = [plugins.resolve(flag, name, {}) for flag, name in named.items() if ":" in name]
+    same_model.must_be_same_model(runtime, same_model.facts_of(model, own_parts))
 
 
 def _refuse_whole_batches(flag: str, model: keras.Model) -> None:

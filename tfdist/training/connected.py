@@ -31,7 +31,7 @@ class Connected:
         self._paths = [variable.path for variable in variables]
         self._ids = [id(variable) for variable in variables]
         self._found: set[int] | None = None
-        self._fixed = self._told = False
+        self._fixed = self._has_warned = False
 
     def note(self, *gradients: Sequence[Any]) -> None:
         """Notes, while a step is traced, which gradients are not None. What had one in any trace has one."""
@@ -45,7 +45,7 @@ class Connected:
         """
         left_out = set(map(id, idle))
         self._found = {place for place, own in enumerate(self._ids) if own not in left_out}
-        self._fixed = self._told = True
+        self._fixed = self._has_warned = True
         return [sentence([variable.path for variable in idle], count)] if idle else []
 
     def only(self, pieces: Sequence[Any]) -> list[Any]:
@@ -55,9 +55,9 @@ class Connected:
     def news(self) -> tuple[str, ...]:
         """The message about variables that are not connected, for the user, once."""
         missing = [] if self._found is None else [place for place in range(len(self._ids)) if place not in self._found]
-        if self._told or not missing:
+        if self._has_warned or not missing:
             return ()
-        self._told = True
+        self._has_warned = True
         return (sentence([self._paths[place] for place in missing], len(self._ids)),)
 
 
@@ -87,8 +87,8 @@ def unconnected(
     spec: of a micro-batch (x, y, w)."""
     pipe = runtime.mesh and runtime.mesh.degree("pipe") > 1
     hidden = config.parallel.recompute != "none" or config.parallel.zero == 3 or pipe
-    own = config.model.model not in MODELS or ":" in config.model.objective  # of ours none leaves variables out
-    if not (hidden and own):
+    is_own = config.model.model not in MODELS or ":" in config.model.objective  # of ours none leaves variables out
+    if not (hidden and is_own):
         return None
     found: list[Any] = []
 

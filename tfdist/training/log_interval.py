@@ -41,7 +41,7 @@ class Interval:
         if watch:
             watch.forget()
         self._skipped_in_a_row = 0
-        self._told_of_no_weight = False
+        self._has_warned_of_no_weight = False
         self._reset()
 
     def _reset(self) -> None:
@@ -89,8 +89,8 @@ class Interval:
                 " no loss to show."
             )
             watched.append(Event("warning", step, {"message": message}))
-        elif not self.weight and not self._told_of_no_weight:
-            self._told_of_no_weight = True
+        elif not self.weight and not self._has_warned_of_no_weight:
+            self._has_warned_of_no_weight = True
             message = (
                 "All samples since the last log line have the weight 0: nothing was learned from them, and their loss"
                 " is shown as 0, as in Keras' fit."

@@ -183,11 +183,11 @@ def ema_variables(optimizer: keras.Optimizer) -> list:
 @contextlib.contextmanager
 def swapped_in(variables: Sequence, values: Sequence) -> Iterator[None]:
     """A context in which `variables` hold `values` (for example the moving average); afterwards their own again."""
-    own = [variable.numpy() for variable in variables]
+    trained = [variable.numpy() for variable in variables]
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value.numpy())
     try:
         yield
     finally:
-        for variable, value in zip(variables, own, strict=True):
+        for variable, value in zip(variables, trained, strict=True):
             variable.assign(value)

@@ -108,10 +108,10 @@ class StepVectors:
 
     def signals_of(self, rank: int, requests: Requests, step_s: float, compute_s: float) -> np.ndarray:
         """float32: those of worker `rank`; over workers they are summed."""
-        own = {**dataclasses.asdict(requests), f"compute_s of {rank}": compute_s}
+        values = {**dataclasses.asdict(requests), f"compute_s of {rank}": compute_s}
         if rank == 0:
-            own["step_s"] = step_s
-        return np.array([own.get(name, 0.0) for name in self.signals.names], np.float32)
+            values["step_s"] = step_s
+        return np.array([values.get(name, 0.0) for name in self.signals.names], np.float32)
 
     def output(self, step: int, vector: np.ndarray, call: Call, news: tuple[str, ...] = ()) -> StepOutput:
         """The output that a call's `vector` describes."""

@@ -52,12 +52,12 @@ def subtracting_rows(optimizer: keras.Optimizer) -> Callable:
         table = of_this_replica(variable.value if isinstance(variable, keras.Variable) else variable)
         values, rows = value.values, value.indices
         # XLA looks up another row, and would leave this one out here, without a word; see runtime/errors.py.
-        told = tf.debugging.assert_equal(
+        check = tf.debugging.assert_equal(
             tf.reduce_all(tf.logical_and(rows >= 0, rows < table.shape[0])),
             True,
             f"rows of table {getattr(variable, 'path', variable.name)} are not in [0, {table.shape[0]})",
         )
-        with tf.control_dependencies([] if told is None else [told]):
+        with tf.control_dependencies([] if check is None else [check]):
             rows = tf.identity(rows)
         if tf.executing_eagerly() or values.shape[0] is None:
             values, rows = filled_up(values, rows, table.shape.rank)

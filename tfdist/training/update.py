@@ -138,8 +138,8 @@ class DataParallel:
         self._sent_bytes, self._whole_bytes = self._count(travel), self._count(kept)
         reduced = self.runtime.all_reduce([*travel, tf.concat([sums, signals], 0)])
         return [
-            self._summed(piece, source) if isinstance(piece, tf.IndexedSlices) else tf.cast(piece, own.dtype)
-            for piece, own, source in zip(reduced[:-1], kept, self.sources(), strict=True)
+            self._summed(piece, source) if isinstance(piece, tf.IndexedSlices) else tf.cast(piece, gradient.dtype)
+            for piece, gradient, source in zip(reduced[:-1], kept, self.sources(), strict=True)
         ], reduced[-1]
 
     def _summed(self, slices: tf.IndexedSlices, table: tf.Variable) -> Gradient:

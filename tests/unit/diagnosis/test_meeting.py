@@ -11,10 +11,10 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.preflight import PortReservation, bind_everywhere
 from tfdist.control.token import Secret
 from tfdist.diagnosis.findings import State, fine
-from tfdist.diagnosis.meeting import Told, meet
+from tfdist.diagnosis.meeting import WorkerReport, meet
 
 CONFIG = Config().replace(startup_timeout=20.0)
-TOLD = Told(0, 0, "Python 3.11, keras 3.15", (fine("cores", "4"),))
+REPORT = WorkerReport(0, 0, "Python 3.11, keras 3.15", (fine("cores", "4"),))
 
 
 def met(count=2, config=CONFIG, **of_the_last):
@@ -25,7 +25,7 @@ def met(count=2, config=CONFIG, **of_the_last):
     def one(rank):
         cluster = dataclasses.replace(Cluster.of_workers(reserved.addresses, rank), secret=Secret(b"of this job"))
         last = rank == count - 1
-        told = dataclasses.replace(TOLD, rank=rank, **(of_the_last if last else {}))
+        told = dataclasses.replace(REPORT, rank=rank, **(of_the_last if last else {}))
         return meet(config, cluster, told, clock if last else time.time)
 
     with ThreadPoolExecutor(count) as pool:
@@ -42,7 +42,7 @@ def bad(findings):
 @pytest.mark.parametrize("count", [2, 3])
 def test_healthy_ones(count):
     for told, findings in met(count):
-        assert [other.rank for other in told] == list(range(count)) and told[0].findings == TOLD.findings
+        assert [other.rank for other in told] == list(range(count)) and told[0].findings == REPORT.findings
         assert bad(findings) == [] and {finding.name for finding in findings} == {"clocks", "all-reduce"}
 
 
@@ -68,14 +68,14 @@ def test_a_port_that_is_taken():
     with bind_everywhere(0) as taken:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        told, findings = meet(CONFIG, Cluster.of_workers([address, "127.0.0.1:1"], 0), TOLD)
-    assert told == [TOLD] and "is in use on this machine" in str(findings[0]) and findings[0].state is State.WRONG
+        told, findings = meet(CONFIG, Cluster.of_workers([address, "127.0.0.1:1"], 0), REPORT)
+    assert told == [REPORT] and "is in use on this machine" in str(findings[0]) and findings[0].state is State.WRONG
 
 
 def test_an_address_at_which_nobody_is():
     reserved = PortReservation(1)
     config = CONFIG.replace(startup_timeout=0.5)
-    _, findings = meet(config, Cluster.of_workers([*reserved.addresses, "127.0.0.1:1"], 0), TOLD)
+    _, findings = meet(config, Cluster.of_workers([*reserved.addresses, "127.0.0.1:1"], 0), REPORT)
     reserved.close()
     assert "worker 1 (rank 1, 127.0.0.1:1) did not appear within 0.5 s" in str(findings[0])
 
@@ -83,5 +83,5 @@ def test_an_address_at_which_nobody_is():
 def test_what_no_doctor_has_sent():
     for data in (b"[]", b"{}", b'{"rank": []}', b"\xff"):
         with pytest.raises((ValueError, KeyError, TypeError)):
-            Told.decoded(data)
-    assert Told.decoded(TOLD.encoded()) == TOLD
+            WorkerReport.decoded(data)
+    assert WorkerReport.decoded(REPORT.encoded()) == REPORT

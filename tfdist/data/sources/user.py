@@ -177,11 +177,11 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
     element_spec: Any = data.element_spec
     split = Split(name, None, element_spec, stream=stream)
     try:
-        first, again = checksums(split), checksums(split)
+        first, second = checksums(split), checksums(split)
     except tf.errors.OpError as error:
         reason = failure_in_text(str(error.message)) or f"cannot be read: {cause(str(error.message))}"
         raise DataError(f"--source: {name}, a tf.data.Dataset, {reason}") from error
-    if not any(a == b for a, b in zip(first, again, strict=False)):
+    if not any(a == b for a, b in zip(first, second, strict=False)):
         raise DataError(
             f"--source: {name} is a tf.data.Dataset whose first samples are others at a second look: each worker reads"
             " all of it and keeps its share, and a run that goes on reads up to where it was, so it must be the same"

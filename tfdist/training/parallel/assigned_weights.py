@@ -63,8 +63,8 @@ def _owner(model: keras.Model, variable: keras.Variable | tf.Variable) -> str:
         return next(layer.name for layer in [*reversed(layers), model] if _holds(layer, variable))
     for layer in layers:
         seeds = [generator.state for generator in keras_layers.own_seed_generators(layer)]
-        own = [*keras_layers.own_trainable_variables(layer), *keras_layers.own_non_trainable_variables(layer), *seeds]
-        if any(one is variable for one in own):
+        held = [*keras_layers.own_trainable_variables(layer), *keras_layers.own_non_trainable_variables(layer), *seeds]
+        if any(one is variable for one in held):
             return layer.name
     return model.name
 

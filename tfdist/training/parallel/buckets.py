@@ -47,8 +47,8 @@ def make_buckets(variables: Sequence[keras.Variable], groups: Sequence[Group], m
     shapes = [tuple(variable.shape) for variable in variables]
     buckets: list[Bucket] = []
     for kind in dict.fromkeys(kinds):
-        own = [place for place, other in enumerate(kinds) if other == kind]
-        for members in in_buckets([math.prod(shapes[place]) for place in own], most):
-            places = tuple(own[member] for member in members)
+        of_kind = [place for place, other in enumerate(kinds) if other == kind]
+        for members in in_buckets([math.prod(shapes[place]) for place in of_kind], most):
+            places = tuple(of_kind[member] for member in members)
             buckets.append(Bucket(places, tuple(shapes[place] for place in places), kind[0]))
     return buckets

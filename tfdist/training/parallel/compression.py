@@ -172,11 +172,11 @@ class Compression:
         matrix = tf.reshape(tensor, _matrix(self.shapes[index]))
         basis = f"{BASIS}{index:04d}"
         p = _orthonormal(self.group.all_reduce(matrix @ ends[basis]))
-        own = tf.matmul(matrix, p, transpose_a=True)
-        q = self.group.all_reduce(own)
+        own_q = tf.matmul(matrix, p, transpose_a=True)
+        q = self.group.all_reduce(own_q)
         ends[basis] = q
         return tf.reshape(tf.matmul(p, q, transpose_b=True), tensor.shape), tf.reshape(
-            tf.matmul(p, own, transpose_b=True), tensor.shape
+            tf.matmul(p, own_q, transpose_b=True), tensor.shape
         )
 
 

@@ -59,8 +59,8 @@ class CutTrial:
         self._whole: Computed | None = None  # of a model that cannot be run here, or is random: it is not tried
         with contextlib.suppress(Exception), self._without_a_trace():
             traced = self._traced()
-            whole, again = self._computed(traced), self._computed(traced)
-            if not self._difference(whole, again, {}):
+            whole, repeated = self._computed(traced), self._computed(traced)
+            if not self._difference(whole, repeated, {}):
                 self._whole = whole
         if not every_worker(runtime, self._whole is not None):
             self._whole = None
@@ -87,8 +87,8 @@ class CutTrial:
         # On all workers, whatever each of them finds then: the sum is a collective.
         summed = [self._summed(each) if id(variable) in partial else each for variable, each in gradients]
         self._refuse(self._difference(self._whole, computed._replace(gradients=summed), parts))
-        whole, own = self._whole.outputs[0].shape, computed.outputs[0].shape
-        return whole[-1] if whole != own else 0
+        whole, part = self._whole.outputs[0].shape, computed.outputs[0].shape
+        return whole[-1] if whole != part else 0
 
     # -- running the model -----------------------------------------------------------------------------------------
 
@@ -132,10 +132,10 @@ class CutTrial:
 
     def _upstream(self, place: int, output: tf.Tensor) -> tf.Tensor:
         """The weights of an output's numbers; where there is a part of it here, theirs."""
-        own = known_dims(output.shape)
-        shape = self._whole.outputs[place].shape if self._whole else own
+        own_shape = known_dims(output.shape)
+        shape = self._whole.outputs[place].shape if self._whole else own_shape
         drawn = np.random.default_rng(place).normal(size=shape).astype(np.float32)
-        return tf.constant(self._own(drawn, own))
+        return tf.constant(self._own(drawn, own_shape))
 
     # -- comparing -------------------------------------------------------------------------------------------------
 
@@ -146,21 +146,21 @@ class CutTrial:
         first, last = share(whole.shape[-1], self._runtime.group("model"))
         return whole[..., first:last]
 
-    def _difference(self, whole: Computed, own: Computed, parts: Mapping[int, VariablePart]) -> str:
+    def _difference(self, whole: Computed, computed: Computed, parts: Mapping[int, VariablePart]) -> str:
         """What differs between the whole and the cut model, as a phrase; "" if nothing does. No collective."""
-        cut = [a.shape != b.shape for a, b in zip(whole.outputs, own.outputs, strict=True)]
+        cut = [a.shape != b.shape for a, b in zip(whole.outputs, computed.outputs, strict=True)]
         if any(cut) and len(cut) > 1:
             return "one of its several outputs comes in parts"
-        for a, b in zip(whole.outputs, own.outputs, strict=True):
+        for a, b in zip(whole.outputs, computed.outputs, strict=True):
             expected = self._own(a, b.shape)
             if expected.shape != b.shape:
                 return f"its outputs have another shape, {b.shape} in place of {a.shape}"
             if self._differ(expected, b):
                 return "its outputs are other numbers"
-        if self._differ(whole.added, own.added):
+        if self._differ(whole.added, computed.added):
             return "the losses that its layers add are other numbers"
         noise = self._noise * max((np.max(np.abs(each), initial=0.0) for each in whole.gradients), default=0.0)
-        for variable, a, b in zip(self._variables, whole.gradients, own.gradients, strict=True):
+        for variable, a, b in zip(self._variables, whole.gradients, computed.gradients, strict=True):
             part = parts.get(id(variable))
             if part is not None and part.axis != "model":
                 continue  # the sum over what all of them have sent there

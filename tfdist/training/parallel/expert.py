@@ -37,10 +37,10 @@ def to_experts(x_BECD: tf.Tensor, group: Group) -> tf.Tensor:
 
 def from_experts(x: tf.Tensor, group: Group) -> tf.Tensor:
     """The inverse of `to_experts`."""
-    _, own, places, width = static_dims(x)
-    rows = group.all_to_all(tf.reshape(x, [group.size, -1, own, places, width]))
-    rows = tf.reshape(rows, [group.size, -1, own, places, width])
-    return tf.reshape(tf.transpose(rows, [1, 0, 2, 3, 4]), [-1, group.size * own, places, width])
+    _, local, places, width = static_dims(x)
+    rows = group.all_to_all(tf.reshape(x, [group.size, -1, local, places, width]))
+    rows = tf.reshape(rows, [group.size, -1, local, places, width])
+    return tf.reshape(tf.transpose(rows, [1, 0, 2, 3, 4]), [-1, group.size * local, places, width])
 
 
 def _first(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:

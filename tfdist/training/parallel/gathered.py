@@ -35,9 +35,17 @@ def gather_layers(
     group_of = {id(variable): group for variable, group in zip(variables, groups, strict=True)}
     turns = _Turns(_Turn(), _Turn())
     for layer in keras_layers.all_layers(model):
-        own = [variable for variable in keras_layers.own_trainable_variables(layer) if id(variable) in shard_of]
-        if own:
-            _gather_when_called(layer, own, [shard_of[id(variable)] for variable in own], group_of[id(own[0])], turns)
+        own_variables = [
+            variable for variable in keras_layers.own_trainable_variables(layer) if id(variable) in shard_of
+        ]
+        if own_variables:
+            _gather_when_called(
+                layer,
+                own_variables,
+                [shard_of[id(variable)] for variable in own_variables],
+                group_of[id(own_variables[0])],
+                turns,
+            )
     for variable in variables:
         forbid_use(
             variable,
@@ -47,9 +55,9 @@ def gather_layers(
 
 
 def _gather_when_called(
-    layer: keras.Layer, own: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: _Turns
+    layer: keras.Layer, own_variables: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: _Turns
 ) -> None:
-    layout = ShardLayout([variable.shape for variable in own], group)
+    layout = ShardLayout([variable.shape for variable in own_variables], group)
     states = layer.non_trainable_variables
     inner = layer.call
 
@@ -59,9 +67,9 @@ def _gather_when_called(
                 # In the layer's compute type: half as many bytes travel, and it would round them to it anyway.
                 values = [
                     tf.identity(keras_variables.autocast(variable, value))
-                    for variable, value in zip(own, values, strict=True)
+                    for variable, value in zip(own_variables, values, strict=True)
                 ]
-            return list(zip(own, layout.gather(values), strict=True))
+            return list(zip(own_variables, layout.gather(values), strict=True))
 
         return recomputed(
             lambda nest: inner(*nest[0], **nest[1]),

@@ -222,8 +222,8 @@ class MeshUpdate(DataParallel):
             tf.cast(tf.reduce_sum(tf.square(tf.convert_to_tensor(at_least_float32(piece)))) / copies, dtype)
             for piece, copies in zip(map(tf.convert_to_tensor, pieces), self._copies, strict=True)
         ]
-        own = tf.add_n([tf.zeros([], dtype), *squares])  # a stage may have no trainable weights
-        return tf.cast(tf.sqrt(self.runtime.group(*self.sharded_axes).all_reduce(own)), tf.float32)
+        own_square = tf.add_n([tf.zeros([], dtype), *squares])  # a stage may have no trainable weights
+        return tf.cast(tf.sqrt(self.runtime.group(*self.sharded_axes).all_reduce(own_square)), tf.float32)
 
     def weight_norm(self) -> tf.Tensor:
         return self.norm(self.sources())

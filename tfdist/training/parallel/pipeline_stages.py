@@ -129,18 +129,18 @@ class Pipeline:
                 tape.watch(x)
             y = _run(self.parts[number], x, True, self.storage, losses)
             losses += [variable.regularizer(variable) for variable in self._regularized[number]]
-            own = None  # what is differentiated on this stage
+            loss = None  # what is differentiated on this stage
             if is_last or losses:
-                own, sums = total(self._as_given(y), *batch[1:], losses) if is_last else added(batch[2], losses)
+                loss, sums = total(self._as_given(y), *batch[1:], losses) if is_last else added(batch[2], losses)
                 state.sums += sums
-        state.passes[number, micro] = ForwardPass(tape, x, y, own)
-        state.after = [y] if own is None else [y, own]
+        state.passes[number, micro] = ForwardPass(tape, x, y, loss)
+        state.after = [y] if loss is None else [y, loss]
         if not is_last:
             state.sent.append(self._send(number, "forward", y))
 
     def _backward(self, state: StageState, number: int, micro: int) -> None:
-        tape, x, y, own = state.passes.pop((number, micro))
-        targets, upstream = ([], []) if own is None else ([own], [tf.ones_like(own)])
+        tape, x, y, loss = state.passes.pop((number, micro))
+        targets, upstream = ([], []) if loss is None else ([loss], [tf.ones_like(loss)])
         if number < len(self.parts) - 1:
             targets, upstream = [y, *targets], [state.received.pop(Receipt(False, micro, number + 1)), *upstream]
         sources = self.sources()
@@ -178,23 +178,23 @@ class Pipeline:
 
     def _send(self, number: int, kind: str, x: tf.Tensor) -> tf.Tensor:
         """Sends x to the next part, or, backward, to the part before. The result is for control dependencies."""
-        own, other = (
+        sender, receiver = (
             self.group.ranks[part % self.group.size]
             for part in (number, number - 1 if kind == "backward" else number + 1)
         )
-        return self.group.pair(own, other, f"{kind} {number}").put_or_take(x, own, static_dims(x), x.dtype)
+        return self.group.pair(sender, receiver, f"{kind} {number}").put_or_take(x, sender, static_dims(x), x.dtype)
 
     def _receive(self, number: int, kind: str, like: tf.Tensor) -> tf.Tensor:
         """Receives from the part before (`like` has the batch size), or, backward, the next (`like` has the shape)."""
         before = number + 1 if kind == "backward" else number - 1
-        own, other = (self.group.ranks[part % self.group.size] for part in (number, before))
+        receiver, sender = (self.group.ranks[part % self.group.size] for part in (number, before))
         spec = self.parts[number][0].part.input
         shape, dtype = (
             (static_dims(like), like.dtype)
             if kind == "backward"
             else ([like.shape[0], *spec.shape[1:]], tf.as_dtype(spec.dtype))
         )
-        return self.group.pair(other, own, f"{kind} {before}").put_or_take(None, other, shape, dtype)
+        return self.group.pair(sender, receiver, f"{kind} {before}").put_or_take(None, sender, shape, dtype)
 
 
 def _run(

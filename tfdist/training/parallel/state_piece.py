@@ -67,10 +67,10 @@ class Piece:
         """This worker's piece of a whole array."""
         if self.is_row:
             return whole[self.group.index]
-        own = self.part.cut(whole) if self.part else whole
+        cut = self.part.cut(whole) if self.part else whole
         if not self.is_shard:
-            return own
-        return ShardLayout([own.shape], self.group).cut(own, 0)
+            return cut
+        return ShardLayout([cut.shape], self.group).cut(cut, 0)
 
     def to_shards(self, key: str) -> list[Shard]:
         """The piece as boxes of the array called `key`."""

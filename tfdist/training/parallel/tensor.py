@@ -115,8 +115,8 @@ def row(leave: Crossing = summed) -> Rule:
         parts = cut(keras_layers.stored_kernel(layer), 0, group)
 
         def call(x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-            own: Any = ops.matmul(x, layer.kernel)
-            y = leave(own, group)
+            partial: Any = ops.matmul(x, layer.kernel)
+            y = leave(partial, group)
             return layer.activation(y if layer.bias is None else ops.add(y, layer.bias))
 
         layer.call, layer.input_spec = call, None
@@ -148,8 +148,8 @@ def own_noise(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
 
     def call(x: tf.Tensor, training: bool = False) -> tf.Tensor:
         fold_in = tf.random.experimental.stateless_fold_in  # pyright: ignore[reportAttributeAccessIssue] - not in stubs
-        own = fold_in(tf.convert_to_tensor(seed.value), group.index)
-        with keras.StatelessScope([(seed, own)]):
+        folded = fold_in(tf.convert_to_tensor(seed.value), group.index)
+        with keras.StatelessScope([(seed, folded)]):
             return inner(x, training=training)
 
     layer.call = call
@@ -289,6 +289,6 @@ def cut(
     part = VariablePart(tuple(variable.shape), dim, places, group.index, axis)
     value = variable.numpy()
     name = variable.value.name.partition(":")[0]  # at which optimizers look for what does not decay
-    own = tf.Variable(tf.constant(part.cut(value)), trainable=variable.trainable, name=name)
-    keras_variables.replace_value(variable, own)
+    cut_value = tf.Variable(tf.constant(part.cut(value)), trainable=variable.trainable, name=name)
+    keras_variables.replace_value(variable, cut_value)
     return {id(variable): part}

@@ -197,9 +197,9 @@ def _check(optimizer: keras.Optimizer, model: keras.Model, stage: int) -> None:
                 f"--zero=3, but {variable.path} has a regularizer, which needs the whole variable: use --weight_decay"
                 " instead, or --zero=2."
             )
-    if stage == 3 and (own := keras_layers.own_trainable_variables(model)):
+    if stage == 3 and (loose := keras_layers.own_trainable_variables(model)):
         raise ConfigError(
-            f"--zero=3 puts the variables of a layer together while it is called, but {own[0].path} is the model's own,"
-            " which is there while all of its layers are called: make it a weight of a layer, or use --zero=2."
+            f"--zero=3 puts the variables of a layer together while it is called, but {loose[0].path} is the model's"
+            " own, which is there while all of its layers are called: make it a weight of a layer, or use --zero=2."
         )
     refuse_assigned(model, model.trainable_variables, f"--zero={stage}")

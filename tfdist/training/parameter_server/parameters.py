@@ -131,13 +131,15 @@ class Parameters:
             return keras.Variable(_rows(whole.numpy(), piece), name=name, dtype=whole.dtype)
 
     def _build_optimizer(self, server: int, make_optimizer: Callable) -> keras.Optimizer:
-        own = {
+        own_weights = {
             id(value): piece for piece, value in zip(self.pieces, self._values, strict=True) if piece.server == server
         }
         with tf.device(self.devices[server]):
             optimizer = make_optimizer(self.schedule)
-            slots = keras_optimizers.built_with_slots(optimizer, [value for value in self._values if id(value) in own])
-        self._slots += [(own[id(value)], name, slot) for slot, value, name in slots]
+            slots = keras_optimizers.built_with_slots(
+                optimizer, [value for value in self._values if id(value) in own_weights]
+            )
+        self._slots += [(own_weights[id(value)], name, slot) for slot, value, name in slots]
         keras_optimizers.count_steps_atomically(optimizer)
         return optimizer
 
@@ -158,17 +160,17 @@ class Parameters:
         self.schedule.factor = factor
         for server, optimizer in self._optimizers.items():
             with tf.device(self.devices[server]):
-                own = [
+                own_pieces = [
                     (piece, value)
                     for piece, value in zip(self.pieces, self._values, strict=True)
                     if piece.server == server
                 ]
-                whole = [gradients[piece.weight] for piece, _ in own]
+                whole = [gradients[piece.weight] for piece, _ in own_pieces]
                 rows = [
                     None if gradient is None else _rows(gradient, piece)
-                    for gradient, (piece, _) in zip(whole, own, strict=True)
+                    for gradient, (piece, _) in zip(whole, own_pieces, strict=True)
                 ]
-                apply_connected(optimizer, rows, [value for _, value in own])
+                apply_connected(optimizer, rows, [value for _, value in own_pieces])
         self.schedule.factor = None
 
     def set_states(self, values: Mapping[int, tf.Tensor]) -> None:
@@ -257,9 +259,11 @@ class Parameters:
             for variable in self.optimizer.variables
             if id(variable) not in taken and variable is not self._iterations
         ]
-        own = self._optimizers[server]
+        optimizer = self._optimizers[server]
         remote = [
-            variable for variable in own.variables if id(variable) not in slots and variable is not own.iterations
+            variable
+            for variable in optimizer.variables
+            if id(variable) not in slots and variable is not optimizer.iterations
         ]
         return list(zip(local, remote, strict=True))
 

@@ -160,10 +160,10 @@ def found_together(
 def sentence(model: keras.Model, fix: str) -> str:
     """The message that refuses such a model. fix: what the user can do."""
     layers = keras_layers.all_layers(model, include_self=False)
-    own = [layer.name for layer in layers if _is_suspect(layer)]
+    suspects = [layer.name for layer in layers if _is_suspect(layer)]
     if padding := [layer.name for layer in layers if _pads_to_rows(layer)]:
         fix = f"give {', '.join(padding)} an output_sequence_length, or {fix}"
-    looked_at = f" (look at {', '.join(own[:5])})" if own else ""
+    looked_at = f" (look at {', '.join(suspects[:5])})" if suspects else ""
     return (
         f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch, on their"
         f" number or on its place among them, or its gradient does{looked_at}, but workers and micro-batches have some"
