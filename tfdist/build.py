@@ -101,7 +101,7 @@ class Job:
     def evaluator(self, model: keras.Model | None = None) -> Evaluator | None:
         """Evaluates on the evaluation split; None if the source has none.
 
-        model: another than the job's, which is evaluated as it is; that of the job with its moving averages.
+        model: another model, evaluated as it is; without one the job's is, with its moving averages.
         """
         split, runtime, options = self.eval_split, self.runtime, self.config.data
         if split is None:

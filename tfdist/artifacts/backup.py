@@ -182,8 +182,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
 
 def _beside(model: keras.Model, with_drawn: bool = True) -> dict[str, Any]:
-    """The state that losses and metrics of the model hold; and that of Keras' generator of all that is drawn without
-    one, if there is one."""
+    """The state that losses and metrics of the model hold, and the state of Keras' global generator, if there is
+    one."""
     generator = global_seed_generator() if with_drawn else None
     beside = state_beside_layers(model, hidden_state(model))
     held = {f"beside/{index:04d}": variable for index, variable in enumerate(beside)}

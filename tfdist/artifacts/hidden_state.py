@@ -79,8 +79,8 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
 
 
 def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
-    """All variables, and states of generators, that objects beside the layers hold, with those of metrics and layers
-    among them."""
+    """All variables, and states of generators, that objects beside the layers hold; if a metric or a layer is among
+    them, its variables, too."""
     found: dict[int, tf.Variable] = {}
     seen: dict[int, Any] = {}
     for one in (each for value in objects for each in _inside(value, _DEPTH_BESIDE, seen)):

@@ -1,4 +1,4 @@
-"""Brings the bytes of a snapshot in an object store that a worker needs: the table of contents, and those of the data
+"""Brings the bytes of a snapshot in an object store that a worker needs: the table of contents, and bytes of the data
 files in which its boxes lie.
 
 They come into files of the same names and sizes here, with holes where nothing was needed: TensorFlow reads them as it

@@ -126,8 +126,9 @@ class ShardedCommit:
             self._dropped = self._dropped | {step} if dropped else self._dropped - {step}
 
     def make(self, step: int, stamp: str = "") -> list[int]:
-        """Makes one snapshot, of parts with this stamp; else with that of the chief's. Returns the ranks whose parts
-        are missing: then there is none yet. Raises CheckpointError if there will be none, StoreError, OSError."""
+        """Makes one snapshot, of parts with this stamp, by default the stamp of the chief's part. Returns the ranks
+        whose parts are missing: then there is no snapshot yet. Raises CheckpointError if there will be none,
+        StoreError, OSError."""
         there = self._objects.names(step_folder(step))
         first = self._note(step, 0, there)
         if first is None or stamp not in ("", first["stamp"]):

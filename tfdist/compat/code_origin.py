@@ -17,7 +17,7 @@ def package_of(module: str | None) -> str:
 
 
 def module_of(value: Any) -> str:
-    """Of a function or a class the one in which it was written, of another object that of its class."""
+    """The name of the module in which a function or a class was written; of another object, its class's."""
     return getattr(value, "__module__", None) or type(value).__module__
 
 

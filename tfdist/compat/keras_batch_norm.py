@@ -42,7 +42,7 @@ def replace_moments(with_mask: Callable[[Moments], Moments], synchronized: Momen
     itself asks for, if `synchronized=True` and there is no mask, is `synchronized(x, axes, keepdims)`.
 
     Relies on `BatchNormalization._moments`, and on keras.src's `_compute_moments_sync`, which it calls. Raises
-    UnsupportedError if one is gone: statistics would silently be those of one worker.
+    UnsupportedError if one is gone: statistics would silently come from one worker alone.
     """
     if not hasattr(nn, "_compute_moments_sync") or _of_keras is None:
         raise UnsupportedError(

@@ -72,7 +72,7 @@ def has_own_call(model: keras.Model) -> bool:
 
 
 def has_no_call(model: keras.Model) -> bool:
-    """Whether it cannot be called itself: its steps call models inside it, as those of a GAN do."""
+    """Whether it cannot be called itself: its steps call models inside it, as a GAN's do."""
     return type(model).call is keras.Model.call
 
 

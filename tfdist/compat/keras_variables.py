@@ -71,8 +71,8 @@ def autocast_dtype() -> str | None:
 
 @contextlib.contextmanager
 def autocast_to(dtype: str | None) -> Iterator[None]:
-    """A context in which variables are read in this compute type; None: as they are. In an AutocastScope(None) those of
-    any type would say that they are float32, and be computed with, and kept, as such.
+    """A context in which variables are read in this compute type; None: as they are. In an AutocastScope(None) a
+    variable of any type would say that it is float32, and be computed with, and kept, as such.
 
     Relies on keras.src's `AutocastScope` and the global attribute "autocast_scope"; without them a second forward pass
     computes in another type than the first.

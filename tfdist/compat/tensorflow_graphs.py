@@ -50,9 +50,9 @@ def kinds_of_operations(graph: tf.Graph) -> tuple[set[str], set[str]]:
 
 
 def kinds_made_here(graph: tf.Graph, since: int) -> set[str]:
-    """The types of the operations, and of those of the functions that they call, that this replica has made after the
-    graph had so many. Relies on the name scope that MirroredStrategy gives each replica, which are traced in turns;
-    without it what another one makes meanwhile is taken for this one's.
+    """The types of the operations that this replica has made after the graph had `since`, and of the operations in
+    functions that they call. Relies on the name scope that MirroredStrategy gives each replica, which are traced in
+    turns; without it what another one makes meanwhile is taken for this one's.
     """
     mine = _replicas(f"{tf.get_current_name_scope()}/")
     made = [operation for operation in graph.get_operations()[since:] if _replicas(operation.name) == mine]

@@ -62,7 +62,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The command's own flags, before `--`, and those of the workers, after it."""
+    """(the command's own flags, before `--`; the workers' flags, after it)."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 

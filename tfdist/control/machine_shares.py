@@ -34,7 +34,7 @@ def _topology(cpu: int, name: str) -> int:
 
 
 def divide_gpus(gpus: Sequence[str], workers: int, per_worker: int = 0) -> tuple[list[dict[str, str]], str]:
-    """The environment that gives each worker its GPUs, then that of the evaluator (a GPU that is left over, or none).
+    """For each worker the environment that gives it its GPUs; last the evaluator's (a GPU that is left over, or none).
 
     With fewer GPUs than workers nothing is divided, and a warning comes with it. Raises ConfigError if `per_worker` is
     more than there are.

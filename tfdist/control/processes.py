@@ -75,7 +75,7 @@ class Standbys:
     ) -> None:
         """Starts the spare of a rank, if there is none.
 
-        Its GPUs, threads and cores are those of that rank of that many workers.
+        It gets the GPUs, threads and cores of that rank of that many workers.
         """
         if (rank, workers) not in self._spares:
             with contextlib.suppress(OSError, subprocess.SubprocessError):  # without one the next start is only slower

@@ -160,7 +160,7 @@ def worker_environment(
     """The environment of one of the local workers at `addresses`, or (rank None) an evaluator beside them.
 
     A worker that is alone gets no TF_CONFIG. `threads`: 0 leaves their number alone, as does a variable that is set.
-    With `servers` the addresses are those of the chief, the workers and, last, as many parameter servers.
+    With `servers` the addresses belong to the chief, the workers and, last, as many parameter servers.
     """
     result = {"TF_GRPC_REUSE_PORT": "true", "PYTHONUNBUFFERED": "1"}
     if rank is None or len(addresses) > 1:

@@ -51,7 +51,7 @@ def make() -> str:
 
 
 def read(environment: MutableMapping[str, str], file: str = "") -> Secret:
-    """The token of this process: that of the file if one is named, else that of the environment, which loses it.
+    """The token of this process: from the file if one is named, else from the environment, from which it is removed.
 
     Raises ConfigError for a file that others can read, and for a token that could be guessed.
     """

@@ -1,5 +1,5 @@
-"""Object stores of a run: can objects be written, listed, read and removed in those of --run_dir and --backup_dir, and
-how fast; can those of --data_dir be listed and read?
+"""Object stores of a run: can objects be written, listed, read and removed in the stores of --run_dir and
+--backup_dir, and how fast; can the store of --data_dir be listed and read?
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class BackupContent:
     own; epoch, how many are done; data, which the fit was given; fit, its number in the program; epochs, the history's;
     callbacks, of each the attributes that changed; deleted, of each the attributes that it has no more; shared, see
     callback_state.shared_in; order, the seed by which tfdist shuffles arrays, if it does; ends, see RunningFit.ends;
-    generators, the states of those of the process.
+    generators, the states of the process's random generators.
     """
 
     variables: list[np.ndarray]

@@ -24,7 +24,7 @@ def of_the_batch(
 
     Args:
       dims: first dims of the inputs.
-      returned: first dims -> those of the outputs, of which each may have inputs of its own.
+      returned: first dims of the inputs -> first dims of the outputs; each output may have inputs of its own.
       runs: first dims -> whether the model can be run on such inputs.
     """
     if len(dims) < 2:
@@ -41,7 +41,8 @@ def of_the_batch(
 
 
 def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Returned]) -> list[bool]:
-    """Whether inputs are the batch's: those of unknown length; a known one if it fits no other number of rows."""
+    """For each input whether its rows are the batch's: yes if its length is unknown; if it is known, yes if the model
+    runs with no other number of rows."""
     other = max(dim for dim in dims if dim is not None) + 1
     return [
         dim is None or returned([dims[place] if place == this else other for place in range(len(dims))]) is None

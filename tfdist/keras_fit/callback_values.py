@@ -63,7 +63,8 @@ def _of_state() -> _Kind:
 
 
 def _plain(kind: type) -> Callable[[Any], Any]:
-    """A class of the user's own, and a function that makes what is missing, are those of the new callback."""
+    """A function that keeps what a backup can store, and makes a `kind` of all else. So when a callback is restored,
+    a class of the user's own and a default factory come from the new callback."""
     return lambda held: held if backup_file.is_storable(held) else kind(held)
 
 

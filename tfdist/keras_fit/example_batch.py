@@ -49,7 +49,7 @@ class ExampleBatch:
 def taking(x: Any, cut: Sequence[bool]) -> tuple[Take, int]:
     """(what takes some rows of inputs like x, how many rows x has).
 
-    cut: for each tensor with rows in x whether they are those of the batch.
+    cut: for each tensor with rows in x whether its rows are the batch's.
     """
     tensors = [leaf for leaf in keras.tree.flatten(x) if leaf.shape.rank]
     count = next(leaf.shape[0] for leaf, is_cut in zip(tensors, cut, strict=True) if is_cut)

@@ -44,12 +44,12 @@ class Gradients:
     """Takes gradients over all workers; one object for all models of a runtime.
 
     Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; of_own_rows, one in
-    which a forward pass over own rows is traced: a tape there belongs to it, and gradients are those of its rows;
+    which a forward pass over own rows is traced: a tape there belongs to it, and gradients come from its rows alone;
     alone, one in which each worker computes all rows itself, whatever models it calls; without_losses, one in which
     nobody asks for what layers add; share, the weight of this worker's loss in the mean while a step sees own rows
     only, else None; called, how often models have been called over the workers; taken, how often gradients with respect
     to weights have been taken; of_values, whether a model has been called with values for its weights, so that these
-    may be what a gradient is with respect to; calls, those of all models (forward.py).
+    may be what a gradient is with respect to; calls, the calls of all models (forward.py).
     """
 
     def __init__(self, runtime: PeerRuntime):

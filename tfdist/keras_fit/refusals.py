@@ -49,7 +49,7 @@ def refuse_no_rows(purpose: str, x: Any) -> None:
 
 def refuse_lists(purpose: str, model: keras.Model | None = None, **data: Any) -> None:
     """Raises ConfigError for rows that are Python lists of numbers or texts, which Keras does not take. A model whose
-    `fit` (`evaluate`, `predict`) is not Keras' own may: those of KerasHub make datasets of lists of texts."""
+    `fit` (`evaluate`, `predict`) is not Keras' own may take them: KerasHub's models make datasets of lists of texts."""
     if model is not None and getattr(type(model), purpose) is not getattr(keras.Model, purpose):
         return
     for name, value in data.items():

@@ -35,8 +35,8 @@ class OwnRows:
     """The rows of this worker in a batch of n.
 
     Args:
-      inputs: a structure in which all tensors that have rows, or those of them that `of_the_batch` says, hold rows of
-      the batch.
+      inputs: a structure; its tensors with rows hold rows of the batch: all of them, or those that `of_the_batch`
+      names.
     """
 
     def __init__(self, runtime: PeerRuntime, inputs: Any, of_the_batch: Sequence[bool] | None = None):

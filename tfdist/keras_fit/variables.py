@@ -23,7 +23,7 @@ def of_model(model: keras.Model) -> list[keras.Variable | tf.Variable]:
 
 
 def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | tf.Variable]) -> bool:
-    """Gives every worker the chief's bits, those of seed generators too. Returns whether something differed.
+    """Gives every worker the chief's bits, also of seed generators. Returns whether something differed.
 
     Raises ConfigError if the workers' shapes differ.
     """

@@ -36,7 +36,7 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
     --model_args=num_outputs=N goes before it. Call it in the scope of the strategy, under the precision policy of the
     run and after the seed is set: builders draw the initial weights from Keras' seed alone.
 
-    A function of the user's own gets those of x_spec, input_shape (the shape of x_spec as a tuple), num_outputs and
+    A function of the user's own gets, of x_spec, input_shape (the shape of x_spec as a tuple), num_outputs and
     the options of --model_args that its signature names. A model of KerasHub, for example, is
     `--model=my_models:gpt2 --model_args=preset=gpt2_base_en` with, in my_models.py:
 
@@ -128,7 +128,7 @@ def synchronize_batchnorm(model: keras.Model, synchronized: bool) -> None:
 
 
 def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the builder: those of `given` that it accepts, and the options of --model_args."""
+    """The arguments of the builder: what it accepts of `given`, and the options of --model_args."""
     options = parse_args("model_args", config.model_args)
     kinds = inspect.Parameter
     parameters = {

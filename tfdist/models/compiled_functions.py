@@ -126,7 +126,7 @@ def _gradient_of_rows(
 def _gradients_of_weights(
     x_ND: tf.Tensor, mean_N1: tf.Tensor, inverse_N1: tf.Tensor, upstream_ND: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The gradients of gamma and beta. Apart from that of the rows: XLA would make one slow loop of both."""
+    """The gradients of gamma and beta. Apart from the gradient of the rows: XLA would make one slow loop of all."""
     return tf.reduce_sum(upstream_ND * ((x_ND - mean_N1) * inverse_N1), 0), tf.reduce_sum(upstream_ND, 0)
 
 

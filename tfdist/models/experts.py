@@ -3,7 +3,7 @@
 Legend. B sequences, T positions, D width, F = 4 D, E experts, K experts of a token, C places that an expert has for a
 sequence (its capacity): C = ceil(capacity * K * T / E), at most T.
 
-The form is that of GShard (Lepikhin et al. 2020, arXiv:2006.16668): tokens are brought to experts and back by products
+The form is GShard's (Lepikhin et al. 2020, arXiv:2006.16668): tokens are brought to experts and back by products
 with 0/1 tensors [B, T, E, C], and what an expert has no place for is dropped: the residual sum goes on without it.
 GShard's "groups" are the sequences here. So which expert takes a token, what is dropped, and the balance loss depend on
 one sequence alone: not on the batch, nor on how it is spread over workers and micro-batches. And places are taken in

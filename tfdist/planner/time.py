@@ -56,7 +56,8 @@ def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardw
     one = passes * slowest * layout.micro_batch / layout.model / rate * crowding
     traffic = gradient_traffic(stages, layout, hardware, algorithm)
     seconds = traffic.seconds * crowding
-    # Each micro-batch's backward pass can hide the traffic of stages 2 and 3, the last one's that of stages 0 and 1.
+    # Each micro-batch's backward pass can hide the traffic of stages 2 and 3; only the last one's the traffic of
+    # stages 0 and 1.
     windows = layout.micro_batches if layout.zero >= 2 else 1
     exposed = max(seconds - hardware.overlap * one * 2 / passes * windows, seconds * 0.02)
     return StepTime(

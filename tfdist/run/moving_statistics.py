@@ -19,9 +19,7 @@ def sync_moving_statistics(model: keras.Model, state: WholeState | ShardedState,
 
 
 def _of_the_first(arrays: list[np.ndarray], state: WholeState | ShardedState, runtime: Runtime) -> list[np.ndarray]:
-    """The chief's or, on another stage of a pipeline, which has what the chief has not, those of the first rank
-    there.
-    """
+    """The chief's arrays; for another stage of a pipeline, which holds other layers, the arrays of its first rank."""
     first = state.first_of_stage()
     firsts = runtime.all_gather(np.array([first], np.int64))[:, 0]
     if not firsts.any():

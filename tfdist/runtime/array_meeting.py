@@ -21,9 +21,9 @@ class ArrayMeeting(RingConnections):
     """Exchanges arrays between ranks. Args: see RingConnections, and
       share: arrays made by `empty` may be read in place by other ranks on this host. The same on all ranks.
 
-    Attributes: shares, whether the right neighbour reads them in place; all_read, whether every rank can read those of
-    every other (each may still be told that an array is none of those); link, what was measured between three ranks and
-    more if not.
+    Attributes: shares, whether the right neighbour reads them in place; all_read, whether every rank can read the
+    shares of every other (an array may still be announced as not shared); link, what was measured between three ranks
+    and more if not.
     """
 
     def __init__(

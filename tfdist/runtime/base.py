@@ -82,7 +82,7 @@ class Runtime(Protocol):
         """Inside the `fn` of `run`: the sum of each tensor over all replicas, of its own kind. Every replica passes the
         same shapes.
 
-        Of tf.IndexedSlices with values of a static shape (if `sums_slices`) the sum is given as those of all replicas,
+        Of tf.IndexedSlices with values of a static shape (if `sums_slices`) the sum is the slices of all replicas,
         one after the other: a row may be there several times. bfloat16, if the strategy knows --compression=bf16,
         travels in two bytes an element, and may come back as float32.
         """
@@ -90,7 +90,8 @@ class Runtime(Protocol):
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         """The row [k] of every replica: [replicas, k], float32 or float64, in one order on all. To be called inside the
-        `fn` of `run`. Its gradient is that of the sum of all replicas' losses. For rows of a few thousand elements."""
+        `fn` of `run`. Its gradient is the gradient of the sum of all replicas' losses. For rows of a few thousand
+        elements."""
         ...
 
     def assign(self, variable: tf.Variable, value: Any) -> None:
@@ -108,7 +109,7 @@ class Runtime(Protocol):
         ...
 
     def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
-        """The chief's value (of a kind that encoding.py knows) on every worker; that of the others does not count.
+        """The chief's value (of a kind that encoding.py knows) on every worker; the others' values do not count.
 
         name: for the sentence about what could not be read. Raises ConfigError on all workers for another kind.
         """

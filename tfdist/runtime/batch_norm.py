@@ -1,8 +1,8 @@
 """Moments over the rows of all replicas, for BatchNormalization(synchronized=True) on every runtime.
 
 Keras asks tf.distribute for its synchronised moments. Where there is no tf.distribute strategy it would silently take
-those of this worker's rows alone; with one it takes E[x^2] - E[x]^2, which has no digits left where the mean is large;
-and with a mask it does not ask at all. So what Keras calls is replaced (the tests in tests/unit/runtime and
+the moments of this worker's rows alone; with one it takes E[x^2] - E[x]^2, which has no digits left where the mean is
+large; and with a mask it does not ask at all. So what Keras calls is replaced (the tests in tests/unit/runtime and
 tests/parity fail if Keras renames it).
 
 Each replica contributes (count, mean, variance) of its rows; together (Chan, Golub and LeVeque 1979)

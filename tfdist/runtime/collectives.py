@@ -97,8 +97,9 @@ class Group:
     def all_gather_numbered(self, x: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         """Gathers along dim 0 a tensor whose shape is known to the running graph only; has no gradient.
 
-        TensorFlow holds a collective to the shape that it had first. number: int32 [], that of this call with this
-        shape, the same on all members; no other call of the group may have it, so all of its calls must be numbered.
+        TensorFlow holds a collective to the shape that it had first. number: int32 [], the number of
+        this call, the same on all members; no other call of the group may have it, so all of its calls must be
+        numbered.
         """
         return tf.stop_gradient(self._all_gather(x, 0, number))
 

@@ -33,8 +33,8 @@ def known_dims(shape: tf.TensorShape) -> list[int]:
 
 
 def on_host() -> AbstractContextManager:
-    """A context that places operations on this worker's CPU: those of which TensorFlow has no kernel for GPUs (its
-    clock, Python functions), and what is small and wanted by the host. Without it they would be errors on a GPU."""
+    """A context that places operations on this worker's CPU: operations without a kernel for GPUs (TensorFlow's
+    clock, Python functions), and small results that the host reads. Without it they would be errors on a GPU."""
     return tf.device(HOST)
 
 

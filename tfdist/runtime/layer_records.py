@@ -2,7 +2,7 @@
 
 tf.distribute calls the model once for each replica, each in a thread of its own, and goes on with another one wherever
 a collective needs all of them: in the middle of a forward pass, if BatchNormalization is synchronised. All of them
-record in the same layer: the losses of one replica were counted with, or cleared by, those of another.
+record in the same layer: the losses of one replica were counted with another's, or cleared by it.
 """
 
 from __future__ import annotations

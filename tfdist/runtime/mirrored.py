@@ -202,7 +202,8 @@ def _to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _with_short_indices(tensor: Any) -> Any:
-    """Slices of a table of fewer than 2^31 rows: TensorFlow pads those of one replica, and int64 not on GPUs."""
+    """Slices of a table of fewer than 2^31 rows: TensorFlow pads the indices of a single replica, and
+    cannot pad int64 on GPUs."""
     rows = tensor.shape[0] if isinstance(tensor, tf.IndexedSlices) else None
     if rows is None or rows >= 2**31:
         return tensor

@@ -83,9 +83,9 @@ class MultiWorker(StrategyRuntime):
         return bool(tf.config.list_logical_devices("GPU")) and self.options.implementation != ring
 
     def collectives(self) -> dict[str, Collective]:
-        """all_reduce and all_gather are those of tf.distribute, or of the ring where gradients travel through it.
+        """all_reduce and all_gather go through tf.distribute, or through the ring where gradients do.
 
-        tf.distribute has no others; those are TensorFlow's bare operations, which know one replica per worker.
+        tf.distribute has no others; the others are TensorFlow's bare operations, which know one replica per worker.
         """
         found = {}
         if self.local_replicas == 1:

@@ -18,8 +18,8 @@ _ASK_SECONDS = 0.25  # until what another process was fetching is asked for agai
 
 
 class FrontToBack:
-    """Reads objects of one stream from front to back. at_a_time: how many objects come at once, those first that were
-    asked for first. Paths are those of the copies, there or not."""
+    """Reads objects of one stream from front to back. at_a_time: how many objects come at once, in the order in
+    which they were asked for. Paths are the copies' paths, there or not."""
 
     def __init__(self, cache: DataCache, at_a_time: int):
         self._cache, self._at_a_time = cache, at_a_time

@@ -11,7 +11,7 @@ AT_A_TIME = 4
 
 def in_threads(deed: Callable[..., None], arguments: Iterable[tuple]) -> None:
     """`deed` with each of the arguments, in threads that hold up no end of the process, as those of concurrent.futures
-    would. Raises what the first of them raised that failed; those that have not begun by then are left out.
+    would. If one fails, raises its error; calls that have not begun by then are left out.
     """
     left, failures = queue.SimpleQueue[tuple](), list[BaseException]()
     for each in arguments:

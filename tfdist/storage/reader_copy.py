@@ -18,7 +18,8 @@ _NOT_BROUGHT = ("checkpoints/", "export/")
 class ReadRun:
     """The run at `place`, a folder or a URL. flag: that it was given with.
 
-    Attributes: folder, in which it is read; objects, those of its store, None of a run in a folder. Raises TfdistError.
+    Attributes: folder, in which it is read; objects, the store's objects; None for a run in a folder. Raises
+    TfdistError.
     """
 
     def __init__(self, place: str, cache_dir: str = "", flag: str = "run_dir"):

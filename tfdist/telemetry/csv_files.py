@@ -1,7 +1,7 @@
 """RUN_DIR/metrics.csv, a row per train event, and RUN_DIR/evaluations.csv, a row per evaluation: for spreadsheets.
 
 Columns keep their places over restarts; a value that first appears later gets a new column on the right. At the start
-of an attempt the rows are written anew from the JSONL log, so that they are those of the run's one history.
+of an attempt the rows are written anew from the JSONL log, so that they tell the run's one history.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plots of the report beside those of life_plots.py, each as SVG text to be put into a page. Needs matplotlib."""
+"""The plots of the report, further ones in life_plots.py, each as SVG text to be put into a page. Needs matplotlib."""
 
 from __future__ import annotations
 

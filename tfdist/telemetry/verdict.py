@@ -167,7 +167,7 @@ def judge(by_rank: np.ndarray) -> Finding:
 
 
 def _of_rank(kind: str, share: float, by_rank: np.ndarray, rank: int, phases: list[Phase]) -> Finding:
-    """The finding about a rank, with that of `phases` in which it is furthest behind the others."""
+    """The finding about a rank, with the phase of `phases` in which it is furthest behind the others."""
     others = np.median(np.delete(by_rank, rank, axis=0), axis=0)
     phase = max(phases, key=lambda phase: by_rank[rank, phase] - others[phase])
     return Finding(kind, share, rank, PHASES[phase], float(by_rank[rank, phase]), float(others[phase]))

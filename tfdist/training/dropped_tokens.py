@@ -1,4 +1,4 @@
-"""How much a mixture of experts drops, as a metric beside those of the objective.
+"""How much a mixture of experts drops, as a metric beside the objective's.
 
 A layer whose name ends in `_router_dropped` passes on what part of each token's choices found no place, [B, T, 1]
 (models/experts.py). What it was last called with is noted here, for the objective that follows the model's call.

@@ -26,7 +26,7 @@ def at_least_float32(gradient: Gradient) -> Gradient:
 
 
 def values_of(gradient: Gradient) -> tf.Tensor:
-    """Its numbers: of slices, those of the rows that are there."""
+    """Its numbers: of slices the numbers of the rows that are there."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 

@@ -1,7 +1,7 @@
 """Evaluation: every sample once, whatever the number of workers, with no communication until the end.
 
 Each replica adds up its own samples in float64; the workers' sums meet in one gather at the end and are added in rank
-order. So the result is that of one process, up to the rounding of float64 sums, and no worker waits for another.
+order. So the result is the same as in one process, up to the rounding of float64 sums, and no worker waits for another.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tfdist.runtime.base import Runtime
 
 
 class ForwardState:
-    """All variables of a model that are not trained, but for those of seed generators, which the step sets by
+    """All variables of a model that are not trained, without the states of seed generators, which the step sets by
     itself.
     """
 

@@ -27,7 +27,7 @@ _fold_in: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.random.fold_in  # typ
 
 def seed_states(model: keras.Model) -> list[tf.Variable]:
     """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order. The last is
-    that of Keras' own, from which code of the user's may draw, if `with_generator` has made it.
+    the state of Keras' global generator, from which code of the user's may draw, if `with_generator` has made it.
     """
     return [state.value for state in _states(model)]
 
@@ -37,8 +37,8 @@ def _states(model: keras.Model) -> list[keras.Variable]:
 
 
 def with_generator(model: keras.Model, own_objective: bool) -> keras.Model:
-    """The model; that of what layers, or an objective, of the user's own may draw without one is there. Where its
-    variables are made.
+    """The model. Makes Keras' global generator, from which layers or an objective of the user's own draw if they have
+    no generator. To be called where the model's variables are made.
     """
     if own_objective or has_own_code(model):
         made_global_seed_generator()
@@ -93,7 +93,7 @@ def updating() -> Iterator[None]:
 
 
 def states_beside() -> list[keras.Variable]:
-    """The states of generators that belong to no model: that of Keras, if it has been made."""
+    """The states of generators that belong to no model: of Keras' global generator, if it has been made."""
     generator = global_seed_generator()
     return [] if generator is None else [generator.state]
 

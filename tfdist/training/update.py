@@ -39,7 +39,7 @@ class Update(Protocol):
         ...
 
     def pieces_of_weights(self) -> list[keras.Variable]:
-        """Variables that it sets in place of whole weights; their values are saved as those of the weights."""
+        """Variables that it sets in place of whole weights; their values are saved as the weights' values."""
         ...
 
     def keep(self, gradients: list[Gradient]) -> list[Gradient]:
@@ -225,7 +225,7 @@ class _SlicesShape(NamedTuple):
 
 
 def unscaling(weight: tf.Tensor, expected_weight: float, scale: tf.Tensor | float = 1.0) -> tf.Tensor:
-    """float32 []: what makes the gradient of the mean loss of that of scale * sum_i w_i * loss_i / E.
+    """float32 []: the factor between the gradient of scale * sum_i w_i * loss_i / E and the gradient of the mean loss.
 
     With `weight` = sum_i w_i and `expected_weight` = E it is E / W / scale; 0 where nothing counts.
     """

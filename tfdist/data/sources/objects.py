@@ -96,7 +96,7 @@ class _Items:
         return item
 
     def _parts(self, index: int) -> list[np.ndarray]:
-        """The tensors of an item as a flat list. Raises DataError for another structure than that of item 0."""
+        """The tensors of an item as a flat list. Raises DataError for another structure than item 0 has."""
         item = self._item(index)
         try:
             tf.nest.assert_same_structure(self.structure, item)

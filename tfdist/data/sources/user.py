@@ -1,6 +1,6 @@
 """The user's own data: --source=package.module:function.
 
-The function is called in every worker with those of these keyword arguments that it declares: `split` ("train" or
+The function is called in every worker with keyword arguments, of these the ones that it declares: `split` ("train" or
 "eval"), `config` (a DataConfig) and the options in --source_args (all of them must be declared; **kwargs takes
 everything). It returns the data of one split:
 

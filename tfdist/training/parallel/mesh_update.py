@@ -1,8 +1,8 @@
 """The update on a mesh without --zero: weights are whole along `data`, and parts of layers along `model`, `pipe` and
 `expert`.
 
-Gradients are summed over the replicas, `data` x `expert`; those of experts that are spread over `expert` over `data`
-alone, because their all-to-all has brought the samples of the other members already (expert.py).
+Gradients are summed over the replicas, `data` x `expert`; gradients of experts that are spread over `expert` are
+summed over `data` alone, because their all-to-all has brought the samples of the other members already (expert.py).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Bytes on each of N workers for P parameters in float32, and an optimizer with s 
     3        4 P / N         4 P / N          4 s P / N                  half as much again as 2
 
 A reduce-scatter and an all-gather are together as much as an all-reduce. Stage 3 holds two layers' parameters at a time
-beside these. The optimizer of stages 1 and 2 works on a copy of its shard of the parameters ("master weights"); that of
-stage 3 works on the parameter's shard itself.
+beside these. The optimizer of stages 1 and 2 works on a copy of its shard of the parameters ("master weights"); the
+optimizer of stage 3 works on the parameter's shard itself.
 
 A step of stages 1 and 2:  gradients -> reduce-scatter: each has its shard of the sum -> the norm of all shards, one
 number to reduce -> clip -> the optimizer updates the own shards -> all-gather: everyone has all parameters again.

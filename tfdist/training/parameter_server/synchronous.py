@@ -3,8 +3,8 @@ sum of their gradients is one update.
 
 With B backup workers (Chen et al. 2016, arXiv:1604.00981) there are N slices for N + B workers: some slices are given
 out twice from the start, others once they are late, and the first result of each counts; those that come later are
-dropped and counted. In that paper each of N + B workers has samples of its own, and those of the last B are lost. Here
-no sample is lost, and a step has the batch that it has with any strategy.
+dropped and counted. In that paper each of N + B workers has samples of its own, and the samples of the last B are lost.
+Here no sample is lost, and a step has the batch that it has with any strategy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers that behave for a time: what they add is told to who asks, and those of Keras' own keep to their rows."""
+"""Layers that behave for a time: what they add is recorded, and Keras' own layers keep to their rows."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def _is_known(layer: keras.Layer) -> bool:
 
 
 def _calming(layer: keras.Layer) -> dict[str, Callable]:
-    """Attributes with which a layer neither draws random numbers nor looks at other rows: Keras' own work as in
-    inference. Of what derives from BatchNormalization only the moments, which are those of all workers in training, do;
-    what it does beside them is looked at."""
+    """Attributes with which a layer neither draws random numbers nor looks at other rows: Keras' own layers work as
+    in inference. Of a class that derives from BatchNormalization only the moments do, which come from all workers in
+    training; what it does beside them is looked at."""
     if _is_known(layer) and keras_layers.takes_training(layer) and "call" not in vars(layer):
         return {"call": _not_training(layer.call)}
     if keras_batch_norm.takes_keras_moments(layer):

@@ -3,7 +3,7 @@
 The model is called with some rows, and again with some of them in the same places and all others replaced by copies of
 one of these: its outputs for those rows must not change. The same shapes run the same kernels, so that rounding changes
 nothing. Nor may it change where the row stands elsewhere among fewer: a layer that divides by the number of rows of its
-batch divides by those of a worker. There rounding is allowed for. Rows of different sizes show what begins above some
+batch divides by a worker's number. There rounding is allowed for. Rows of different sizes show what begins above some
 value, gradients what is mixed on their way back (row_gradients.py), and many runs what is mixed now and then
 (random_mixing.py).
 """

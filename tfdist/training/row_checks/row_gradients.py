@@ -1,5 +1,5 @@
-"""Whether the gradients of a batch are the sums of those of its rows. A `tf.custom_gradient` of the user's own may see
-to it that they are not, where outputs tell nothing: one that clips what comes back by the norm of all rows, say.
+"""Whether the gradients of a batch are the sums of its rows' gradients. A `tf.custom_gradient` of the user's own may
+see to it that they are not, where outputs tell nothing: one that clips what comes back by the norm of all rows, say.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _LARGEST = 10_000_000  # numbers of a table that are looked at
 def mix(
     probe: Probe, weights: Sequence[tf.Tensor], off: float, added: Mapping[LossKey, Reduction] | None = None
 ) -> bool:
-    """Whether the gradients by weights, in training, of a few rows together are others than the sum of those of the
-    first and of the last of them. off: by how much weights and states are disturbed. added: look at these losses in
-    place of the outputs, of which each is a SUM or a MEAN over the rows.
+    """Whether, in training, the gradients of a few rows together differ from the sum of the gradients of the first
+    and of the last half of them, each by the weights. off: by how much weights and states are disturbed. added: look at
+    these losses in place of the outputs, of which each is a SUM or a MEAN over the rows.
     """
     # Whole numbers as they are: made-up ones are alike in a row, and rows that are alike can hide it.
     rows = keras.tree.map_structure(tf.convert_to_tensor, probe.some_rows())

@@ -96,7 +96,7 @@ def are_rows_or_free(kinds: Iterable[Kind]) -> bool:
     """
 )
 def elementwise(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
-    """Broadcasts its inputs. A dim of n * each is not that of what is FREE, whose dims are the same for any n."""
+    """Broadcasts its inputs. A dim of n * each does not fit a FREE input, whose dims are the same for any n."""
     if operation.type == "BroadcastTo":
         kinds = kinds[:1]
     if not are_rows_or_free(kinds):

@@ -33,7 +33,8 @@ def _some_of(weight: np.ndarray) -> np.ndarray:
 
 
 def with_rows_apart(weight: np.ndarray, size: float) -> np.ndarray:
-    """The weight times `size`; a table's rows differ in size, as those of whole-number inputs can only by it."""
+    """The weight times `size`; a table's rows get different sizes, as only that sets apart the rows of
+    whole-number inputs."""
     if weight.ndim < 2:
         return np.asarray(size * weight, weight.dtype)
     rows = np.random.default_rng(4).permutation(np.geomspace(*APART, len(weight)))
