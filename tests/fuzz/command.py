@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
             drawn = cases(
                 arguments.seed, arguments.runtimes, coverage, arguments.first, arguments.with_known, arguments.again
             )
-            chosen = fixed.cases()[arguments.first :] if arguments.fixed else drawn
+            chosen = (fixed.cases() + fixed.BETWEEN)[arguments.first :] if arguments.fixed else drawn
             if arguments.gpu:
                 chosen = (case for case in chosen if not gpu_form.left_out(case, space.flat_blocks(case)))
             chosen = itertools.takewhile(

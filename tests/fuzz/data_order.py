@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from tests.fuzz import rollbacks, stored_data
+
+
+def batch_sizes(case: Mapping[str, Any]) -> list[int]:
+    """The global batch of each step: another one after a stop, where that is changed."""
+    batch, steps = case["options"]["global_batch"], sum(case["calls"])
+    other = case.get("changed", {}).get("batch", batch)
+    first = case["calls"][0]
+    return [batch] * first + [other] * (steps - first)
 
 
 def order_of(case: Mapping[str, Any]) -> np.ndarray:
     """The samples of all steps of a case of tfdist.train: the positions in tfdist's own order, which is checked
     here.
     """
+    if "rolled" in case:
+        return path_of(case).samples
+    return samples_of(case, sum(batch_sizes(case)))
+
+
+def path_of(case: Mapping[str, Any]) -> rollbacks.Path:
+    """Of a run that goes back from bad numbers."""
+    return rollbacks.path(case, samples_of(case, rollbacks.longest(case)))
+
+
+def samples_of(case: Mapping[str, Any], count: int) -> np.ndarray:
+    """The first `count` samples."""
     import tensorflow as tf
 
     from tfdist.data import order
 
+    if case.get("data_in_store") == "by_file":
+        return np.fromiter(itertools.islice(stored_data.by_file(case), count), np.int64)
     size, options = case["data"]["size"], case["options"]
-    count = sum(case["calls"]) * options["global_batch"]
     passes = -(-count // size)
     samples = order.sample_of(
         tf.range(passes * size, dtype=tf.int64), size, options.get("seed", 0), options.get("shuffle", True)

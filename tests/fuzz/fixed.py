@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.fuzz import known, space
+from tests.fuzz import known, resume_space, space
 from tests.fuzz.coverage import Coverage
 
 SEED, CANDIDATES = 15, 12
@@ -23,6 +23,41 @@ TURNS = (
     ("mirrored:2", "sockets:2", "mesh:2"),
 )
 BROKEN_OFF = {2: "resumed", 5: "moved"}  # jobs that are stopped in between
+
+
+_DATA = {"size": 20, "source": "arrays", "weights": "none"}
+_ROWS = {"inputs": "rows", "blocks": ["dense"], "head": "classes"}
+_OPTIONS = {"accumulation": 1, "global_batch": 4, "learning_rate": 0.1, "optimizer": "momentum"}
+_TRAIN = {"kind": "train", "seed": 5, "model": _ROWS, "data": _DATA, "options": _OPTIONS, "evaluate": False}
+_ROLLED = {"save_every": 2, "log_every": 1, "stop": 3, "max_rollbacks": 3}
+# What may happen to a run before its end, beside what jobs that are drawn are for: each once, as small as it can be.
+BETWEEN = [
+    # NaN in step 4; stopped after 3, at which no undisturbed run saves.
+    {
+        **_TRAIN,
+        "runtime": "one_device",
+        "data": {**_DATA, "nan": 19},
+        "options": {**_OPTIONS, "shuffle": False},
+        "calls": [5],
+        "rolled": _ROLLED,
+    },
+    # Evaluations of steps 2 and 4 come to NaN, the first and one in between; the undisturbed run has slow steps.
+    {
+        **_TRAIN,
+        "runtime": "one_device",
+        "calls": [7],
+        "rolled": {**_ROLLED, "keep_best": "min:loss", "eval_every": 2, "nan_evaluations": [2, 4], "slow": True},
+    },
+    {**_TRAIN, "runtime": "one_device", "calls": [3, 2], "changed": {"batch": 6, "allowed": True}},
+    {**_TRAIN, "runtime": "one_device", "calls": [3, 2], "changed": {"batch": 6, "allowed": False}},
+    {
+        **_TRAIN,
+        "runtime": "mesh:2",
+        "options": {**_OPTIONS, "compression": "int8", "compression_after": 0},
+        "calls": [1, 1],
+        "changed": {"compression": "none", "allowed": True},
+    },
+]
 
 
 def cases(count: int = 150) -> list[dict[str, Any]]:
@@ -66,7 +101,7 @@ def _light(case: dict[str, Any], broken_off: str | None) -> bool:
         or "lstm" in blocks
         or "attention" in str(blocks)
         or case["model"]["inputs"] == "both"
-        or {"optimized", "gpu"} & set(case)
+        or {"optimized", "gpu", *resume_space.KEYS} & set(case)
     ):
         return False
     if {"moved", "resumed"} & set(case) != ({broken_off} if broken_off else set()) or case.get(

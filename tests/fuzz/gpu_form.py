@@ -13,6 +13,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tests.fuzz import resume_space
+
 HALVES = ("bfloat16", "float16")
 ATTENTION = {"attention", "attention_causal"}
 RUNTIMES = ("one_device", "mirrored", "sockets", "multi_worker", "fit", "fit_ring")
@@ -40,7 +42,7 @@ def left_out(case: Case, blocks: Sequence[str]) -> str:
         return "slow to compile"
     if {"stored", "data_in_store"} & set(case):
         return "needs a server of S3, and nothing of it is computed on a GPU"
-    if "resumed" in case or "backup" in case.get("fit", {}):
+    if {"resumed", *resume_space.KEYS} & set(case) or "backup" in case.get("fit", {}):
         return "no two runs on a GPU are the same bit for bit without --deterministic"
     return ""
 

@@ -94,18 +94,19 @@ def forms(case: dict[str, Any], blocks: list[str], chance: random.Random) -> Non
 
 def compress(chance: random.Random, model: dict[str, Any], *options: dict[str, Any]) -> None:
     """Perhaps a compression that carries its errors on: of a resumed run, which must be the undisturbed one."""
-    if (
-        any(options[0].get(name) for name in ("zero", "offload", "all_reduce"))
-        or options[0].get("mesh", "data=2") != "data=2"
-    ):
-        return
-    if chance.random() < 0.5:
+    if can_compress(options[0]) and chance.random() < 0.5:
         large = model["inputs"] in ("steps", "both")
         kind = chance.choice(["int8", "topk", "powersgd"] if large else ["int8"])
         if kind != "int8":  # which leave small tensors as they are
             model["embedding"] = "embedding_large"
         for each in options:
             each.update(compression=kind, compression_after=chance.choice([0, 1]) if kind != "int8" else 0)
+
+
+def can_compress(options: Mapping[str, Any]) -> bool:
+    """Whether gradients travel whole on a mesh with these options."""
+    in_parts = any(options.get(name) for name in ("zero", "offload", "all_reduce"))
+    return not in_parts and options.get("mesh", "data=2") == "data=2"
 
 
 def can_shard(case: Mapping[str, Any]) -> bool:

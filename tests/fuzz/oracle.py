@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.fuzz import data, keras_settings, models, space
+from tests.fuzz.data_order import batch_sizes
 from tests.fuzz.layers import SumInEvaluation, SumLoss
 
 LAST_PLACE = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of what is computed with
@@ -100,14 +101,14 @@ class Reference:
 
     def run(self, order: np.ndarray) -> dict[str, np.ndarray]:
         """Trains; `order`: the samples of all steps, one after the other. The result: name -> array."""
-        batch = self.options["global_batch"]
+        sizes, first = batch_sizes(self.case), 0
         found: dict[str, np.ndarray] = {}
         norm, skipped, step = 0.0, 0, 0
         for call, count in enumerate(self.case["calls"]):
             sums = np.zeros(2)
             for _ in range(count):
-                loss, weight, norm, finite = self._step(order[step * batch : (step + 1) * batch], step)
-                step += 1
+                loss, weight, norm, finite = self._step(order[first : first + sizes[step]], step)
+                first, step = first + sizes[step], step + 1
                 skipped += not finite
                 sums += [loss, weight] if finite or not self._may_skip else 0
             found[f"loss/{call}"] = np.array(sums[0] / sums[1] if sums[1] else np.nan)

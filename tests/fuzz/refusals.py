@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tests.fuzz import models, space
+from tests.fuzz import data_order, models, resume_space, space
 
 
 class Refusal(NamedTuple):
@@ -46,6 +46,10 @@ SHARED = Refusal(
 )
 UNLIKE = Refusal("ConfigError", r"^Rank \d+ trains something else than rank 0; they differ first in layer")
 ALL_SKIPPED = Refusal("DivergedError", r"in each of the last \d+ steps up to step \d+, so all of them were skipped")
+ANOTHER_CONFIGURATION = Refusal("CheckpointError", r"belongs to another configuration \(--(global_batch|compression): ")
+NO_MULTIPLE = Refusal("CheckpointError", r"has consumed \d+ samples, not a multiple of --global_batch=")
+NOT_CARRIED = Refusal("CheckpointError", r"--compression carries errors .*: there are none in the checkpoint, and some")
+TOO_OFTEN = Refusal("DivergedError", r"became NaN or infinite before step \d+, after \d+ rollbacks")
 DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from")
 
 
@@ -83,7 +87,21 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
         return OWN_CALL
     if "shared" in case["model"]:
         return SHARED
-    return DRIFT if "running_mean" in blocks and copies > 1 else None
+    if "running_mean" in blocks and copies > 1:
+        return DRIFT
+    if "rolled" in case and data_order.path_of(case).is_ended:
+        return TOO_OFTEN
+    return _of_what_changed(case) if "changed" in case else None
+
+
+def _of_what_changed(case: Mapping[str, Any]) -> Refusal | None:
+    changed, options = case["changed"], case["options"]
+    if not changed["allowed"]:
+        return ANOTHER_CONFIGURATION
+    if changed.get("compression", "none") in resume_space.LOSSY:
+        return NOT_CARRIED
+    consumed = case["calls"][0] * options["global_batch"]
+    return NO_MULTIPLE if consumed % changed.get("batch", consumed) else None
 
 
 def breaks_off(case: Mapping[str, Any]) -> bool:

@@ -63,7 +63,7 @@ def reductions(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for index in range(len(blocks)):
         if len(blocks) > 1:
             yield changed(lambda other, index=index: other["model"]["blocks"].pop(index))
-    for name in ("data_in_store", "stored", "resumed", "moved", "optimized", "gpu"):
+    for name in ("data_in_store", "stored", "resumed", "moved", "changed", "rolled", "optimized", "gpu"):
         if name in case:
             yield changed(lambda other, name=name: other.pop(name))
     for part in ("options", "compile", "fit"):

@@ -71,7 +71,7 @@ def restore(job, place: str, expected: int) -> list:
     with recovery_of(job, place) as recovery:
         _, step = recovery.restore()
         assert step == expected, f"resumed from step {step} of {place}, not from {expected}"
-    return job.iterators(recovery.progress.consumed(step))
+    return job.iterators(recovery.progress.consumed(step), recovery.stream_cut)
 
 
 def revert(job, state, arrays: Mapping[str, np.ndarray]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from tests.fuzz import fit_space, gpu_form, mesh_space, models, stored_data
+from tests.fuzz import fit_space, gpu_form, mesh_space, models, resume_space, stored_data
 
 # name of a runtime -> (kind of process group, workers, replicas)
 RUNTIMES: dict[str, tuple[str, int, int]] = {
@@ -131,7 +131,15 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         case = case if any(conflicts(part) for part in parts(rare)) else rare
     mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
     on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
-    return case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu
+    case = case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu
+    return _perhaps_changed(case, random.Random(f"{seed}/{number}/changed"))
+
+
+def _perhaps_changed(case: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """See resume_space.py."""
+    replicas = 1 if case["kind"] == "fit" else replicas_of(case["runtime"], case["options"])
+    changed = resume_space.drawn(case, chance, replicas)
+    return case if conflicts(changed) else changed
 
 
 def _may_mask(case: Mapping[str, Any]) -> bool:
@@ -390,7 +398,7 @@ def flat_blocks(case: Mapping[str, Any]) -> list[str]:
 
 def conflicts(case: Mapping[str, Any]) -> str:
     """Why a case cannot be compared, or is not allowed; "" if it can."""
-    if "stored" in case and "resumed" not in case and "backup" not in case.get("fit", {}):
+    if "stored" in case and not {"resumed", *resume_space.KEYS} & set(case) and "backup" not in case.get("fit", {}):
         return "nothing goes on from what is stored"
     if "data_in_store" in case and (why := stored_data.conflicts(case)):
         return why
@@ -406,11 +414,13 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return why
     if "moved" in case and (why := _moved_conflicts(case, blocks)):
         return why
+    if resume_space.KEYS & set(case) and (why := _changed_conflicts(case, blocks, several)):
+        return why
     if options["optimizer"] in ("adam", "adamw", "lamb") and "bfloat16" in blocks:
         return "a decay that is 1"
     if options["optimizer"] == "lamb" and "float16" in blocks:
         return "its norms over- and underflow"
-    if "nan" in data and options.get("on_nan") != "skip":
+    if "nan" in data and options.get("on_nan") != "skip" and "rolled" not in case:
         return "a NaN ends the run"
     if "nan" in data and "running_mean" in blocks:
         return "state of its own turns NaN"
@@ -421,7 +431,7 @@ def conflicts(case: Mapping[str, Any]) -> str:
     if options.get("jit_compile") and ("lstm" in blocks or "nan" in data):
         return "slow to compile"
     if options.get("compression") in ("int8", "topk", "powersgd") and not (
-        runtime.startswith("mesh") and "resumed" in case
+        runtime.startswith("mesh") and {"resumed", "changed"} & set(case)
     ):
         return "bit for bit only"
     if options.get("compression") in ("bf16", "fp16") and (
@@ -442,7 +452,8 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "state of a worker's rows"
     if options.get("recompute") and set(blocks) & {"draws", "keeps"}:
         return "what would be another one in the backward pass"
-    if "differs" in data and (RUNTIMES[runtime][1] == 1 or {"resumed", "moved"} & set(case) or "nan" in data):
+    goes_on = {"resumed", "moved", *resume_space.KEYS} & set(case)
+    if "differs" in data and (RUNTIMES[runtime][1] == 1 or goes_on or "nan" in data):
         return "nothing to compare"
     if "differs" in data and data["source"] != "arrays" and data["differs"] != "order":
         return "some samples are compared"
@@ -470,6 +481,20 @@ def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     ):
         return "not with parameter servers"
     return "not found by number" if case["data"]["source"] != "arrays" else ""
+
+
+def _changed_conflicts(case: Mapping[str, Any], blocks: list[str], several: bool) -> str:
+    if "changed" in case:
+        later = resume_space.after(case)
+        least = case["options"]["accumulation"] * replicas_of(case["runtime"], case["options"])
+        if later["options"]["global_batch"] < least:
+            return "micro-batches without a sample"
+        kind = later["options"]["compression"] if "compression" in case["changed"] else "none"
+        if kind == "none":
+            later["options"].pop("compression", None)
+        if kind not in resume_space.LOSSY and (why := conflicts(later)):
+            return why
+    return resume_space.conflicts(case, blocks, several)
 
 
 def _moved_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
@@ -535,6 +560,7 @@ def _train_features(case: Mapping[str, Any]) -> list[str]:
     found += ["option:unshuffled"] if options.get("shuffle") is False else []
     found += ["option:steps_per_loop"] if max(case["calls"]) > 1 else []
     found += ["oracle:evaluated"] if case.get("evaluate", True) else []
+    found += resume_space.features(case)
     found += ["oracle:resumed"] if "resumed" in case else ["oracle:moved"] if "moved" in case else []
     found += mesh_space.features(case) if case["runtime"].startswith("mesh") else []
     return found + (

@@ -1,7 +1,8 @@
 """The data of a case as TFRecord files in an object store: copied into a cache that all workers share ("copies"), read
-in byte ranges ("ranges"), or from front to back while they come ("stream"). case["data_in_store"] says which.
+in byte ranges ("ranges"), or from front to back while they come ("stream"), each worker its own files where there are
+as many for each ("by_file"). case["data_in_store"] says which.
 
-Of a stream the samples lie in the files so that they come in their own order, as the oracle takes them.
+Of a stream that all read the samples lie in the files so that they come in their own order, as the oracle takes them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 
 from tests.fuzz import data, snapshots, stores
 
-KINDS = ("copies", "ranges", "stream")
+KINDS = ("copies", "ranges", "stream", "by_file")
+_STREAMS = ("stream", "by_file")
 _CLASSES = {"classes": 3, "tokens": 4}
 _MOST_FILES = 6
 _READ_IN_TURNS = 4  # files of a stream
@@ -37,14 +39,18 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "all workers read the same objects"
     if found.get("mixed"):
         return "a feature has one type"
-    if how != "stream" and found["source"] == "dataset":
+    if how not in _STREAMS and found["source"] == "dataset":
         return "what can be read at random has its own order"
-    return "the oracle knows no windows" if how == "stream" and case["options"].get("shuffle", True) else ""
+    return "the oracle knows no windows" if how in _STREAMS and case["options"].get("shuffle", True) else ""
 
 
 def features(case: Mapping[str, Any]) -> list[str]:
-    how = {"copies": [], "ranges": ["option:nocache_data"], "stream": ["option:stored_stream"]}
-    return ["option:data_in_store", *how[case["data_in_store"]]] if "data_in_store" in case else []
+    if "data_in_store" not in case:
+        return []
+    found = {"copies": [], "ranges": ["option:nocache_data"], "stream": ["option:stored_stream"]}
+    if case["data_in_store"] == "by_file":  # read by whom it is, or by all, where there are too few files
+        found["by_file"] = ["option:own_files" if cut(case) > 1 else "option:files_of_all"]
+    return ["option:data_in_store", *found[case["data_in_store"]]]
 
 
 def flags(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
@@ -62,7 +68,8 @@ def flags(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
         "source": "tfrecord",
         "source_args": f"x=x:{_kind(x)},y=y:{_kind(y)}"
         + (f",classes={classes}" if classes else "")
-        + (",stream=True" if how == "stream" else ""),
+        + (",stream=True" if how in _STREAMS else "")
+        + (",by_file=True" if how == "by_file" else ""),
         "data_dir": place,
         "cache_dir": cache,
         "cache_data": how != "ranges",
@@ -110,6 +117,9 @@ def _feature(values: np.ndarray) -> Any:
 
 def _files(chance: random.Random, case: Mapping[str, Any], size: int) -> Iterator[list[int]]:
     """The samples that each file holds: each file another number of them."""
+    if case["data_in_store"] == "by_file":
+        yield from _equal_files(case, size)
+        return
     stream = case["data_in_store"] == "stream"
     cuts = sorted(chance.sample(range(1, size), chance.randint(1, _MOST_FILES) - 1))
     lengths = [stop - start for start, stop in itertools.pairwise([0, *cuts, size])]
@@ -117,6 +127,12 @@ def _files(chance: random.Random, case: Mapping[str, Any], size: int) -> Iterato
         starts = itertools.accumulate([0, *lengths])
         yield from (list(range(start, start + length)) for start, length in zip(starts, lengths, strict=False))
         return
+    file_of = _in_turns(lengths)
+    yield from ([row for row, file in enumerate(file_of) if file == number] for number in range(len(lengths)))
+
+
+def _in_turns(lengths: list[int]) -> list[int]:
+    """The file of each record where files of these lengths are read in turns."""
     import tensorflow as tf
 
     turns = (
@@ -127,5 +143,41 @@ def _files(chance: random.Random, case: Mapping[str, Any], size: int) -> Iterato
             cycle_length=_READ_IN_TURNS,
         )
     )
-    file_of = list(turns.as_numpy_iterator())
-    yield from ([row for row, file in enumerate(file_of) if file == number] for number in range(len(lengths)))
+    return list(turns.as_numpy_iterator())
+
+
+# -- each worker its own files -----------------------------------------------------------------------------------------
+
+
+def _equal_files(case: Mapping[str, Any], size: int) -> list[list[int]]:
+    """As many samples in each file: of the training data, of which each worker may read its own files."""
+    counts = [count for count in range(1, _MOST_FILES + 1) if size % count == 0]
+    count = random.Random(f"{case['seed']}/files").choice(counts[1:] or counts)  # one file is read by all anyhow
+    return [list(range(first, first + size // count)) for first in range(0, size, size // count)]
+
+
+def cut(case: Mapping[str, Any]) -> int:
+    """Into how many streams, one for each replica, the training data are cut; 1: all read all."""
+    from tests.fuzz.space import replicas_of
+
+    options, files = case["options"], len(_equal_files(case, case["data"]["size"]))
+    replicas = replicas_of(case["runtime"], options)
+    is_even = options["global_batch"] % (options["accumulation"] * replicas) == 0
+    return replicas if is_even and files % replicas == 0 else 1
+
+
+def by_file(case: Mapping[str, Any]) -> Iterator[int]:
+    """The samples in the order in which a run takes them: each micro-batch has equal parts of what the replicas read,
+    which begin their files anew when they are at the end."""
+    files, parts = _equal_files(case, case["data"]["size"]), cut(case)
+    rows = case["options"]["global_batch"] // (case["options"]["accumulation"] * parts)
+    shards = [itertools.cycle(_read(files[replica::parts])) for replica in range(parts)]
+    while True:
+        for shard in shards:
+            yield from itertools.islice(shard, rows)
+
+
+def _read(files: list[list[int]]) -> list[int]:
+    """The samples of some files, which are read in turns."""
+    left = [iter(file) for file in files]
+    return [next(left[file]) for file in _in_turns([len(file) for file in files])]

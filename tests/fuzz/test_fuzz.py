@@ -29,8 +29,9 @@ def rounds_to_half(case):
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_start")
 def test_fixed_cases():
-    chosen, pool = fixed.cases(), Pool()
-    assert sum(len(space.parts(case)) for case in chosen) == 150
+    chosen, pool = fixed.cases() + fixed.BETWEEN, Pool()
+    assert sum(len(space.parts(case)) for case in chosen) == 150 + len(fixed.BETWEEN)
+    assert not any(space.conflicts(case) for case in fixed.BETWEEN)
     try:
         pool.start({case["runtime"] for case in chosen})
         verdicts = list(judge_all(chosen, pool))

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from tests.fuzz import space, stored_data, stores
+from tests.fuzz import resume_space, space, stored_data, stores
 from tests.fuzz.fleet import judge_all
 from tests.fuzz.pool import Pool
 
@@ -21,6 +21,8 @@ SNAPSHOTS = [
     {**_TRAIN, "runtime": runtime, "options": options, "resumed": True, "stored": True, "data_in_store": how}
     for runtime, options, how in (("mesh:2", _OF_MESH, "stream"), ("multi_worker:2", _OF_RING, "ranges"))
 ]
+# Resumed where each worker is in the middle of its own file.
+SNAPSHOTS.append({**SNAPSHOTS[1], "options": {**_OPTIONS, "shuffle": False}, "data_in_store": "by_file"})
 BACKUP = {
     **{"kind": "fit", "seed": 5, "runtime": "fit:2", "model": _ROWS, "data": _DATA, "stored": True},
     "compile": {"learning_rate": 0.1, "loss": "entropy", "metrics": [], "optimizer": "momentum"},
@@ -72,10 +74,12 @@ def test_what_is_stored_is_drawn_apart():
     """So that a seed draws all else as it did, and what is stored has something to go on from it."""
     drawn = [(space.draw_stored(3, number, ["sockets:2"]), number) for number in range(200)]
     stored = [case for case, _ in drawn if "stored" in case]
-    assert stored and all("resumed" in case and "option:stored" in space.features(case) for case in stored)
+    assert stored and all("option:stored" in space.features(case) for case in stored)
+    assert all({"resumed", *resume_space.KEYS} & set(case) for case in stored)
     data = [case for case, _ in drawn if "data_in_store" in case]
     assert {case["data_in_store"] for case in data} == set(stored_data.KINDS)
     told = {"copies": set(), "ranges": {"option:nocache_data"}, "stream": {"option:stored_stream"}}
+    told["by_file"] = set()
     for case in data:
         assert {"option:data_in_store", *told[case["data_in_store"]]} <= set(space.features(case))
     for case, number in drawn:

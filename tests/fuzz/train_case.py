@@ -2,7 +2,8 @@
 
 case["phase"] says which part of it: nothing for all; {"save": place} for the first call and a snapshot, {"load":
 place} for the rest from there, perhaps on another runtime. With case["resumed"] the whole is done without a break and
-with one, and both must be the same bit for bit; with case["stored"] the snapshot goes through an object store.
+with one, and both must be the same bit for bit; with case["stored"] the snapshot goes through an object store. Other
+ways to go on are in changed_case.py and rolled_case.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import data, given, gpu_form, keras_settings, snapshots, space, stored_data, stores
+from tests.fuzz import data, given, gpu_form, keras_settings, resume_space, snapshots, space, stored_data, stores
 from tests.fuzz.oracle import is_number, once
 
 
@@ -48,13 +49,19 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     """For each of the case's data: {"arrays": name -> array, "replicas": a digest of the weights of each local replica,
     "problems": sentences}
     """
+    from tests.fuzz import changed_case, rolled_case
+
+    if "rolled" in case:
+        return rolled_case.run(case, runtime)
+    if "changed" in case:
+        return changed_case.run(case, runtime)
     if not case.get("resumed"):
-        return {"parts": _parts(case, runtime, case.get("phase", {}))}
-    [whole] = _parts(case, runtime, {})
+        return {"parts": parts(case, runtime, case.get("phase", {}))}
+    [whole] = parts(case, runtime, {})
     place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
     place = snapshots.shared(runtime, place)
-    _parts(case, runtime, {"save": place})
-    [again] = _parts(case, runtime, {"load": place})
+    parts(case, runtime, {"save": place})
+    [again] = parts(case, runtime, {"load": place})
     different = snapshots.unlike(whole["state"], again["state"])
     problem = (
         [
@@ -67,18 +74,10 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     return {"parts": [{**whole, "problems": problem}]}
 
 
-def _parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list[dict[str, Any]]:
+def parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list[dict[str, Any]]:
     """One job, with each of the case's data."""
-    from tfdist import build
-    from tfdist.artifacts.state import WholeState, collect
-
-    keras_settings.forget_names()
     first, *others = space.parts(case)
-    given.case = first
-    config = config_here(first, runtime)
-    with gpu_form.composed(case):
-        job = build.compose(config, runtime)
-    state = job.state or WholeState(collect(job.model, job.optimizer, job.step.variables))
+    config, job, state = compose(first, runtime)
     begin = state.to_host() if others else {}
     found = [_trained(job, state, first, phase)]
     for other in others:
@@ -89,6 +88,19 @@ def _parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list
         found.append(_trained(job, state, other, {}))
     stored_data.forget(config, runtime)
     return found
+
+
+def compose(case: Mapping[str, Any], runtime: Any, flags: Mapping[str, Any] | None = None) -> tuple[Any, Any, Any]:
+    """(the configuration, the job, all of its state). flags: beside those of the case."""
+    from tfdist import build
+    from tfdist.artifacts.state import WholeState, collect
+
+    keras_settings.forget_names()
+    given.case = case
+    config = config_here(case, runtime).replace(**(flags or {}))
+    with gpu_form.composed(case):
+        job = build.compose(config, runtime)
+    return config, job, job.state or WholeState(collect(job.model, job.optimizer, job.step.variables))
 
 
 def config_here(case: Mapping[str, Any], runtime: Any):
@@ -114,8 +126,6 @@ def _splits(config, runtime: Any) -> list:
 
 
 def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> dict[str, Any]:
-    from tfdist.runtime.weight_check import check_weights
-
     iterators = snapshots.restore(job, phase["load"], case["calls"][0]) if "load" in phase else job.iterators(0)
     first = 1 if "load" in phase else 0
     calls = case["calls"][first : 1 if "save" in phase else None]
@@ -123,13 +133,21 @@ def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> d
         outputs = [job.step(iterators, count) for count in calls]
         if save:
             save(calls[0])
-    check_weights(job.runtime, state.held(), "at the end")
     found = {f"loss/{call}": np.array(output.means["loss"]) for call, output in enumerate(outputs, first)}
     found |= {f"norm/{call}": np.array(output.gradient_norm) for call, output in enumerate(outputs, first)}
     if not phase:
         found["skipped"] = np.array(float(sum(output.skipped for output in outputs)))
+    told = collected(job, state, case, phase)
+    return {**told, "arrays": {**found, **told["arrays"]}}
+
+
+def collected(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> dict[str, Any]:
+    """What a job holds after its steps."""
+    from tfdist.runtime.weight_check import check_weights
+
+    check_weights(job.runtime, state.held(), "at the end")
     arrays = _without_seeds(state.to_host())
-    found |= {
+    found = {
         name: np.asarray(value).astype(np.float64)
         for name, value in arrays.items()
         if name.startswith("model/") and value.dtype.kind != "i"
@@ -142,7 +160,7 @@ def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> d
     return {
         "arrays": found,
         "replicas": digests(job.model) if _is_whole(job, case) else [],
-        "state": arrays if case.get("resumed") else {},
+        "state": arrays if {"resumed", *resume_space.KEYS} & set(case) else {},
         "problems": [],
     }
 

@@ -193,8 +193,8 @@ class Recovery:
         )
         return [message for message in (warning, kept) if message]
 
-    def rollback(self, step: int) -> tuple[list[str], int]:
-        """Goes back from bad numbers before `step` to the newest snapshot, past all batches since. A collective.
+    def rollback(self, step: int, past: int) -> tuple[list[str], int]:
+        """Goes back from bad numbers before `step` to the newest snapshot, past all batches to `past`. A collective.
 
         Returns messages and the step to go on from. Raises DivergedError when that did not help often enough.
         """
@@ -203,7 +203,7 @@ class Recovery:
             fix = "lower --learning_rate or set --clip_norm"
             raise DivergedError(f"{bad}, after {limit} rollbacks (--max_rollbacks={limit}): {fix}.")
         self._rollbacks += 1
-        position = self.progress.consumed(step)
+        position = self.progress.consumed(past)
         self.files.finish()
         messages, restored = self.restore(back=True)
         if not self.has_gone_on:

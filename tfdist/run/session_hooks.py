@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tfdist.artifacts import restore
 from tfdist.control.signals import SignalRequests
 from tfdist.run.diagnosis import Diagnosis
 from tfdist.run.health import HealthMonitor
@@ -98,9 +99,11 @@ class SessionHooks:
         extra = self.trainer.extra_values()  # first: the learning rate may depend on it
         return {"train/learning_rate": self.recovery.learning_rate(), **extra}
 
-    def _rollback(self, step: int) -> tuple[int, Sequence]:
+    def _rollback(self, step: int, period_end: int) -> tuple[int, Sequence]:
         found = self.diagnosis.flaws()
-        messages, restored = self.recovery.rollback(step)
+        # How long a call was, the clock decides, and where the run was stopped.
+        past = period_end if restore.scheduled(self.recovery.job.config).periods else step
+        messages, restored = self.recovery.rollback(step, past)
         for message in filter(None, [*messages, found]):
             self.observer(Event("warning", restored, {"message": message}))
         return restored, self._iterators(restored)

@@ -69,7 +69,7 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
             if hooks.rollback is None:
                 raise DivergedError(out.why_not_finite(before))
             with clock.pause("rollback"), hooks.section(sections.RESTORE):
-                step, iterators = hooks.rollback(step)
+                step, iterators = hooks.rollback(step, schedule.next_period(before))
             interval = _interval(hooks)
             continue
         left = left and step < schedule.target

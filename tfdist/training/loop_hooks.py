@@ -49,10 +49,16 @@ class LoopSchedule:
         """
         affordable = max(1, int(_MOST_SECONDS_PER_CALL / step_s)) if step_s else _MOST_STEPS_PER_CALL
         most = step + (self.steps_per_loop or min(_MOST_STEPS_PER_CALL, affordable))
-        boundary = min([self.next_settled(step), most, *_next_multiples(step, self.log_every)])
+        boundary = min(self.next_period(step), most)
         if self.traced is None or step >= self.traced[1]:
             return boundary
         return min(boundary, max(step + 1, self.traced[0]))
+
+    def next_period(self, step: int) -> int:
+        """The first step after `step` at which a period of the run ends, however fast steps are and wherever it was
+        stopped before.
+        """
+        return min([self.next_settled(step), *_next_multiples(step, self.log_every)])
 
     def next_settled(self, step: int) -> int:
         """The first step after `step` at which the state is used: for an evaluation, a snapshot, at the end.
@@ -87,8 +93,8 @@ class LoopHooks:
     backup: Save  # the same, for the short-lived backup
     requests: Callable[[int], Requests]  # what this worker asks for
     section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
-    # Maps a bad step to (a good one, its iterators); None: stop
-    rollback: Callable[[int], tuple[int, Sequence]] | None = None
+    # Maps a bad step, and the end of its period, to (a good one, its iterators); None: stop
+    rollback: Callable[[int, int], tuple[int, Sequence]] | None = None
     # Before an evaluation: brings the state to where that finds it; None: it is there
     pull_state: Callable[[int], None] | None = None
     rates: Rates | None = None

@@ -205,7 +205,7 @@ def test_a_counter_that_is_not_the_snapshots_is_not_trusted(tmp_path):
 def test_bad_numbers_lead_back_and_past_their_samples_but_not_for_ever(tmp_path):
     recovery = saved(tmp_path, 5, on_nan="rollback", max_rollbacks=2)
     recovery.state.go_to(8)
-    messages, step = recovery.rollback(8)
+    messages, step = recovery.rollback(8, 8)
     assert step == 5 and (recovery.state.arrays["model/0000"] == 5).all()
     assert (
         recovery.progress.consumed(5) == 64 and recovery.progress.consumed(6) == 72
@@ -218,9 +218,9 @@ def test_bad_numbers_lead_back_and_past_their_samples_but_not_for_ever(tmp_path)
     recovery.files.finish()
     again = recovery_of(tmp_path, on_nan="rollback", max_rollbacks=2)
     assert again.restore()[1] == 5 and again.progress.consumed(5) == 64
-    assert recovery.rollback(6)[1] == 5 and recovery.progress.consumed(5) == 72
+    assert recovery.rollback(6, 6)[1] == 5 and recovery.progress.consumed(5) == 72
     with pytest.raises(DivergedError, match=r"after 2 rollbacks \(--max_rollbacks=2\)"):
-        recovery.rollback(7)
+        recovery.rollback(7, 7)
 
 
 def test_bad_numbers_lead_where_they_lead_a_run_that_nobody_stopped(tmp_path):
@@ -231,16 +231,16 @@ def test_bad_numbers_lead_where_they_lead_a_run_that_nobody_stopped(tmp_path):
     assert stopped.files.store.steps() == [5, 8]
     run = recovery_of(tmp_path, **flags)
     assert run.restore()[1] == 8
-    assert run.rollback(9)[1] == 5 and run.progress.consumed(5) == 9 * 8
+    assert run.rollback(9, 10)[1] == 5 and run.progress.consumed(5) == 10 * 8
     run.state.go_to(6)
     run.save(6)
     assert run.files.finish() == "" and run.files.store.steps() == [5, 6]
     again = recovery_of(tmp_path, **flags)
     assert again.restore()[1] == 6
     with pytest.raises(DivergedError, match=r"after 1 rollbacks \(--max_rollbacks=1\)"):
-        again.rollback(9)  # that it has gone back is kept
+        again.rollback(9, 9)  # that it has gone back is kept
     changed = recovery_of(tmp_path, **flags, clip_norm=1.0, allow_config_change=True)
-    assert changed.restore()[1] == 6 and changed.rollback(7)[1] == 5
+    assert changed.restore()[1] == 6 and changed.rollback(7, 7)[1] == 5
 
 
 @pytest.mark.parametrize("others", [{"deterministic": False}, {"save_every": 0}, {"save_every": 3}])
@@ -248,7 +248,7 @@ def test_else_bad_numbers_lead_back_to_the_newest(tmp_path, others):
     """Time, too, decides when to save; or there is none of a regular step."""
     flags = {"on_nan": "rollback", "save_every": 5, "deterministic": True, **others}
     saved(tmp_path, 5, 7, **flags)
-    assert recovery_of(tmp_path, **flags).rollback(8)[1] == 7
+    assert recovery_of(tmp_path, **flags).rollback(8, 8)[1] == 7
 
 
 def test_the_best_is_what_was_evaluated_and_not_what_came_after_it(tmp_path):
@@ -289,7 +289,7 @@ def test_a_newer_backup_of_another_run_is_not_gone_on_from(tmp_path):
 def test_bad_numbers_without_a_snapshot_lead_nowhere(tmp_path):
     run = recovery_of(tmp_path, on_nan="rollback")
     with pytest.raises(DivergedError, match=r"before step 4, and .*/checkpoints has no snapshot to go back to"):
-        run.rollback(4)
+        run.rollback(4, 4)
 
 
 def test_the_newer_of_snapshot_and_backup_counts(tmp_path):
@@ -329,7 +329,7 @@ def test_bad_numbers_lead_back_to_the_backup_that_is_being_written(tmp_path):
     recovery.files.backup.store.before_commit = lambda step: time.sleep(0.5)
     recovery.state.go_to(8)
     recovery.back_up(8)
-    assert recovery.rollback(9)[1] == 8 and (recovery.state.arrays["model/0000"] == 8).all()
+    assert recovery.rollback(9, 9)[1] == 8 and (recovery.state.arrays["model/0000"] == 8).all()
 
 
 def test_a_copy_in_memory_is_gone_on_from(tmp_path):
@@ -423,7 +423,7 @@ def test_bad_numbers_on_another_machine_lead_where_they_lead_on_the_first(s3, tm
     with RemoteRun(options, tmp_path / "second", Cluster(), "job") as stored:
         second = recovery_of(tmp_path / "second", stored=stored, **flags)
         assert second.restore()[1] == 7
-        assert second.rollback(8)[1] == 5 and (second.state.arrays["model/0000"] == 5).all()
+        assert second.rollback(8, 8)[1] == 5 and (second.state.arrays["model/0000"] == 5).all()
 
 
 def test_losses_go_on_where_some_were_no_numbers():

@@ -331,6 +331,20 @@ def hooks_of(memory=None, due=False, rank=0):
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "past"),
+    [({"deterministic": True, "save_every": 5}, 10), ({"save_every": 5}, 7), ({"deterministic": True}, 7)],
+)
+def test_a_run_that_repeats_goes_past_a_whole_period(monkeypatch, flags, past):
+    _, hooks = hooks_of()
+    hooks.recovery.job = SimpleNamespace(config=Config().replace(on_nan="rollback", **flags))
+    hooks.recovery.rollback = lambda step, past: (said.append((step, past)), ([], 5))[1]
+    said = []
+    hooks.diagnosis.flaws = lambda: ""
+    monkeypatch.setattr(session.SessionHooks, "_iterators", lambda self, step: [step])
+    assert hooks._rollback(7, 10) == (5, [5]) and said == [(7, past)]
+
+
 def test_what_a_worker_asks_for():
     said, hooks = hooks_of()
     assert hooks._requests(4) == NOTHING and said == ["step 4", "save"] and hooks.diagnosis.called_at == 4

@@ -141,8 +141,8 @@ def test_what_is_not_finite_ends_the_run_before_anything_is_saved():
 
 
 def test_a_rollback_goes_on_from_the_good_step_with_its_iterators():
-    def rollback(step):
-        run.say(f"roll back {step}")
+    def rollback(step, period_end):
+        run.say(f"roll back {step} {period_end}")
         run.step = 2
         return 2, ["second"]
 
@@ -153,7 +153,7 @@ def test_a_rollback_goes_on_from_the_good_step_with_its_iterators():
         "save 2",
         "step 1 first",
         "step 1 first",
-        "roll back 4",
+        "roll back 4 4",
         "step 1 second",
         "step 1 second",
         "save 4",
@@ -163,6 +163,22 @@ def test_a_rollback_goes_on_from_the_good_step_with_its_iterators():
     assert [event.step for event in run.events] == [3, 3, 6]
     assert "rollback" in run.clock.pauses
     assert run.events[1].values["perf/steps_per_s"] > 0
+
+
+@pytest.mark.parametrize(("begin", "step_s", "noticed"), [(0, 0.01, 20), (0, 2.5, 16), (14, 2.5, 20)])
+def test_bad_numbers_end_a_period_that_neither_the_clock_nor_a_stop_decides(begin, step_s, noticed):
+    """In step 16: short calls, of slow steps, notice it at once; the first call of a run that goes on is not short."""
+
+    def rollback(step, period_end):
+        ends.append((step, period_end))
+        run.bad.clear()
+        run.step = 10
+        return 10, ["second"]
+
+    ends = []
+    run = Run(LoopSchedule(40, 10, -1, 0), bad=[16, 20], rollback=rollback)
+    run.hooks.step = lambda *given: dataclasses.replace(run(*given), step_s=step_s)
+    assert run.train(begin).step == 40 and ends == [(noticed, 20)]
 
 
 def test_who_is_asked_to_stop_saves_and_evaluates_no_more():

@@ -1,0 +1,49 @@
+"""A case of tfdist.train in a worker process that is resumed with another global batch, or another compression.
+
+What comes of another batch the oracle computes. What a compression loses it cannot, so there the run that went through
+a snapshot is compared, bit for bit, with one whose state was handed on in memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from tests.fuzz import resume_space, snapshots, stored_data, stores, train_case
+
+OF_COMPRESSION = "/compression_"  # in the keys of what it carries on
+
+
+def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
+    """See train_case.run."""
+    place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
+    place = snapshots.shared(runtime, place)
+    later = {**resume_space.after(case), "changed": case["changed"]}
+    later["options"]["allow_config_change"] = case["changed"]["allowed"]
+    [before] = train_case.parts(case, runtime, {"save": place})
+    [found] = train_case.parts(later, runtime, {"load": place})
+    problems = []
+    if "compression" in case["changed"]:
+        [handed] = _handed_on(case, later, runtime)
+        if unlike := snapshots.unlike(handed["state"], found["state"]):
+            problems.append(
+                f"resumed with another compression, {len(unlike)} variables are not bit for bit those of a run whose"
+                f" state was handed on: {', '.join(unlike[:4])}"
+            )
+    return {"parts": [{**found, "arrays": {**before["arrays"], **found["arrays"]}, "problems": problems}]}
+
+
+def _handed_on(case: Mapping[str, Any], later: Mapping[str, Any], runtime: Any) -> list[dict[str, Any]]:
+    """The same without a snapshot."""
+    config, job, state = train_case.compose(case, runtime)
+    job.step(job.iterators(0), case["calls"][0])
+    arrays = state.to_host()
+    stored_data.forget(config, runtime)
+    config, job, state = train_case.compose(later, runtime)
+    snapshots.revert(job, state, {key: array for key, array in arrays.items() if OF_COMPRESSION not in key})
+    iterators = job.iterators(case["calls"][0] * case["options"]["global_batch"])
+    for count in case["calls"][1:]:
+        job.step(iterators, count)
+    stored_data.forget(config, runtime)
+    return [{"state": state.to_host()}]

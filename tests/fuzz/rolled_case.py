@@ -1,0 +1,181 @@
+"""A case of tfdist.train in a worker process with the whole loop, as run/session.py puts it together: it evaluates,
+saves, keeps the best, and goes back from bad numbers. It is run without a break, and stopped and gone on with; both
+must end alike, bit for bit, where plain Keras ends on the samples that count (rollbacks.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from tests.fuzz import rollbacks, snapshots, stored_data, stores, train_case
+from tfdist.control.exit_codes import TfdistError
+
+SLOW_STEP = 3.0  # seconds that a step seems to take
+
+
+class End(NamedTuple):
+    """What a run has come to. part: see train_case.run. kept: the steps of its snapshots, on the chief."""
+
+    part: dict[str, Any]
+    kept: set[int]
+    evaluated: dict[int, dict[str, float]]
+
+
+def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
+    """See train_case.run. Raises what an undisturbed run raises."""
+    rolled, evaluated = case["rolled"], {}
+    whole, error = _ended(case, runtime, _place(case, runtime), rolled.get("slow", False))
+    place = _place(case, runtime)
+    _, broken = _ended(case, runtime, place, False, evaluated, stop=rolled["stop"])
+    if broken is None:
+        again, broken = _ended(case, runtime, place, False, evaluated)
+    if error or broken:
+        if str(error) != str(broken):
+            raise AssertionError(f"undisturbed it ends with {error!r}, stopped and resumed with {broken!r}")
+        raise error
+    problems = []
+    if unlike := snapshots.unlike(whole.part["state"], again.part["state"]):
+        problems.append(
+            f"stopped and resumed, {len(unlike)} variables are not bit for bit those of an undisturbed run:"
+            f" {', '.join(unlike[:4])}"
+        )
+    if runtime.rank == 0:
+        problems += _of_snapshots(case, whole, again)
+    return {"parts": [{**whole.part, "problems": problems}]}
+
+
+def _of_snapshots(case: Mapping[str, Any], whole: End, again: End) -> list[str]:
+    """What is wrong with the snapshots, and what they hold of evaluations. Of a store there is a working copy only."""
+    problems = (
+        [] if case.get("stored") else [rollbacks.kept_wrongly(case, end.kept, end.evaluated) for end in (whole, again)]
+    )
+    if str(whole.evaluated) != str(again.evaluated):
+        problems.append(f"not bit for bit the evaluations of an undisturbed run: {whole.evaluated} {again.evaluated}")
+    return [problem for problem in problems if problem]
+
+
+def _place(case: Mapping[str, Any], runtime: Any) -> str:
+    place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
+    return snapshots.shared(runtime, place)
+
+
+def _ended(
+    case: Mapping[str, Any],
+    runtime: Any,
+    place: str,
+    slow: bool,
+    evaluated: dict[int, dict[str, float]] | None = None,
+    stop: int = -1,
+) -> tuple[Any, TfdistError | None]:
+    """A run from a place on, to its end or the stop: (its End, None) or (None, what it has raised)."""
+    config, job, state = train_case.compose(case, runtime, _flags(case))
+    try:
+        with snapshots.recovery_of(job, place) as recovery:
+            evaluated = {} if evaluated is None else evaluated
+            _train(case, recovery, evaluated, slow, stop)
+            kept = set(recovery.files.store.steps()) if runtime.rank == 0 else set()
+        runtime.barrier()
+        return End(train_case.collected(job, state, case, {}), kept, evaluated), None
+    except TfdistError as error:
+        return None, error
+    finally:
+        stored_data.forget(config, runtime)
+
+
+def _flags(case: Mapping[str, Any]) -> dict[str, Any]:
+    rolled = case["rolled"]
+    return {
+        "deterministic": True,
+        "on_nan": "rollback",
+        "max_rollbacks": rolled["max_rollbacks"],
+        "save_every": rolled["save_every"],
+        "save_minutes": 0.0,
+        "log_every": rolled["log_every"],
+        "eval_every": rolled.get("eval_every", -1),
+        "keep_best": rolled.get("keep_best", ""),
+        "keep": 1,
+    }
+
+
+def _train(case: Mapping[str, Any], recovery: Any, evaluated: dict, slow: bool, stop: int) -> None:
+    """As Session does from its second phase on."""
+    from tfdist.control.signals import SignalRequests
+    from tfdist.run.diagnosis import Diagnosis
+    from tfdist.run.trainer import LocalTrainer, TrainerInputs
+    from tfdist.telemetry.events import FanOut
+    from tfdist.training.loop import train
+    from tfdist.training.loop_hooks import LoopSchedule
+
+    job, signals = recovery.job, SignalRequests()
+    loop, checkpoint = job.config.loop, job.config.checkpoint
+
+    def observe(event: Any) -> None:
+        if event.kind == "eval":
+            evaluated[event.step] = {name.removeprefix("eval/"): value for name, value in event.values.items()}
+
+    _, first = recovery.restore()
+    recovery.run_id = "fuzz"
+    schedule = LoopSchedule(
+        job.config.run.steps,
+        loop.log_every,
+        loop.eval_every,
+        checkpoint.save_every,
+        save_at_evaluation=bool(checkpoint.keep_best),
+    )
+    observer = FanOut([observe])
+    trainer = LocalTrainer(TrainerInputs(job, first, schedule, recovery.progress.consumed, recovery.clock, observer))
+    nowhere = SimpleNamespace(
+        watchdog=SimpleNamespace(section=lambda name: contextlib.nullcontext()), faults=recovery.faults
+    )
+    hooks = _hooks_class(case["rolled"].get("nan_evaluations", ()))(
+        recovery, trainer, Diagnosis(job, recovery, first, print), observer, nowhere, signals, None
+    )
+    if first == 0:
+        recovery.save(0)
+    looped = hooks.for_loop(first)
+    looped.requests = _stopping(looped.requests, signals, stop)
+    looped.step = _timed(looped.step, SLOW_STEP if slow else 1e-6)
+    result = train(looped, first)
+    if not result.stopped:
+        hooks.save(result.step)
+    failure = recovery.files.finish()
+    assert not failure, failure
+
+
+def _stopping(requests: Any, signals: Any, stop: int) -> Any:
+    """As if SIGTERM came when this step is reached."""
+
+    def asked(step: int) -> Any:
+        signals.stop = 0 <= stop <= step
+        return requests(step)
+
+    return asked
+
+
+def _timed(make_steps: Any, seconds: float) -> Any:
+    """Steps that seem to take so long, whatever the machine does."""
+
+    def timed(*given: Any) -> Any:
+        return dataclasses.replace(make_steps(*given), step_s=seconds)
+
+    return timed
+
+
+def _hooks_class(nan_at: Sequence[int]) -> Any:
+    from tfdist.run.session_hooks import SessionHooks
+
+    class Hooks(SessionHooks):
+        """Whose evaluations come to NaN at some steps, as those of a model that overflows on one sample."""
+
+        def _evaluate(self, evaluator: Any) -> dict[str, float]:
+            found = super()._evaluate(evaluator)
+            is_nan = int(self.recovery.job.step.counter.numpy()) in nan_at
+            return {name: math.nan for name in found} if is_nan else found
+
+    return Hooks
