@@ -708,6 +708,27 @@ FAULTS: dict[str, Fault] = {
         "snapshot, messages = store.newest_valid()",
         ("tests/unit/run/test_recovery.py",),
     ),
+    "rollback to a backup": Fault(
+        "bad numbers lead back to a backup, which a run that was stopped may not have",
+        "artifacts/restore.py",
+        "        others = ()",
+        "        pass",
+        ("tests/unit/run/test_recovery.py",),
+    ),
+    "best before a rollback": Fault(
+        "a rollback removes the best snapshot, which --keep_best keeps",
+        "artifacts/writer.py",
+        "if doomed > step and doomed not in kept:",
+        "if doomed > step:",
+        ("tests/unit/run/test_recovery.py",),
+    ),
+    "scores of the last step": Fault(
+        "the snapshot of the last step is written before it is evaluated, without scores",
+        "training/loop.py",
+        "if schedule.save_at_evaluation and step == schedule.target and not stopped:",
+        "if False:",
+        ("tests/unit/training/test_loop.py",),
+    ),
     "count of rollbacks": Fault(
         "a run that goes on has gone back no times yet",
         "run/recovery.py",

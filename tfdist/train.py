@@ -53,6 +53,7 @@ def main(argv: list[str]) -> int:
     if config.run.dry_run:
         print(dry_run(config, resolve_cluster(os.environ)))
         return 0
+    config = config.with_absolute_folders()
     cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
     versions.check()
     versions.quiet()

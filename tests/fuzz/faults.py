@@ -196,9 +196,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "left_out": Fault(
         "run/recovery.py",
-        "arrays = {key: array for key, array in arrays.items() if key not in left_out}",
-        'arrays = {key: 0 * array if "optimizer/" in key else array for key, array in arrays.items()'
-        " if key not in left_out}",
+        "arrays = {key: array for key, array in files.store.read(snapshot).items() if key not in left_out}",
+        'arrays = {key: 0 * array if left_out and "optimizer/" in key else array'
+        " for key, array in files.store.read(snapshot).items() if key not in left_out}",
         "mesh:2",
         "what leaves a compression out leaves out the optimizer's state, too",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class TimePolicy:
@@ -51,13 +51,17 @@ class Retention:
     def to_delete(self, steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The ones of `steps` to delete. `metrics`: step -> evaluation metrics, where known. Never the newest."""
         steps = sorted(steps)
-        kept = set(steps[-self.keep :])
-        kept |= {step for step in steps if self.every and step % self.every == 0}
-        kept |= {*[step for step in steps if self.scheduled(step)][-1:]}
+        kept = {*steps[-self.keep :], *[step for step in steps if self.scheduled(step)][-1:]}
+        kept |= self.kept_for_ever(steps, metrics)
+        return [step for step in steps if step not in kept]
+
+    def kept_for_ever(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """The ones of `steps` to keep however many newer ones there are, and wherever the run goes back to."""
+        kept = {step for step in steps if self.every and step % self.every == 0}
         scored = {
             step: metrics[step][self.metric] for step in steps if self.metric and self.metric in metrics.get(step, {})
         }
         scored = {step: score for step, score in scored.items() if math.isfinite(score)}  # NaN is no best
         if scored:
             kept.add((min if self.order == "min" else max)(scored, key=lambda step: (scored[step], step)))
-        return [step for step in steps if step not in kept]
+        return kept

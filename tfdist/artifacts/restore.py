@@ -28,10 +28,13 @@ def pick_snapshot(
     store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = (), steps: ScheduledSteps = ALL_STEPS
 ) -> tuple[Snapshot | None, list[str]]:
     """The snapshot to resume from (None: start anew), from one of the `others` only if it is newer; and messages for
-    the user. steps: of these, if `store` has one. Raises CheckpointError, and what the stores raise.
+    the user. steps: of these, if `store` has one, and then none of the others, which may have been written at any step.
+    Raises CheckpointError, and what the stores raise.
     """
     snapshot, messages = store.newest_valid(steps)
-    if snapshot is None and steps.periods:
+    if snapshot and steps.periods:
+        others = ()
+    elif steps.periods:
         snapshot, messages = store.newest_valid()
     flag = store.options.flag
     for each in others:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,13 +153,26 @@ class SnapshotWriter:
         """Deletes what is not to be kept; only ever after a newer snapshot has been committed."""
         try:
             steps = self.store.steps()
-            for known in steps:
-                if known not in self._metrics:
-                    self._metrics[known] = self._stored_metrics(known)
+            self._learn_metrics(steps)
             for doomed in retention.to_delete(steps, self._metrics):
                 self.store.delete(doomed)
         except (OSError, tf.errors.OpError) as error:
             self._messages.put(("warning", {"message": f"An old snapshot could not be deleted: {error}"}))
+
+    def delete_after(self, step: int) -> None:
+        """Deletes the snapshots after `step`, to which the run has gone back: they must push out nothing that comes.
+        What is kept for ever stays. Raises OSError."""
+        steps = self.store.steps()
+        self._learn_metrics(steps)
+        kept = self.retention.kept_for_ever(steps, self._metrics) if self.retention else set()
+        for doomed in steps:
+            if doomed > step and doomed not in kept:
+                self.store.delete(doomed)
+
+    def _learn_metrics(self, steps: Iterable[int]) -> None:
+        for known in steps:
+            if known not in self._metrics:
+                self._metrics[known] = self._stored_metrics(known)
 
     def _stored_metrics(self, step: int) -> Mapping[str, float]:
         try:

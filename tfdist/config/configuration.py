@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from tfdist.config.training_options import (
     ScheduleConfig,
 )
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.run_address import is_url
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ class Config:
     def replace(self, **values: Any) -> Config:
         """A copy with some options changed, by flag name."""
         return Config.from_flat({**self.flat(), **values})
+
+    def with_absolute_folders(self) -> Config:
+        """A copy whose run and backup stay where they are if code of the user's changes the working directory."""
+        places = {"run_dir": self.run.run_dir, "backup_dir": self.checkpoint.backup_dir}
+        folders = {flag: os.path.abspath(place) for flag, place in places.items() if place and not is_url(place)}
+        return self.replace(**folders)
 
     def in_one_process(self) -> Config:
         """A configuration to evaluate the run's model in one process, whatever trains it: only its batch has to fit."""

@@ -55,7 +55,8 @@ def too_late(cluster: Cluster, timeout: float) -> str:
     who = (
         f"{', '.join(map(cluster.name, silent))} answered once, but not any more"
         if silent
-        else "all ports answer, but a process behind one of them is stopped or stuck, or is not a worker of this job"
+        else "all ports answer, but a process behind one of them is stopped or stuck, is no worker of this"
+        " job, or was started with another --strategy or --communication"
     )
     return (
         f"The workers were not connected within --startup_timeout={timeout:g} s: {who}. Look at the logs of the others,"

@@ -77,12 +77,11 @@ class Recovery:
             memory.time_policy = self.time_policy
         self.losses = restore.LossContinuity()
         self.evaluated: tuple[int, Mapping[str, float]] = -1, {}
-        self.run_id = ""
         self.progress = Progress(job.plan.global_batch, job.train_split.size)
         self._samples = SampleIdentity(job.train_split)
         self.stream_cut = job.stream_cut  # or that of the run that is gone on with
-        self._saved_step = self._copied_step = -1
-        self._rollbacks, self.has_gone_on = 0, False
+        self._saved_step, self._copied_step, self._saved_scores = -1, -1, {}
+        self._rollbacks, self.has_gone_on, self.run_id = 0, False, ""
 
     def check_epochs(self, run: RunConfig, step: int) -> None:
         """See restore.check_epochs; `run`: as it was given."""
@@ -169,9 +168,7 @@ class Recovery:
         )
         if in_parts:
             return _Found(messages, dict(manifest), in_parts)
-        arrays = files.store.read(snapshot)
-        if left_out:
-            arrays = {key: array for key, array in arrays.items() if key not in left_out}
+        arrays = {key: array for key, array in files.store.read(snapshot).items() if key not in left_out}
         return _Found(messages, dict(manifest), arrays=arrays)
 
     def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
@@ -186,7 +183,8 @@ class Recovery:
         self.progress.restore(manifest, step)
         if manifest["config_digest"] == self.config.digest():  # else it is tried with other numbers
             self._rollbacks = max(self._rollbacks, manifest.get("rollbacks", 0))
-        self.evaluated, self._saved_step = (step, manifest.get("metrics", {})), -1 if "in_memory" in manifest else step
+        self._saved_scores, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
+        self.evaluated = step, self._saved_scores
         kept = (
             self.stream_cut != self.job.stream_cut
             and f"{split.name} is read in {self.stream_cut} parts, as the run began, and all of it by every worker"
@@ -222,11 +220,12 @@ class Recovery:
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
-        """A snapshot, unless there is one of this step. On all workers."""
+        """A snapshot, unless there is one of this step with the same scores. On all workers."""
         self.time_policy.saved()
-        if step == self._saved_step:
+        scores = self._scores(step)
+        if step == self._saved_step and (scores == self._saved_scores or not self.config.checkpoint.keep_best):
             return
-        self._saved_step = step
+        self._saved_step, self._saved_scores = step, scores
         self.settle_statistics()
         if self.is_copied:  # a snapshot of weights that differ would keep the damage
             check_weights(self.runtime, self.state.held(), f"at step {step}")
@@ -247,8 +246,8 @@ class Recovery:
             return
         self._copied_step = step
         self.settle_statistics()
-        manifest = {**self._manifest_fields(step), "step": step}
-        memory.checkpoint = InMemoryCheckpoint(step, self.state.to_host(), manifest)
+        fields = self._manifest_fields(step) | {"step": step}
+        memory.checkpoint = InMemoryCheckpoint(step, self.state.to_host(), fields)
 
     def back_up(self, step: int) -> None:
         """Writes a backup. Called on all workers."""
@@ -267,15 +266,16 @@ class Recovery:
 
     def backup_period(self) -> int:
         """Steps between two backups; 0: none."""
-        if self.files.backup is None:
-            return 0
         an_epoch = math.ceil((self.job.train_split.size or 0) / self.job.plan.global_batch)
-        return self.config.checkpoint.backup_every or an_epoch
+        return (self.config.checkpoint.backup_every or an_epoch) if self.files.backup else 0
 
     def settle_statistics(self) -> None:
         """Sets moving statistics to the first worker's before use: those not synchronised drift apart."""
         if not self.config.model.sync_batchnorm and self.is_copied:
             sync_moving_statistics(self.job.model, self.state, self.runtime)
+
+    def _scores(self, step: int) -> Mapping[str, float]:
+        return self.evaluated[1] if self.evaluated[0] == step else {}  # else they are of other weights
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {
@@ -292,7 +292,7 @@ class Recovery:
             "variables": self.state.table(),
             "generators": state.generator_states(),
             "clock": self.clock.state(),
-            "metrics": self.evaluated[1] if self.evaluated[0] == step else {},  # else they are of other weights
+            "metrics": self._scores(step),
             "learning_rate": self.learning_rate(),
             "losses": self.losses.losses,
             "time": time.time(),

@@ -156,7 +156,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
 
 
 def _run(config: Config) -> ReadRun:
-    return ReadRun(config.run.run_dir, config.run.cache_dir)
+    return ReadRun(config.with_absolute_folders().run.run_dir, config.run.cache_dir)
 
 
 def _status(run: ReadRun) -> dict[str, Any]:

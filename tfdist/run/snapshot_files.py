@@ -95,10 +95,9 @@ class SnapshotFiles:
         brought += [] if self._sends else self._bring_newest()
         snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:], steps)
         self._set_aside_damaged(snapshot)
-        if back and snapshot:  # what leads to the bad numbers must push out nothing that comes
-            for step in self.store.steps():
-                if step > snapshot.step:
-                    self.store.delete(step)
+        if back and snapshot:
+            for writer in filter(None, (self.writer, self.backup and self.backup.writer)):
+                writer.delete_after(snapshot.step)
         return snapshot, brought + messages
 
     def _pick_of_parts(

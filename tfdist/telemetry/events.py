@@ -28,12 +28,15 @@ error    instead of end, if there was time: message
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tfdist.control.terminal import say
+
+_CLOSE_SECONDS = 30.0  # for the close() of a user's own observer
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,13 @@ class Observer:
         """There are no more events."""
 
 
-class _Own(Observer):
+class OwnObserver(Observer):
     """A user's own observer, with the methods that it has."""
 
     def __init__(self, own: Tell):
         self._own = own
-        self.name = getattr(own, "__qualname__", type(own).__name__)
+        of_class = own.name if isinstance(own, Observer) else ""
+        self.name = of_class or getattr(own, "__qualname__", type(own).__name__)
 
     def __call__(self, event: Event) -> None:
         self._own(event)
@@ -88,7 +92,22 @@ class _Own(Observer):
         self._if_there("leave", name, failed)
 
     def close(self) -> None:
-        self._if_there("close")
+        """Raises what its `close` raises, and TimeoutError if that does not return: a run that has ended must end."""
+        raised: list[BaseException] = []
+
+        def close() -> None:
+            try:
+                self._if_there("close")
+            except BaseException as error:  # noqa: BLE001 - raised below
+                raised.append(error)
+
+        thread = threading.Thread(target=close, name=f"tfdist-close-{self.name}", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_SECONDS)
+        if thread.is_alive():
+            raise TimeoutError(f"its close() has not returned within {_CLOSE_SECONDS:g} s")
+        if raised:
+            raise raised[0]
 
     def _if_there(self, method: str, *args: Any) -> None:
         getattr(self._own, method, lambda *_: None)(*args)
@@ -96,7 +115,7 @@ class _Own(Observer):
 
 def observer_of(tell: Tell) -> Observer:
     """`tell` itself if it is an Observer, else one that calls it and whatever methods of an Observer it has."""
-    return tell if isinstance(tell, Observer) else _Own(tell)
+    return tell if isinstance(tell, Observer) else OwnObserver(tell)
 
 
 class FanOut(Observer):

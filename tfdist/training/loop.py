@@ -13,7 +13,8 @@
             save(step)
         else, at a backup boundary: backup(step)
         if any worker asked to stop, or to leave its group: break
-    unless it was asked to stop or to leave: evaluate, if the last step has not been evaluated
+    unless it was asked to stop or to leave: evaluate, if the last step has not been evaluated (with --keep_best: before
+        a snapshot of that step)
     after it: the last snapshot and the exports (run/session.py)
 
 Asking costs nothing: what a worker asks for travels in the step's own reduction, so all workers read the same answer
@@ -84,6 +85,8 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
             first = False
         evaluated = hooks.evaluate is not None and schedule.due(schedule.eval_every, before, step)
         asked = out.signals["save"] or stopped or (schedule.save_at_evaluation and evaluated)
+        if schedule.save_at_evaluation and step == schedule.target and not stopped:  # its snapshot holds its scores
+            evaluated = hooks.evaluate is not None and schedule.eval_every >= 0
         due = hooks.save if asked or schedule.due(schedule.save_every, before, step) else None
         if due is None and schedule.due(schedule.backup_every, before, step):
             due = hooks.backup

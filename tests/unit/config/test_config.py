@@ -56,6 +56,14 @@ def test_contradictions_name_the_flag_and_the_value(changes, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+def test_a_run_stays_where_it_is_when_the_working_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config().replace(run_dir="runs/a", backup_dir="backup").with_absolute_folders()
+    assert (config.run.run_dir, config.checkpoint.backup_dir) == (f"{tmp_path}/runs/a", f"{tmp_path}/backup")
+    elsewhere = Config().replace(run_dir="s3://bucket/a", backup_dir="")
+    assert elsewhere.with_absolute_folders() == elsewhere
+
+
 def test_unknown_option_is_refused():
     with pytest.raises(ConfigError, match="--nonsense"):
         Config.from_flat({"nonsense": 1})

@@ -243,6 +243,47 @@ def test_bad_numbers_lead_where_they_lead_a_run_that_nobody_stopped(tmp_path):
     assert changed.restore()[1] == 6 and changed.rollback(7, 7)[1] == 5
 
 
+def test_bad_numbers_do_not_lead_back_to_a_backup_that_a_stop_leaves_out(tmp_path):
+    """A snapshot that is asked for takes the place of its step's backup. A newer backup is in the way of others."""
+    places = {"backup_dir": str(tmp_path / "backup"), "backup_every": 2}
+    run = saved(tmp_path / "run", 5, on_nan="rollback", save_every=5, deterministic=True, **places)
+    run.state.go_to(8)
+    run.back_up(8)
+    assert run.rollback(9, 10)[1] == 5 and run.files.backup.store.steps() == []
+    run.state.go_to(6)
+    run.back_up(6)
+    run.files.give_up()
+    assert run.files.backup.store.steps() == [6]
+
+
+def test_bad_numbers_cost_neither_the_best_nor_what_is_kept_for_ever(tmp_path):
+    flags = {"on_nan": "rollback", "save_every": 5, "deterministic": True, "keep_best": "min:loss", "keep_every": 4}
+    run = saved(tmp_path, 5, **flags)
+    for step, loss in ((7, 0.1), (8, 0.9), (9, 0.5)):
+        run.evaluated = step, {"loss": loss}
+        run.state.go_to(step)
+        run.save(step)
+    assert run.rollback(9, 10)[1] == 5 and run.files.store.steps() == [5, 7, 8]
+
+
+def test_a_snapshot_gets_the_scores_that_came_after_it(tmp_path):
+    """Of a run that was stopped at its last step, before that was evaluated."""
+    flags = {"keep_best": "min:loss", "keep": 1}
+    saved(tmp_path, 5, **flags)
+    again = recovery_of(tmp_path, **flags)
+    assert again.restore()[1] == 5
+    again.evaluated = 5, {"loss": 0.5}
+    again.save(5)
+    again.save(5)
+    assert again.files.finish() == "" and again.files.writer.stats.saves == 1
+    assert again.files.store.verify(5).manifest["metrics"] == {"loss": 0.5}
+    without = recovery_of(tmp_path)
+    without.restore()
+    without.evaluated = 5, {"loss": 0.4}
+    without.save(5)
+    assert without.files.finish() == "" and without.files.writer.stats.saves == 0
+
+
 @pytest.mark.parametrize("others", [{"deterministic": False}, {"save_every": 0}, {"save_every": 3}])
 def test_else_bad_numbers_lead_back_to_the_newest(tmp_path, others):
     """Time, too, decides when to save; or there is none of a regular step."""

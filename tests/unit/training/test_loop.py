@@ -78,6 +78,10 @@ class Run:
         self.step = step
         return train(self.hooks, step)
 
+    def and_train(self):
+        self.train()
+        return self
+
 
 def test_all_that_is_due_happens_at_its_step_and_in_order():
     run = Run(LoopSchedule(10, log_every=4, eval_every=5, save_every=6, backup_every=3))
@@ -118,6 +122,19 @@ def test_the_last_evaluation_is_not_made_twice_nor_against_the_users_will():
     assert run.train().evaluation == {} and "evaluate" not in run.said
     run = Run(LoopSchedule(4, 0, 2, 0), evaluate=None)
     assert run.train().evaluation == {}
+
+
+def test_the_best_is_found_before_the_last_snapshot_is_written():
+    """--keep_best: a snapshot of the last step without its scores could not be the best."""
+    assert Run(LoopSchedule(4, 0, 0, 2)).and_train().said[-3:] == ["step 2 first", "save 4", "evaluate"]
+    best = LoopSchedule(4, 0, 0, 2, save_at_evaluation=True)
+    assert Run(best).and_train().said == ["first step 2 first", "save 2", "step 2 first", "evaluate", "save 4"]
+    without_save = Run(LoopSchedule(4, 0, 3, 0, save_at_evaluation=True)).and_train()
+    assert without_save.said == ["first step 3 first", "evaluate", "save 3", "step 1 first", "evaluate"]
+    stopped = Run(best, answers={4: Requests(stop=True)}).and_train()
+    assert stopped.said == ["first step 2 first", "save 2", "step 2 first", "save 4"]
+    never = Run(LoopSchedule(4, 0, -1, 2, save_at_evaluation=True)).and_train()
+    assert "evaluate" not in never.said
 
 
 @pytest.mark.parametrize("off_by", [-1, 1])
