@@ -83,7 +83,7 @@ def test_the_case_by_file_has_files_for_each_worker():
 
 def test_what_is_stored_is_drawn_apart():
     """So that a seed draws all else as it did, and what is stored has something to go on from it."""
-    drawn = [(space.draw_stored(3, number, ["sockets:2"]), number) for number in range(200)]
+    drawn = [(space.draw_stored(3, number, ["sockets:2"]), number) for number in range(400)]
     stored = [case for case, _ in drawn if "stored" in case]
     assert stored and all("option:stored" in space.features(case) for case in stored)
     assert all({"resumed", *resume_space.KEYS} & set(case) for case in stored)
