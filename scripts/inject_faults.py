@@ -734,7 +734,7 @@ FAULTS: dict[str, Fault] = {
         "data/streams.py",
         "numbered = _shard(split, reading, replica, cut, consumed // cut)",
         "numbered = _shard(split, reading, replica, cut, consumed)",
-        ("tests/unit/data/test_source_tfrecord.py",),
+        ("tests/unit/data/test_input_pipeline.py",),
     ),
     "count of rollbacks": Fault(
         "a run that goes on has gone back no times yet",
