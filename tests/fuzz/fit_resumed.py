@@ -1,4 +1,4 @@
-"""A fit with BackupAndRestore that is killed between epochs and started again, beside an undisturbed one."""
+"""A fit with BackupAndRestore that is killed between epochs and started again, beside an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KilledBefore(keras.callbacks.Callback):
 
 
 def run(case: Mapping[str, Any], functions: Any, runtime: Any) -> dict[str, Any]:
-    """The arrays of the resumed run; a problem if they are not bit for bit those of the undisturbed one."""
+    """The arrays of the resumed run; a problem if they are not bit for bit those of the uninterrupted one."""
     place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
     place = shared(runtime, place)
     [whole] = fit_case.run(case, functions)
@@ -47,5 +47,5 @@ def run(case: Mapping[str, Any], functions: Any, runtime: Any) -> dict[str, Any]
     unlike = [
         name for name, value in whole.items() if not np.array_equal(value, again.get(name, np.nan), equal_nan=True)
     ]
-    problem = f"killed and started again, not bit for bit those of an undisturbed run: {', '.join(unlike[:4])}"
+    problem = f"killed and started again, not bit for bit those of an uninterrupted run: {', '.join(unlike[:4])}"
     return {"arrays": again, "replicas": [], "problems": [problem] if unlike else []}

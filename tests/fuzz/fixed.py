@@ -32,16 +32,16 @@ _TRAIN = {"kind": "train", "seed": 5, "model": _ROWS, "data": _DATA, "options": 
 _ROLLED = {"save_every": 2, "log_every": 1, "stop": 3, "max_rollbacks": 3}
 # What may happen to a run before its end, beside what jobs that are drawn are for: each once, as small as it can be.
 BETWEEN = [
-    # NaN in step 4; stopped after 3, at which no undisturbed run saves.
+    # NaN in step 4; asked to stop after 2, so with a snapshot of 3, where no uninterrupted run saves.
     {
         **_TRAIN,
         "runtime": "one_device",
-        "data": {**_DATA, "nan": 19},
+        "data": {**_DATA, "nan": 15},
         "options": {**_OPTIONS, "shuffle": False},
         "calls": [5],
-        "rolled": _ROLLED,
+        "rolled": {**_ROLLED, "save_every": 4, "stop": 2},
     },
-    # Evaluations of steps 2 and 4 come to NaN, the first and one in between; the undisturbed run has slow steps.
+    # Evaluations of steps 2 and 4 come to NaN, the first and one in between; the uninterrupted run has slow steps.
     {
         **_TRAIN,
         "runtime": "one_device",

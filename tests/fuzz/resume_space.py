@@ -76,10 +76,11 @@ def _rolled(case: dict[str, Any], chance: random.Random, replicas: int) -> dict[
         "stop": chance.randrange(1, steps),
         "max_rollbacks": chance.choice([1, 3, 3, 5]),
     }
-    if chance.random() < 0.5:
+    if chance.random() < 0.5 or "nan" not in data:
         rolled["keep_best"] = "min:loss" if chance.random() < 0.5 else "max:loss"
         rolled["eval_every"] = chance.choice([1, 2, 3])
-        rolled["nan_evaluations"] = sorted(chance.sample(range(1, steps + 1), chance.choice([0, 1, 2, 3])))
+        scored = sorted({*range(rolled["eval_every"], steps, rolled["eval_every"]), steps})
+        rolled["nan_evaluations"] = sorted(chance.sample(scored, chance.randint(1, min(2, len(scored)))))
     if chance.random() < 0.3:
         rolled["slow"] = True  # the undisturbed run seems to take seconds for a step
     case["rolled"] = rolled
@@ -144,11 +145,9 @@ def features(case: Case) -> list[str]:
     if "rolled" in case:
         rolled = case["rolled"]
         return [
-            "run:rollback" if "nan" in case["data"] else "run:stopped",
+            *(["run:rollback"] if "nan" in case["data"] else []),
             *(["run:keep_best"] if "keep_best" in rolled else []),
-            *(["run:nan_evaluation"] if rolled.get("nan_evaluations") else []),
         ]
     if "changed" not in case:
         return []
-    name = "batch" if "batch" in case["changed"] else "compression"
-    return [f"changed:{name}" if case["changed"]["allowed"] else f"changed:{name}_not_allowed"]
+    return ["changed:batch" if "batch" in case["changed"] else "changed:compression"]

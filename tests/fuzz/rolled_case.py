@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     if broken is None:
         again, broken = _ended(case, runtime, place, False, evaluated)
     if error or broken:
-        if str(error) != str(broken):
+        if _said(error) != _said(broken):
             raise AssertionError(f"undisturbed it ends with {error!r}, stopped and resumed with {broken!r}")
         raise error
     problems = []
@@ -48,6 +49,11 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     if runtime.rank == 0:
         problems += _of_snapshots(case, whole, again)
     return {"parts": [{**whole.part, "problems": problems}]}
+
+
+def _said(error: TfdistError | None) -> str:
+    """But for the step at which NaN was noticed, which hangs on how fast steps are."""
+    return re.sub(r"before step \d+", "before a step", f"{type(error).__name__}: {error}")
 
 
 def _of_snapshots(case: Mapping[str, Any], whole: End, again: End) -> list[str]:

@@ -22,7 +22,14 @@ SNAPSHOTS = [
     for runtime, options, how in (("mesh:2", _OF_MESH, "stream"), ("multi_worker:2", _OF_RING, "ranges"))
 ]
 # Resumed where each worker is in the middle of its own file.
-SNAPSHOTS.append({**SNAPSHOTS[1], "options": {**_OPTIONS, "shuffle": False}, "data_in_store": "by_file"})
+BY_FILE = {
+    **_TRAIN,
+    "seed": 6,  # of two files
+    "runtime": "mirrored:2",
+    "options": {**_OPTIONS, "shuffle": False},
+    "resumed": True,
+    "data_in_store": "by_file",
+}
 BACKUP = {
     **{"kind": "fit", "seed": 5, "runtime": "fit:2", "model": _ROWS, "data": _DATA, "stored": True},
     "compile": {"learning_rate": 0.1, "loss": "entropy", "metrics": [], "optimizer": "momentum"},
@@ -49,14 +56,14 @@ IN_STORE_OF_MANY = [
 @pytest.mark.parametrize(
     "cases",
     [
-        SNAPSHOTS,
+        [*SNAPSHOTS, BY_FILE],
         pytest.param(IN_STORE, marks=pytest.mark.thorough),
         pytest.param(IN_STORE_OF_MANY, marks=pytest.mark.thorough),
         pytest.param([BACKUP], marks=pytest.mark.thorough),
     ],
     ids=["snapshots", "data", "data of many", "backup"],
 )
-def test_what_is_gone_on_with_from_a_store_is_as_undisturbed_and_as_plain_keras(cases, s3, monkeypatch):
+def test_what_is_gone_on_with_from_a_store_is_as_uninterrupted_and_as_plain_keras(cases, s3, monkeypatch):
     monkeypatch.setattr(stores, "_environment", s3.environment())
     assert not any(space.conflicts(part) for case in cases for part in space.parts(case))
     pool = Pool()
@@ -70,9 +77,13 @@ def test_what_is_gone_on_with_from_a_store_is_as_undisturbed_and_as_plain_keras(
     assert not any(verdict.refused for verdict in verdicts)
 
 
+def test_the_case_by_file_has_files_for_each_worker():
+    assert "option:own_files" in space.features(BY_FILE)
+
+
 def test_what_is_stored_is_drawn_apart():
     """So that a seed draws all else as it did, and what is stored has something to go on from it."""
-    drawn = [(space.draw_stored(3, number, ["sockets:2"]), number) for number in range(200)]
+    drawn = [(space.draw_stored(3, number, ["sockets:2"]), number) for number in range(400)]
     stored = [case for case, _ in drawn if "stored" in case]
     assert stored and all("option:stored" in space.features(case) for case in stored)
     assert all({"resumed", *resume_space.KEYS} & set(case) for case in stored)

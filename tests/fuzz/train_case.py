@@ -65,7 +65,7 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     different = snapshots.unlike(whole["state"], again["state"])
     problem = (
         [
-            f"stopped and resumed, {len(different)} variables are not bit for bit those of an undisturbed run:"
+            f"stopped and resumed, {len(different)} variables are not bit for bit those of an uninterrupted run:"
             f" {', '.join(different[:4])}"
         ]
         if different
