@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.artifacts import restore
@@ -89,6 +90,8 @@ class SessionHooks:
         if event.kind == "eval":
             scores = {name.removeprefix("eval/"): value for name, value in event.values.items()}
             self.recovery.evaluated = event.step, scores
+            if sentence := _never_best(self.recovery.job.config.checkpoint.keep_best, scores):
+                self.observer(Event("warning", event.step, {"message": sentence}))
         if event.kind == "train":
             self.diagnosis.observed(event)
         if event.kind == "train" and (sentence := self.recovery.losses.add(event.values["train/loss"])):
@@ -119,3 +122,12 @@ class SessionHooks:
             return Requests(save, self.signals.stop)
         self.recovery.copy(step, self.memory)
         return Requests(save, self.signals.stop, self.memory.member.leave)
+
+
+def _never_best(keep_best: str, scores: Mapping[str, float]) -> str:
+    """A sentence if the score that --keep_best goes by is no number, else ""."""
+    metric = keep_best.partition(":")[2]
+    score = scores.get(metric, 0.0)
+    if math.isfinite(score):
+        return ""
+    return f"--keep_best={keep_best}: {metric} came to {score}, so the snapshot of this step does not count as the best"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -343,6 +345,18 @@ def test_a_run_that_repeats_goes_past_a_whole_period(monkeypatch, flags, past):
     hooks.diagnosis.flaws = lambda: ""
     monkeypatch.setattr(session.SessionHooks, "_iterators", lambda self, step: [step])
     assert hooks._rollback(7, 10) == (5, [5]) and said == [(7, past)]
+
+
+def test_a_score_that_is_no_number_is_told():
+    _, hooks = hooks_of()
+    hooks.recovery.job, events = SimpleNamespace(config=Config().replace(keep_best="min:loss")), []
+    hooks = dataclasses.replace(hooks, observer=events.append)
+    hooks._observe(Event("eval", 4, {"eval/loss": 0.5}))
+    assert hooks.recovery.evaluated == (4, {"loss": 0.5}) and len(events) == 1
+    hooks._observe(Event("eval", 5, {"eval/loss": math.nan}))
+    assert (
+        events[2].values["message"].startswith("--keep_best=min:loss: loss came to nan, so the snapshot of this step")
+    )
 
 
 def test_what_a_worker_asks_for():
