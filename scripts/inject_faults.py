@@ -708,6 +708,13 @@ FAULTS: dict[str, Fault] = {
         "snapshot, messages = store.newest_valid()",
         ("tests/unit/run/test_recovery.py",),
     ),
+    "noise of parts": Fault(
+        "random layers between layers that are cut draw the same numbers for every rank's part",
+        "training/parallel/tensor.py",
+        "    own_noise_on_parts(model, whole, group)\n",
+        "",
+        ("tests/unit/training/parallel/test_tensor.py",),
+    ),
     "rollback to a backup": Fault(
         "bad numbers lead back to a backup, which a run that was stopped may not have",
         "artifacts/restore.py",

@@ -6,7 +6,8 @@
   --flagfile=flags/gpt2_124m.flags > gpt2.yaml
   python -m tfdist.jobs tfjob ...        the same for the Kubeflow training operator
   python -m tfdist.jobs slurm --nodes=2 -- script.py ARGS          a Keras script that calls tfdist.fit; the others, too
-  python -m tfdist.jobs dockerfile > Dockerfile
+  python -m tfdist.jobs kubernetes --workers=2 --image=IMAGE --claim=runs -- -m tfdist.doctor --run_dir=/runs/first
+  python -m tfdist.jobs dockerfile --cuda > Dockerfile             without --cuda for CPUs
 
 Flags before `--` are this command's, those after it go to every worker; those of tfdist.train are checked here.
 Workers find each other without a wrapper script (control/resolvers.py). Who is asked to end saves and ends with exit
@@ -43,9 +44,10 @@ def main(argv: list[str]) -> int:
     if options.kind == "dockerfile":
         text = jobspecs.render("dockerfile", vars(options))
     else:
-        is_script = bool(train) and train[0].endswith(".py")
-        config = None if is_script else flags.parse(train, usage="Flags of the workers:").config.validate()
-        options.name = options.name or _name_of(config.run.run_dir if config else train[0].removesuffix(".py"))
+        is_program = train[:1] == ["-m"] or bool(train) and train[0].endswith(".py")
+        config = None if is_program else flags.parse(train, usage="Flags of the workers:").config.validate()
+        program = " ".join(train[:2]).removeprefix("-m ") if train[:1] == ["-m"] else "".join(train[:1])
+        options.name = options.name or _name_of(config.run.run_dir if config else program.removesuffix(".py"))
         if not _NAME.fullmatch(options.name) or options.name in _NOT_NAMES:
             raise ConfigError(
                 f"--name={options.name} is no name for a job: use up to 53 of a-z, 0-9 and -, beginning with a letter,"
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 def slurm(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:
     """Makes a batch script for sbatch. arguments: flags of tfdist.train, of which `config` is made; without that a
-    script and its arguments.
+    script, or -m and a module, and its arguments.
     """
     for name in ("partition", "account", "log"):
         if not re.fullmatch(_SBATCH_VALUE, getattr(options, name)):
@@ -79,7 +81,7 @@ def slurm(options: argparse.Namespace, config: Config | None, arguments: list[st
         python = shlex.split(options.python)
     except ValueError as error:
         raise ConfigError(f"--python={options.python} is no command ({error}): close its quotes.") from None
-    command = " ".join(map(jobspecs.bash_word, [*python, "-m", _module(config), *arguments]))
+    command = " ".join(map(jobspecs.bash_word, [*python, *_module(config, arguments), *arguments]))
     return jobspecs.render(
         "slurm",
         {
@@ -138,8 +140,11 @@ def _with_fence(template: str, options: argparse.Namespace, config: Config | Non
     return jobspecs.render(template, {**values, **fence, "pod": pod, "backoff": options.max_restarts * options.workers})
 
 
-def _module(config: Config | None) -> str:
-    return "tfdist.train" if config else "tfdist.script"
+def _module(config: Config | None, arguments: list[str]) -> list[str]:
+    """What stands between `python` and the arguments; these may name a module themselves."""
+    if config:
+        return ["-m", "tfdist.train"]
+    return [] if arguments[:1] == ["-m"] else ["-m", "tfdist.script"]
 
 
 def _command(config: Config | None, arguments: list[str]) -> list[str]:
@@ -148,7 +153,7 @@ def _command(config: Config | None, arguments: list[str]) -> list[str]:
     Kubernetes would replace $(NAME).
     """
     arguments = flags.expand_flagfiles(arguments) if config else arguments
-    return ["python", "-m", _module(config), *(argument.replace("$", "$$") for argument in arguments)]
+    return ["python", *_module(config, arguments), *(argument.replace("$", "$$") for argument in arguments)]
 
 
 def _check_volume(options: argparse.Namespace, run_dir: str) -> None:

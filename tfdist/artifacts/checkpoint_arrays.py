@@ -1,6 +1,6 @@
-"""Boxes of arrays in a TensorFlow checkpoint, whatever boxes they were saved in.
+"""Reads slices ("boxes") of arrays in a TensorFlow checkpoint, whatever slices they were saved in.
 
-TensorFlow makes boxes of other boxes itself, but not of float16 and of unsigned integers of more than 8 bits ("Dtype
+TensorFlow cuts one box out of others itself, but not of float16 and of unsigned integers of more than 8 bits ("Dtype
 half not supported", tensorflow/core/util/tensor_slice_util.h). Of these it reads just the boxes that were saved, and
 what is wanted is made of them here. A box is ((start, length) for each dim).
 """

@@ -4,7 +4,7 @@ over. The same in the folder of a run's backup (--backup_dir).
 Two jobs in one folder would write each other's snapshots and logs and both end well. So the chief holds a lease while
 it trains. It says who holds it (host, process, since when) and is renewed every two seconds. An owner is dead
 
-    on the same machine     when there is no process of its number that was started when it says (it has 5 s to go)
+    on the same machine     when no process of its number was started when it says, or it ends within 5 s
     on another              when it has not renewed the lease for 20 seconds of the observer's own clock
 
 An owner of the same job (one launcher with its restarts, one Slurm step with its requeues, one list of addresses) has

@@ -25,7 +25,8 @@ def on_hangup(handler: Callable[..., Any]) -> None:
 
 
 class StopSignals:
-    """Tells a second request to stop from the first that comes twice, with which nobody wants to lose what is saved."""
+    """Whether a signal is a second request to stop, which ends the process at once, or the first one sent twice, which
+    must not: the process is still saving."""
 
     def __init__(self) -> None:
         self._asked_at = 0.0  # the first SIGTERM or SIGINT; 0: none yet

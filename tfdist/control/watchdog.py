@@ -22,7 +22,7 @@ from tfdist.control import sections
 _FRAMES_SHOWN = 6
 # Frames below these packages tell how a call is made, not what is being called.
 _PLUMBING = ("/tensorflow/", "/keras/", "/absl/", "/contextlib.py", "/runpy.py", "<frozen runpy>")
-_LOOKING = threading.Lock()  # so that one look does not turn collection on while another goes on
+_LOOKING = threading.Lock()  # so that one look does not turn garbage collection on again while another goes on
 
 
 class Watchdog:

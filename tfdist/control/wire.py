@@ -1,6 +1,7 @@
 """Lets two processes of a job make sure of each other before either reads a word of the other's.
 
-Every TCP connection of tfdist's own (rendezvous, rings, membership) begins so; TensorFlow's and Horovod's do not:
+Every TCP connection of tfdist's own (rendezvous, rings, membership) begins so; TensorFlow's and Horovod's do not. I is
+the initiator, who connects, A the acceptor:
 
   I -> A   hello: magic, whether there is a token, rank, nonce
   A -> I   hello, and HMAC-SHA256("accepts", both hellos)

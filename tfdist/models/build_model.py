@@ -93,8 +93,9 @@ def _build_users(config: ModelConfig, builder: Callable, arguments: dict[str, An
     except ConfigError as error:
         if "num_outputs" in arguments and arguments["num_outputs"] is None:
             raise ConfigError(
-                f"{error} (It was given num_outputs=None, because --source does not tell the number of classes: add"
-                " it to the model's options, for example --model_args=num_outputs=10.)"
+                f"{error} (It was given num_outputs=None, because --source does not tell the number of classes, as"
+                " it does by integers of shape [n] from 0 on: make such of y, or add the number to the model's options,"
+                " for example --model_args=num_outputs=10.)"
             ) from error
         raise
 

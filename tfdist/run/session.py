@@ -43,7 +43,7 @@ from tfdist.training.loop_hooks import LoopSchedule
 
 
 class GroupChange(Exception):
-    """All workers have left their group in order, so that another can be formed (elastic.py)."""
+    """All workers have left their group in order, so that another can be formed: of an elastic job (elastic.py)."""
 
 
 @dataclass(frozen=True)

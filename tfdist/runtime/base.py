@@ -33,7 +33,7 @@ class Runtime(Protocol):
     replicas: int  # over all workers
     local_replicas: int  # of this worker
     first_replica: int  # global index of this worker's first replica
-    # False where another worker, with another part of the same replica, reads the same samples and counts them
+    # False where another worker, which holds another part of the same replica, already counts these samples
     counts_samples: bool
 
     # What it can do. What must be known before TensorFlow is imported is in config/strategies.py.
@@ -50,7 +50,7 @@ class Runtime(Protocol):
     # Inside a tf.function.
 
     def scope(self) -> AbstractContextManager:
-        """Variables created inside exist on every replica, with the chief's initial values."""
+        """Variables created inside exist on every replica, with the chief's initial values (first_values.py)."""
         ...
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
@@ -80,7 +80,7 @@ class Runtime(Protocol):
 
     def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
         """Inside the `fn` of `run`: the sum of each tensor over all replicas, of its own kind. Every replica passes the
-        same shapes.
+        same shapes. Of several in one graph TensorFlow may run either first: all workers must run them in one order.
 
         Of tf.IndexedSlices with values of a static shape (if `sums_slices`) the sum is the slices of all replicas,
         one after the other: a row may be there several times. bfloat16, if the strategy knows --compression=bf16,

@@ -2,7 +2,7 @@
 
     before it: state, clock and position are restored, or new (run/recovery.py; the chief decides, all follow)
     while step < target:
-        n = steps until the next boundary (log, evaluation, save, backup, trace, steps_per_loop)
+        n = steps until the next boundary (log, evaluation, save, backup, profile, steps_per_loop)
         out = make_steps(n)              # one tf.function, n a tensor: one trace for every n
         the step counter must have moved by exactly n, or the run stops
         if loss or gradients were not finite: go back (--on_nan=rollback) and begin anew at `while`, or the run stops;

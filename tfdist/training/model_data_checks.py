@@ -171,7 +171,7 @@ def _check_classes(config: ModelConfig, split: Split, outputs: tuple) -> None:
         raise ConfigError(
             f"--model={config.model} returns {list(outputs)} for a sample, but y of {split.name} is"
             f" {split.element_spec[1].dtype.name} {list(y)}: classification takes one number of a class, from 0 on, for"
-            f" each {list(outputs[:-1])} of the outputs{_labels_fix(y, outputs)}."
+            f" each {f'place of {list(outputs[:-1])}' if outputs[:-1] else 'sample'}{_labels_fix(y, outputs)}."
         )
     if split.num_classes and outputs[-1] is not None and outputs[-1] < split.num_classes:
         raise ConfigError(

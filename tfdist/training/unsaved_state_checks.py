@@ -91,8 +91,7 @@ def last_part(name: str) -> str:
 
 
 def drawn(kinds: set[str]) -> str:
-    """A part of a sentence about how the traced function draws numbers whose place in their row nothing saves; "" if it
-    does not."""
+    """A part of a sentence if the traced function draws random numbers whose generator state nothing saves, else ""."""
     drawing = sorted(kind for kind in kinds if tensorflow_graphs.draws_anew(kind) and not _OF_A_GENERATOR.match(kind))
     return f"draws by tf.random ({', '.join(drawing)}), whose numbers no snapshot holds" if drawing else ""
 

@@ -369,6 +369,16 @@ def test_what_cannot_be_quoted_is_refused(argv, word):
 
 
 SCRIPT = ["train it.py", "--epochs=3", "--name=$HOME"]
+DOCTOR = ["-m", "tfdist.doctor", "--run_dir=/runs/a"]
+
+
+def test_the_doctor_looks_at_the_workers_of_a_job(capsys):
+    sbatch = written(capsys, "slurm", "--nodes=2", train=DOCTOR)
+    assert "python -m tfdist.doctor --run_dir=/runs/a &" in sbatch and "#SBATCH --job-name=tfdist-doctor\n" in sbatch
+    for kind in (["kubernetes"], ["kubernetes", "--jobset"], ["tfjob"]):
+        pods = yaml.safe_load_all(written(capsys, *kind, "--image=i", "--workers=2", train=DOCTOR))
+        containers = [container for document in pods for container in _containers(document)]
+        assert containers and all(each["command"][-4:] == ["python", *DOCTOR] for each in containers)
 
 
 def test_a_keras_script_is_run_by_what_gives_it_exit_codes(capsys):

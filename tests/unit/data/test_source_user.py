@@ -99,6 +99,7 @@ def not_pairs(split): return [1, 2, 3]
 def no_columns(split): return x[:, :0], y
 def broken_length(split): return BrokenLength()
 def odd_object(split): return [(x[0], object())]
+def pair_list(split): return [x, y]
 def heavy(split): return dataset(split).map(lambda x, y: (x, y, "heavy"))
 def whole_weights(split): return dataset(split).map(lambda x, y: (x, y, 2))
 def other_shape(split):
@@ -207,6 +208,7 @@ def test_split():
             "user_data_module:other_shape/train, a tf.data.Dataset, cannot be read: TypeError: `generator`",
         ),
         ("heavy", "whose weights are no numbers"),
+        ("pair_list", "user_data_module:pair_list/train is a list of 2 arrays: return a tuple, (x, y) or (x, y, w)."),
         ("odd_object", "item 0 of user_data_module:odd_object/train has y = <object object>, which is neither"),
     ],
 )

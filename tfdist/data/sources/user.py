@@ -127,6 +127,8 @@ def _split(name: str, data: Any) -> Split:
         return array_split(name, arrays, num_classes=_count_classes(data))
     if isinstance(data, keras.utils.PyDataset):
         raise DataError(f"--source: {name} is a Keras PyDataset, which yields batches: return single samples instead.")
+    if type(data) is list and len(data) in (2, 3) and isinstance(data[0], np.ndarray):
+        raise DataError(f"--source: {name} is a list of {len(data)} arrays: return a tuple, (x, y) or (x, y, w).")
     is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if is_sequence and not isinstance(data, (dict, str, bytes, np.ndarray)):
         return object_split(name, data)

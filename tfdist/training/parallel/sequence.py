@@ -26,7 +26,8 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 from tfdist.training.parallel import tensor
 from tfdist.training.parallel.expert import has_experts
-from tfdist.training.parallel.tensor import Rule, VariablePart, own_noise, static_dims
+from tfdist.training.parallel.own_noise import own_noise
+from tfdist.training.parallel.tensor import Rule, VariablePart, static_dims
 
 PARTIAL = re.compile(r"^(embed_positions/|block_\d+_norm_\d+/|final_norm/|block_\d+_(attention_out|mlp_down)/bias$)")
 

@@ -30,6 +30,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.models import missing_rows
 from tfdist.runtime.collectives import Group
 from tfdist.training.objectives import Objective, Scores, weights_like
+from tfdist.training.parallel.own_noise import input_shapes, own_noise, own_noise_on_parts
 
 
 @dataclass(frozen=True)
@@ -142,20 +143,6 @@ def reshape(dim: int) -> Rule:
     return rule
 
 
-def own_noise(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
-    """A Dropout layer on parts: other ranks draw other masks."""
-    inner, seed = layer.call, layer.seed_generator.state
-
-    def call(x: tf.Tensor, training: bool = False) -> tf.Tensor:
-        fold_in = tf.random.experimental.stateless_fold_in  # pyright: ignore[reportAttributeAccessIssue] - not in stubs
-        folded = fold_in(tf.convert_to_tensor(seed.value), group.index)
-        with keras.StatelessScope([(seed, folded)]):
-            return inner(x, training=training)
-
-    layer.call = call
-    return {}
-
-
 def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
     """A ReversibleEmbedding [V, D] -> [V / m, D]. In reverse it returns this rank's logits [B, T, V / m]."""
 
@@ -209,7 +196,7 @@ def parallelize_layers(
     parts; `fix` says what to do.
     """
     parts: dict[int, VariablePart] = {}
-    matched = False
+    matched, whole = False, input_shapes(model)
     for layer in keras_layers.all_layers(model, include_self=False):
         for pattern, rule in rules:
             if re.search(pattern, layer.name):
@@ -222,12 +209,14 @@ def parallelize_layers(
                         " or the workers to data=."
                     ) from None
                 matched = True
+                whole.pop(id(layer), None)
                 break
     if not matched:
         raise ConfigError(
             f"--mesh has {axis}={group.size}, but no layer of {model.name} can be spread over it: {fix}, or give the"
             " workers to data=."
         )
+    own_noise_on_parts(model, whole, group)
     return parts
 
 

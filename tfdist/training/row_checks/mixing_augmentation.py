@@ -1,5 +1,5 @@
-"""Whether an augmentation of the user's own makes something else of a sample where other samples stand beside it, found
-out by trying, as row_mixing.py does for models.
+"""Whether what an augmentation of the user's own makes of a sample depends on the other samples of the batch: found out
+by trying, as row_mixing.py does for models.
 
 A replica augments several micro-batches in one go where that is cheaper, and a micro-batch is a part of a global batch.
 So what mixes samples (mixup by `tf.roll`, a mean over the batch) or draws from another sample's seed would depend on

@@ -1,12 +1,14 @@
-"""A table that is cut by rows: two members in one process."""
+"""A table that is cut by rows, and random layers between cut ones: two members in one process."""
 
 import types
 
+import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
-from tfdist.training.parallel.tensor import vocabulary
+from tfdist.training.parallel.tensor import parallelize_layers, vocabulary
 
 ROWS = 9
 
@@ -29,3 +31,42 @@ def test_rows_come_together_and_what_no_member_has_is_nan():
     there = (ids >= -ROWS) & (ids < ROWS)
     np.testing.assert_array_equal((first + second)[there], table[ids[there]])
     assert np.isnan((first + second)[~there]).all()
+
+
+class Shifting(layers.Layer):
+    """Two generators of its own, and no name that a rule knows."""
+
+    def __init__(self):
+        super().__init__(name="between")
+        self.one, self.other = keras.random.SeedGenerator(3), keras.random.SeedGenerator(4)
+
+    def call(self, x, training=False):
+        return x + sum(keras.random.normal(keras.ops.shape(x), seed=seed) for seed in (self.one, self.other))
+
+
+BETWEEN = {
+    "Dropout": lambda: layers.Dropout(0.5, seed=1, name="between"),
+    "GaussianNoise": lambda: layers.GaussianNoise(1.0, seed=1, name="between"),
+    "its own": Shifting,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_random_layers_between_cut_ones_draw_for_their_part(between):
+    """One process draws for each unit; the same numbers on every rank would be another distribution."""
+    drawn = []
+    for rank in range(2):
+        x = keras.Input((6,))
+        y = between()(layers.Dense(64, name="block_00_mlp_up")(x))
+        y = layers.Dropout(0.5, seed=2, name="behind")(layers.Dense(64, name="block_00_mlp_down")(y))
+        model = keras.Model(x, y)
+        group = types.SimpleNamespace(size=2, index=rank, all_reduce=tf.identity)
+        assert len(parallelize_layers(model, group)) == 3
+        found = [
+            model.get_layer(name)(tf.ones([2, size]), training=True).numpy()
+            for name, size in (("between", 32), ("behind", 64))
+        ]
+        assert all(len(np.unique(each)) > 1 for each in found)
+        drawn.append(found)
+    (first, first_whole), (second, second_whole) = drawn
+    assert (first != second).any() and (first_whole == second_whole).all()
