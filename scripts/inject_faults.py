@@ -364,8 +364,8 @@ FAULTS: dict[str, Fault] = {
     "late state": Fault(
         "what is made in the first step counts as saved, and is not",
         "training/step.py",
-        "known = [*self._known, ",
-        "known = [*state.collect(self.model, self.optimizer, self.variables).values(), ",
+        "kept = [*self._saved_variables, ",
+        "kept = [*state.collect(self.model, self.optimizer, self.variables).values(), ",
         ("tests/unit/training/test_unsaved_state_checks.py",),
     ),
     "unsaved state": Fault(

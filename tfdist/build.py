@@ -139,7 +139,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         streams.must_end(eval_split, config.data.eval_samples)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
-    train_split = mixing_augmentation.whole_batches(config, runtime, train_split, plan)
+    train_split = mixing_augmentation.with_whole_batches_if_it_mixes(config, runtime, train_split, plan)
     data = train_dataset(config, train_split, plan, runtime.first_replica, 0)
     spec: Any = data.element_spec
 

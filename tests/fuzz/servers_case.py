@@ -48,7 +48,7 @@ def run(case: dict[str, Any], runtime: Any, cluster: Any) -> dict[str, Any]:
         0,
         config.loop.on_nan == "skip",
         lambda step: step * job.plan.global_batch,
-        schedule.next_settled,
+        schedule.next_use_of_state,
     )
     step = Synchronous(parameter_server_run.remote_step(job, 0), workers, 0)
     told: list[dict] = []

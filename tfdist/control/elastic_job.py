@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
-from tfdist.control.local_job import LocalJob, Surroundings
+from tfdist.control.local_job import LocalJob, ProcessEnvironment
 from tfdist.control.membership import Groups
 from tfdist.control.token import VARIABLE, Secret
 from tfdist.control.workers import JobResult, LocalWorker, describe
@@ -53,12 +53,12 @@ class ElasticJob(LocalJob):
         self._over = False  # the run has ended or failed: those who wait are not needed any more
         self._too_few = ""  # set: the sentence with which the job ends
 
-    def _surroundings(self, rank: int | None, gpus: dict[str, str]) -> Surroundings:
-        surroundings = super()._surroundings(rank, gpus)
+    def _process_environment(self, rank: int | None, gpus: dict[str, str]) -> ProcessEnvironment:
+        started_in = super()._process_environment(rank, gpus)
         if rank is not None:
-            surroundings.environment.pop("TF_CONFIG", None)
-            surroundings.environment.update(self.groups.invitation(rank))
-        return surroundings
+            started_in.environment.pop("TF_CONFIG", None)
+            started_in.environment.update(self.groups.invitation(rank))
+        return started_in
 
     def resize(self, workers: int) -> bool:
         """Sets the number of workers from now on, without a restart."""

@@ -30,7 +30,7 @@ _MOST_PROCESSES = 1024  # more are a slip of the keyboard
 _CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone
 
 
-class Surroundings(NamedTuple):
+class ProcessEnvironment(NamedTuple):
     """The environment and cores with which a process is started."""
 
     environment: dict[str, str]
@@ -132,13 +132,13 @@ class LocalJob(Job[LocalWorker]):
     def _spawn(self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str]) -> None:
         if self._kill_at is not None:  # asked to stop while starting
             return
-        surroundings = self._surroundings(rank, gpus)
+        started_in = self._process_environment(rank, gpus)
         log = self.open_log(name, command)
         process = None
         if self.standbys and rank is not None:
-            process = self.standbys.take(rank, self.count, surroundings.environment, command)
+            process = self.standbys.take(rank, self.count, started_in.environment, command)
         try:
-            process = process or spawn(command, surroundings.environment, surroundings.cores)
+            process = process or spawn(command, started_in.environment, started_in.cores)
         except (OSError, subprocess.SubprocessError) as error:
             log.close()
             raise StartupError(
@@ -154,8 +154,8 @@ class LocalJob(Job[LocalWorker]):
         if self._kill_at is not None:  # asked to stop in this very moment
             worker.signal(signal.SIGTERM)
 
-    def _surroundings(self, rank: int | None, gpus: dict[str, str]) -> Surroundings:
-        """The surroundings of a worker, or (rank None) of the evaluator."""
+    def _process_environment(self, rank: int | None, gpus: dict[str, str]) -> ProcessEnvironment:
+        """What a worker's process is started in, or (rank None) the evaluator's."""
         cores = self._cores
         threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
         environment = {
@@ -165,7 +165,7 @@ class LocalJob(Job[LocalWorker]):
         }
         if rank is None:  # the evaluator talks to nobody
             environment.pop(token.VARIABLE, None)
-        return Surroundings(environment, cores[rank] if cores and rank is not None else None)
+        return ProcessEnvironment(environment, cores[rank] if cores and rank is not None else None)
 
     def start_standbys(self) -> None:
         """Starts a spare process for every rank, for a job of the same size that comes after this one."""
@@ -173,7 +173,7 @@ class LocalJob(Job[LocalWorker]):
             return
         gpus, _ = self._divide_gpus()
         for rank in range(self.count):
-            self.standbys.start(rank, self.count, *self._surroundings(rank, gpus[rank]), self.command)
+            self.standbys.start(rank, self.count, *self._process_environment(rank, gpus[rank]), self.command)
 
     def _relay(self, worker: LocalWorker, log: BinaryIO) -> None:
         relay = Relay(self, worker, log)

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable
 
 
-def for_at_most(seconds: float, deed: Callable[[], None]) -> None:
+def for_at_most(seconds: float, function: Callable[[], None]) -> bool:
     """Does something in a thread, which is left alone after some time: a store that is silent, or a pipe that is full
-    and not read, holds nobody else up."""
-    thread = threading.Thread(target=deed, name="tfdist-for-at-most", daemon=True)
+    and not read, holds nobody else up. Returns whether it has come to its end."""
+    thread = threading.Thread(target=function, name="tfdist-for-at-most", daemon=True)
     thread.start()
     thread.join(seconds)
+    return not thread.is_alive()

@@ -148,7 +148,7 @@ class DistributedCall:
             if not all(spec.shape.is_fully_defined() for spec in specs):
                 return True
             try:
-                with tf.init_scope(), self._without_a_trace(), writes_undone():
+                with tf.init_scope(), self._state_restored(), writes_undone():
                     args, kwargs = rebuild([tf.zeros(spec.shape, spec.dtype) for spec in specs])
                     self._call(*args, **kwargs)
             except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for shapes that do not fit
@@ -166,7 +166,7 @@ class DistributedCall:
                 ]
 
             try:
-                with self._without_a_trace():
+                with self._state_restored():
                     traced = tf.function(trace, autograph=False).get_concrete_function(specs_of(dims))
             except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for shapes that do not fit
                 return None
@@ -178,7 +178,7 @@ class DistributedCall:
         return self._of_the_batch[key]
 
     @contextlib.contextmanager
-    def _without_a_trace(self) -> Iterator[None]:
+    def _state_restored(self) -> Iterator[None]:
         """A context in which the forward pass may be traced for what can be learned from it."""
         layers = keras_layers.all_layers(self._model)
         with keras_stateless.left(), keras_layers.in_the_call_as_it_is():
@@ -254,7 +254,7 @@ class DistributedCall:
 
         @functools.cache
         def find() -> LookupFacts:
-            with self._without_a_trace():
+            with self._state_restored():
                 return traced(forward, specs)
 
         return find

@@ -11,23 +11,23 @@ class Opened(contextlib.ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last_deeds: list[Callable[[BaseException], object]] = []
+        self._last_callbacks: list[Callable[[BaseException], object]] = []
         self._afterwards = contextlib.ExitStack()
         self.callback(self._afterwards.close)
 
-    def afterwards(self, deed: Callable[[], object]) -> None:
-        """`deed` is done when all else is closed: it may take its time."""
-        self._afterwards.callback(deed)
+    def afterwards(self, function: Callable[[], object]) -> None:
+        """`function` is called when all else is closed: it may take its time."""
+        self._afterwards.callback(function)
 
-    def on_failure(self, deed: Callable[[BaseException], object]) -> None:
-        """`deed` is done with the error that the session fails with, in the order of these calls."""
-        self._last_deeds.append(deed)
+    def on_failure(self, function: Callable[[BaseException], object]) -> None:
+        """`function` is called with the error that the session fails with, in the order of these calls."""
+        self._last_callbacks.append(function)
 
     def fail(self, error: BaseException) -> None:
         """Does all that is to be done on a failure, then closes; what goes wrong meanwhile must not hide the error."""
-        deeds, self._last_deeds = self._last_deeds, []
-        for deed in deeds:
+        callbacks, self._last_callbacks = self._last_callbacks, []
+        for function in callbacks:
             with contextlib.suppress(Exception):
-                deed(error)
+                function(error)
         with contextlib.suppress(Exception):
             self.close()

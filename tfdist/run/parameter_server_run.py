@@ -64,7 +64,7 @@ class ServerTrainer(Trainer):
             config.servers.backup_workers,
             config.loop.on_nan == "skip",
             inputs.position,
-            self.schedule.next_settled,
+            self.schedule.next_use_of_state,
         )
         kind = Synchronous if config.servers.ps_mode == "sync" else Asynchronous
         self.step = self._steps = kind(self._remote, workers, inputs.first_step)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 AT_A_TIME = 4
 
 
-def in_threads(deed: Callable[..., None], arguments: Iterable[tuple]) -> None:
-    """`deed` with each of the arguments, in threads that hold up no end of the process, as those of concurrent.futures
-    would. If one fails, raises its error; calls that have not begun by then are left out.
+def in_threads(function: Callable[..., None], arguments: Iterable[tuple]) -> None:
+    """`function` with each of the arguments, in threads that hold up no end of the process, as those of
+    concurrent.futures would. If one fails, raises its error; calls that have not begun by then are left out.
     """
     left, failures = queue.SimpleQueue[tuple](), list[BaseException]()
     for each in arguments:
@@ -20,7 +20,7 @@ def in_threads(deed: Callable[..., None], arguments: Iterable[tuple]) -> None:
     def work() -> None:
         try:
             while not failures:
-                deed(*left.get_nowait())
+                function(*left.get_nowait())
         except queue.Empty:
             return
         except BaseException as error:  # whatever it is, the caller must not believe that all was done

@@ -28,13 +28,13 @@ error    instead of end, if there was time: message
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tfdist.control.terminal import say
+from tfdist.control.time_limit import for_at_most
 
 _CLOSE_SECONDS = 30.0  # for the close() of a user's own observer
 
@@ -101,10 +101,7 @@ class OwnObserver(Observer):
             except BaseException as error:  # noqa: BLE001 - raised below
                 raised.append(error)
 
-        thread = threading.Thread(target=close, name=f"tfdist-close-{self.name}", daemon=True)
-        thread.start()
-        thread.join(_CLOSE_SECONDS)
-        if thread.is_alive():
+        if not for_at_most(_CLOSE_SECONDS, close):
             raise TimeoutError(f"its close() has not returned within {_CLOSE_SECONDS:g} s")
         if raised:
             raise raised[0]

@@ -58,9 +58,9 @@ class LoopSchedule:
         """The first step after `step` at which a period of the run ends, however fast steps are and wherever it was
         stopped before.
         """
-        return min([self.next_settled(step), *_next_multiples(step, self.log_every)])
+        return min([self.next_use_of_state(step), *_next_multiples(step, self.log_every)])
 
-    def next_settled(self, step: int) -> int:
+    def next_use_of_state(self, step: int) -> int:
         """The first step after `step` at which the state is used: for an evaluation, a snapshot, at the end.
 
         Steps up to there may be under way at the same time, those after it may not yet.

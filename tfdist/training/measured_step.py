@@ -40,13 +40,13 @@ class MeasuredStep(TrainStep):
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         # These marks never look: for what is traced apart from the steps.
-        self._mark = Marks(tf.constant(0.0, tf.float64), tf.constant(0), False, self._copies)
+        self._mark = Marks(tf.constant(0.0, tf.float64), tf.constant(0), False, self._copies_batches)
         if self.splits:
             self.replica.begin_backward = self._begin_backward
         self._function = tf.function(self._marked_steps, autograph=False)
 
     def __call__(self, iterators: Sequence, n: int, requests: Requests = NOTHING) -> StepOutput:
-        always = self._calls > 0 and not self.options.deterministic and not self._copies
+        always = self._calls > 0 and not self.options.deterministic and not self._copies_batches
         sampled = always or phase_marks.is_sampled(self._calls, self.options.phase_every)
         self._base = time.time() if sampled else 0.0
         output = super().__call__(iterators, n, requests)
@@ -66,7 +66,10 @@ class MeasuredStep(TrainStep):
         self, iterators: list, n: tf.Tensor, signals: tf.Tensor, base: tf.Tensor, sampled: tf.Tensor
     ) -> tuple[Results, tf.Tensor]:
         """The results of n steps, and `MarkTimes`."""
-        self._mark, self._sums = Marks(base, sampled, not self.options.deterministic, self._copies), MarkSums.none()
+        self._mark, self._sums = (
+            Marks(base, sampled, not self.options.deterministic, self._copies_batches),
+            MarkSums.none(),
+        )
         begin = self._mark([n])
         with tf.control_dependencies([begin]):  # else the first START may be looked at before
             results = self._steps(iterators, n, signals)
@@ -101,12 +104,12 @@ class MeasuredStep(TrainStep):
         batches = super()._next_batches(iterators, after)
         self._data = self._mark([self._sums.of_micro_batches, *tf.nest.flatten(batches)])
         with tf.control_dependencies([self._data]):
-            return tf.nest.map_structure(onto_gpu if self._copies else tf.identity, batches)
+            return tf.nest.map_structure(onto_gpu if self._copies_batches else tf.identity, batches)
 
     def _on_devices(self, batches: list[list]) -> list:
         placed = super()._on_devices(batches)
         last = [self.runtime.local(batch)[::-1] for batch in placed]
-        self._device = self._mark([self._data, *tf.nest.flatten(last)]) if self._copies else self._data
+        self._device = self._mark([self._data, *tf.nest.flatten(last)]) if self._copies_batches else self._data
         return placed
 
     def _begin_backward(self, total: Total) -> tf.Tensor:

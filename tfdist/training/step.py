@@ -62,10 +62,10 @@ class TrainStep:
         self._expected_weight = expected_weight(options.plan, spec)
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
         self.model, self.optimizer = model, optimizer
-        self._copies = bool(tf.config.list_logical_devices("GPU"))  # batches, to a device
+        self._copies_batches = bool(tf.config.list_logical_devices("GPU"))  # to a device
         # A worker that is alone compares its seconds with nobody's, and on a GPU would have to wait for them.
-        self._timed = not options.deterministic and not (self._copies and runtime.size == 1)
-        slices = options.plan.accumulation == 1 and not self._copies
+        self._timed = not options.deterministic and not (self._copies_batches and runtime.size == 1)
+        slices = options.plan.accumulation == 1 and not self._copies_batches
         self.update: Update = parallelism.update or DataParallel(
             runtime, model, optimizer, slices=slices, bfloat16=options.bfloat16_gradients
         )
@@ -81,8 +81,8 @@ class TrainStep:
             separate_replicas(model)
         self._compute_s = self._wall_s = 0.0  # per step, in the last call; a signal of the next
         self._calls = 0
-        self._known: list[Any] = []  # variables that snapshots hold
-        self._news: list[str] = []  # what there is to tell the user
+        self._saved_variables: list[Any] = []  # variables that snapshots hold
+        self._messages: list[str] = []  # what there is to tell the user
         # Else one operation, or an interleaved schedule, holds forward and backward pass.
         self.splits = not (options.jit_compile or parallelism.pipeline)
         self._may_skip = loss_scale.dynamic or options.skip_non_finite
@@ -107,7 +107,7 @@ class TrainStep:
           requests: what this worker asks for.
         """
         if not self._calls:  # what is made in the first call is in no snapshot
-            self._known = list(state.collect(self.model, self.optimizer, self.variables).values())
+            self._saved_variables = list(state.collect(self.model, self.optimizer, self.variables).values())
         signals = self.vectors.signals_of(self.runtime.rank, requests, self._wall_s, self._compute_s)
         before, begun = self.runtime.reduction_s(), time.monotonic()
         step, vector = self._run(list(iterators), tf.constant(n), tf.constant(signals))
@@ -118,11 +118,11 @@ class TrainStep:
             self._wall_s, self._compute_s = wall_s / n, self.vectors.vector.of(vector, "compute_s") / n
         travel_s, wait_s = (after[0] - before[0], after[1] - before[1]) if before and after else (None, None)
         call = Call(n, wall_s, wait_s, None, travel_s)
-        return self.vectors.output(int(step), vector, call, self._news_of_call())
+        return self.vectors.output(int(step), vector, call, self._messages_of_call())
 
-    def _news_of_call(self) -> tuple[str, ...]:
-        news, self._news = self._news, []
-        return (*self.update.connected.news(), *news)
+    def _messages_of_call(self) -> tuple[str, ...]:
+        messages, self._messages = self._messages, []
+        return (*self.update.connected.news(), *messages)
 
     def _run(self, iterators: list, n: tf.Tensor, signals: tf.Tensor) -> Results:
         return self._function(iterators, n, signals)
@@ -136,8 +136,9 @@ class TrainStep:
             return totals.plus(self._one_step(iterators, signals, last=tf.equal(i, n - 1)))
 
         results = self._results(self._repeat(0, n, one, Totals.of_no_step(self.vectors)))
-        known = [*self._known, *self.update.pieces_of_weights(), *self.replica.seeds, *self.runtime.order_tokens()]
-        self._news = unsaved_state_checks.check(self.model, known, self.options.deterministic)
+        kept = [*self._saved_variables, *self.update.pieces_of_weights()]
+        kept += [*self.replica.seeds, *self.runtime.order_tokens()]
+        self._messages = unsaved_state_checks.check(self.model, kept, self.options.deterministic)
         return results
 
     def _repeat(self, start: int, stop: int | tf.Tensor, body: Callable[[tf.Tensor, Any], Any], carry: Any) -> Any:
@@ -202,7 +203,7 @@ class TrainStep:
     def _on_devices(self, batches: list[list]) -> list:
         """The batches as per-replica values, on the devices."""
         batches = [self.runtime.per_replica(batch) for batch in batches]
-        if not self._copies:
+        if not self._copies_batches:
             return batches
         return [self.runtime.run(lambda batch: tf.nest.map_structure(onto_gpu, batch), (each,)) for each in batches]
 

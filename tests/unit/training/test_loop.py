@@ -289,6 +289,6 @@ def test_calls_stay_short_enough_to_be_asked_something():
     assert schedule.next_boundary(0) == 100 and schedule.next_boundary(0, step_s=0.5) == 10
     assert schedule.next_boundary(0, step_s=60.0) == 1 and schedule.next_boundary(950) == 1000
     assert LoopSchedule(1000, 30, 0, 0, steps_per_loop=7).next_boundary(28) == 30
-    assert LoopSchedule(1000, 30, 50, 80, 70).next_settled(49) == 50
-    assert LoopSchedule(1000, 30, 50, 80, 70).next_settled(50) == 70
-    assert LoopSchedule(60, 30, 0, -1).next_settled(1) == 60
+    assert LoopSchedule(1000, 30, 50, 80, 70).next_use_of_state(49) == 50
+    assert LoopSchedule(1000, 30, 50, 80, 70).next_use_of_state(50) == 70
+    assert LoopSchedule(60, 30, 0, -1).next_use_of_state(1) == 60

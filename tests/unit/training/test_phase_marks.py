@@ -44,7 +44,7 @@ def test_a_step_with_marks_is_the_same_step(options):
     options.pop("as_on_gpu", None)
     size = options.get("batch", 16) // options.get("accumulation", 1)
     plain, marked = make_step(optimizer="adamw", **options), make_step(optimizer="adamw", phase_every=2, **options)
-    marked._copies |= as_on_gpu  # batches are copied, and marks wait for a value
+    marked._copies_batches |= as_on_gpu  # batches are copied, and marks wait for a value
     without, with_marks = batches(size), batches(size)
     for n in (1, 3, 2, 4, 1, 2):
         expected, found = plain(without, n), marked(with_marks, n)

@@ -57,7 +57,7 @@ class CutTrial:
         half = bool(types & {"float16", "bfloat16"})
         self._tolerance, self._noise = (_TOLERANCE_HALF, _NOISE_HALF) if half else (_TOLERANCE, _NOISE)
         self._whole: Computed | None = None  # of a model that cannot be run here, or is random: it is not tried
-        with contextlib.suppress(Exception), self._without_a_trace():
+        with contextlib.suppress(Exception), self._state_restored():
             traced = self._traced()
             whole, repeated = self._computed(traced), self._computed(traced)
             if not self._difference(whole, repeated, {}):
@@ -74,7 +74,7 @@ class CutTrial:
         """
         if self._whole is None:
             return None
-        with self._without_a_trace():
+        with self._state_restored():
             traced, problem = None, ""
             try:
                 traced = self._traced()
@@ -93,7 +93,7 @@ class CutTrial:
     # -- running the model -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _without_a_trace(self) -> Iterator[None]:
+    def _state_restored(self) -> Iterator[None]:
         states = [(variable, variable.numpy()) for variable in self._model.non_trainable_variables]
         try:
             with generators_kept():

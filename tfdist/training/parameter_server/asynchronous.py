@@ -45,7 +45,7 @@ class Asynchronous(ServerSteps):
         """Begins what may be under way: the batches before the next use of the state; after a request only those that
         this call, which ends with step `last`, must make.
         """
-        until = self.workers.next_settled(self.done) if self.requested == NOTHING else last
+        until = self.workers.next_use_of_state(self.done) if self.requested == NOTHING else last
         while self.calls.free() and (self._too_stale or self._begun < until):
             number = self._too_stale.pop(0) if self._too_stale else self._begun
             self._begun = max(self._begun, number + 1)

@@ -1,8 +1,8 @@
 """Steps by the workers of a parameter-server run, on the chief: training/loop.py drives them in place of a TrainStep.
 
 Batches are handed out by number, in order. Several may be under way, also while the loop does other things between two
-calls; but at a step whose state is used (`Workers.next_settled`), and only there, that many batches are done and no
-others: what an evaluation or a snapshot needs. Where a save or stop is asked for in between, nothing more is handed
+calls; but at a step whose state is used (`Workers.next_use_of_state`), and only there, that many batches are done and
+no others: what an evaluation or a snapshot needs. Where a save or stop is asked for in between, nothing more is handed
 out, and the answer comes with the last step that was under way.
 """
 
@@ -36,7 +36,7 @@ class Workers:
     backup_count: int  # of these, see synchronous.py
     skip_non_finite: bool
     position: Callable[[int], int]  # step -> samples consumed
-    next_settled: Callable[[int], int]  # see LoopSchedule
+    next_use_of_state: Callable[[int], int]  # see LoopSchedule
 
 
 @dataclass(frozen=True)

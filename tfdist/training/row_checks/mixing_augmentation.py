@@ -37,7 +37,7 @@ _ROWS = 8  # that are tried
 Outputs = Callable[[Sequence[int], int], list[np.ndarray]]
 
 
-def whole_batches(config: Config, runtime: Runtime, split: Split, plan: BatchPlan) -> Split:
+def with_whole_batches_if_it_mixes(config: Config, runtime: Runtime, split: Split, plan: BatchPlan) -> Split:
     """The split, read a micro-batch at a time if its augmentation mixes samples. A collective, if it may. Raises
     ConfigError if it does, and a global batch comes in parts."""
     name = config.data.augment

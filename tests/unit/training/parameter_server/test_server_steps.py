@@ -83,7 +83,7 @@ def workers_of(remote, schedule, count=2, skip=False, backup=0, warnings=None):
         backup,
         skip,
         lambda step: 8 * step,
-        schedule.next_settled,
+        schedule.next_use_of_state,
     )
 
 

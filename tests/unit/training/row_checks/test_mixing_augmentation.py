@@ -12,7 +12,7 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.reading import Reading
 from tfdist.data.sources.split import array_split
 from tfdist.runtime.one_device import OneDevice
-from tfdist.training.row_checks.mixing_augmentation import whole_batches
+from tfdist.training.row_checks.mixing_augmentation import with_whole_batches_if_it_mixes
 
 X = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
 SPLIT = array_split("own/train", (X, X[:, :2]))
@@ -78,14 +78,14 @@ def config(function, **changes):
 @pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
 def test_what_mixes_samples_is_refused_in_parts_and_has_whole_batches_elsewhere(function):
     with pytest.raises(ConfigError, match=f"--augment={HERE}:{function.__name__} .*--row_mixing=replica"):
-        whole_batches(config(function), OneDevice(), SPLIT, PARTS)
+        with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, PARTS)
     for allowed, plan in ((config(function), WHOLE), (config(function, row_mixing="replica"), PARTS)):
-        assert SPLIT.cheap and not whole_batches(allowed, OneDevice(), SPLIT, plan).cheap
+        assert SPLIT.cheap and not with_whole_batches_if_it_mixes(allowed, OneDevice(), SPLIT, plan).cheap
 
 
 @pytest.mark.parametrize("function", [scaled, one_by_one, drawn, fails], ids=lambda function: function.__name__)
 def test_what_does_not_is_left_alone(function):
-    assert whole_batches(config(function), OneDevice(), SPLIT, PARTS) is SPLIT
+    assert with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, PARTS) is SPLIT
 
 
 def test_that_it_was_tried_is_not_missed():
@@ -94,14 +94,14 @@ def test_that_it_was_tried_is_not_missed():
     second = tf.random.normal([3])
     tf.random.set_seed(5)
     tf.random.normal([3])
-    whole_batches(config(drawn, seed=5), OneDevice(), SPLIT, PARTS)
+    with_whole_batches_if_it_mixes(config(drawn, seed=5), OneDevice(), SPLIT, PARTS)
     np.testing.assert_array_equal(tf.random.normal([3]), second)
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_one_device_mixes_what_it_trains_on_together(threads):
     """As a plain loop over batches would."""
-    split = whole_batches(config(roll), OneDevice(), SPLIT, WHOLE)
+    split = with_whole_batches_if_it_mixes(config(roll), OneDevice(), SPLIT, WHOLE)
     reading = Reading(0, False, load_augmentation(f"{HERE}:roll"), threads)
     found = input_pipeline.train_dataset(split, reading, plan=BatchPlan(8, 1, 1), replica=0, consumed=0)
     for first, (x, y, _) in zip(range(0, 48, 8), found.take(6), strict=True):
