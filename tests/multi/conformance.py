@@ -213,7 +213,8 @@ def check(runtime, strategy: Strategy) -> None:
         )
     for copies, wanted in ((variable, [0.0] * 4), (twice, [1.0] * 4), (count, 0)):
         for found in runtime.local(tf.function(lambda: runtime.run(copies.read_value), autograph=False)()):  # noqa: B023
-            assert found.numpy().tolist() == wanted, (found, wanted)
+            told = f"scope: rank {rank} has {found.numpy().tolist()} for the chief's {wanted}"
+            assert found.numpy().tolist() == wanted, told
 
     # What is brought to a device ahead of use comes from this worker, though it may know the others' devices, too. (As
     # `batch_devices` has it on GPUs.)

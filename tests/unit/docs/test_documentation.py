@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.unit.docs.commands import command_problems
 from tests.unit.docs.documentation import blocks, problems
+from tfdist.flags import COMPONENTS
 
 ROOT = Path(".").resolve()
 
@@ -16,6 +18,12 @@ ROOT = Path(".").resolve()
 def test_commands_files_and_links_are_true():
     found = problems(ROOT)
     assert not found, "\n".join(found)
+
+
+def test_each_flag_is_in_the_documentation():
+    pages = "".join(page.read_text() for page in [*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+    flags = [option.name for component in COMPONENTS.values() for option in dataclasses.fields(component)]
+    assert [flag for flag in flags if not re.search(rf"--(no)?{flag}\b", pages)] == []
 
 
 @pytest.mark.parametrize(
