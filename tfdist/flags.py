@@ -26,6 +26,7 @@ from absl import flags as absl_flags  # noqa: E402
 
 from tfdist import __version__  # noqa: E402
 from tfdist.config import COMPONENTS, Config, check_option, is_switch  # noqa: E402
+from tfdist.control.command_parser import CommandParser  # noqa: E402
 from tfdist.control.exit_codes import ConfigError  # noqa: E402
 from tfdist.control.own_files import written_whole  # noqa: E402
 
@@ -39,13 +40,16 @@ class Parsed(NamedTuple):
     command: Any  # the command's own options, an instance of the dataclass given to `parse`
 
 
-def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> Parsed:
+def parse(
+    argv: list[str], *, usage: str = "", command: type | None = None, before: CommandParser | None = None
+) -> Parsed:
     """Parses the arguments of a command (without the program's name).
 
     Args:
       argv: arguments, for example ["--flagfile=flags/digits_cnn.flags", "--steps=30"].
       usage: text shown above the flags by --help.
       command: a frozen dataclass of `config.option()` fields with the command's own flags, or None.
+      before: of a command whose own flags stand before `--`, and `argv` behind it, the parser of its own.
 
     Returns: the Config (not yet validated) and the command's own options (each within its limits).
     Raises: ConfigError with a sentence; SystemExit(0) for --help and --version.
@@ -64,7 +68,7 @@ def parse(argv: list[str], *, usage: str = "", command: type | None = None) -> P
     try:
         rest = values(["tfdist", *expand_flagfiles(argv)])[1:]
     except (absl_flags.Error, ValueError) as error:  # ValueError: of a switch, "--noshuffle=maybe does not take ..."
-        raise error if isinstance(error, ConfigError) else ConfigError(_sentence(error)) from None
+        raise error if isinstance(error, ConfigError) else ConfigError(_sentence(error, before)) from None
     if rest:
         raise ConfigError(f"{rest[0]!r} is not a flag: every argument has the form --name=value.")
     for field in dataclasses.fields(command) if command else ():
@@ -223,10 +227,12 @@ def _define(components: dict[str, type]) -> absl_flags.FlagValues:
     return values
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: Exception, before: CommandParser | None) -> str:
     """absl's message in our form: the flag, its value, the fix."""
     text = str(error)
     unknown = re.match(r"Unknown command line flag '([^']*)'\.?(.*)", text, re.DOTALL)
+    if unknown and before and f"--{unknown.group(1)}" in [flag.name for flag in before.flags()]:
+        return f"--{unknown.group(1)} is a flag of {before.prog}: put it before `--`."
     if unknown:
         hint = unknown.group(2).strip() or "`--help` lists them."
         return f"--{unknown.group(1)} is not a flag of this command. {hint}"

@@ -29,7 +29,7 @@ from tfdist.config import Config
 from tfdist.control import exit_codes, jobspecs
 from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.jobspecs.job_options import parse_job_options
+from tfdist.control.jobspecs.job_options import job_parser, parse_job_options
 from tfdist.control.run_address import is_url
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, with room for -workers-0-N
@@ -45,7 +45,10 @@ def main(argv: list[str]) -> int:
         text = jobspecs.render("dockerfile", vars(options))
     else:
         is_program = train[:1] == ["-m"] or bool(train) and train[0].endswith(".py")
-        config = None if is_program else flags.parse(train, usage="Flags of the workers:").config.validate()
+        kind = job_parser("").kinds()[options.kind]
+        config = (
+            None if is_program else flags.parse(train, usage="Flags of the workers:", before=kind).config.validate()
+        )
         program = " ".join(train[:2]).removeprefix("-m ") if train[:1] == ["-m"] else "".join(train[:1])
         options.name = options.name or _name_of(config.run.run_dir if config else program.removesuffix(".py"))
         if not _NAME.fullmatch(options.name) or options.name in _NOT_NAMES:

@@ -41,7 +41,7 @@ from tfdist.control.command_parser import split_at_dashes
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.job import Job
-from tfdist.control.launch_options import LaunchOptions, parse_launch_options
+from tfdist.control.launch_options import LaunchOptions, launch_parser, parse_launch_options
 from tfdist.control.local_job import LocalJob
 from tfdist.control.machine_shares import visible_gpus
 from tfdist.control.processes import Standbys
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
                 f"-m {train[1]}: there is no such module on the Python path; set PYTHONPATH to its folder."
             )
         return launch_program(train[1:], train[1], options)
-    config = flags.parse(train, usage="Flags of the workers:").config
+    config = flags.parse(train, usage="Flags of the workers:", before=launch_parser("")).config
     run_dir = config.run.folder
     if not config.run.dry_run:
         config.validate()

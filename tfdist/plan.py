@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     options = _parse(own_argv)
     if options.plot:
         optional_packages.pyplot("--plot")  # told before the work
-    config = flags.parse(train, usage="Flags of the run:").config
+    config = flags.parse(train, usage="Flags of the run:", before=plan_parser()).config
     steps = config.run.steps
     if not steps and not config.run.epochs:
         config = config.replace(steps=1)  # the number of steps is no part of most questions

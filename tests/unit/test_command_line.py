@@ -60,6 +60,10 @@ def test_what_is_no_command(arguments, words):
         (["launch", "--worker=2"], "--worker is not a flag of python -m tfdist.launch: did you mean --workers?"),
         (["launch", "--max-restarts", "2"], "did you mean --max_restarts?"),
         (["plan", "--device=2"], "did you mean --devices?"),
+        (["launch", "--", "--workers=2"], "--workers is a flag of python -m tfdist.launch: put it before `--`."),
+        (["plan", "--", "--devices=2"], "--devices is a flag of python -m tfdist.plan: put it before `--`."),
+        (["jobs", "slurm", "--", "--setup=a"], "--setup is a flag of python -m tfdist.jobs slurm: put it before `--`."),
+        (["launch", "--", "--setup=a"], "--setup is not a flag of this command."),
         (["launch", "--steps=2"], "unrecognized arguments: --steps=2: the launcher's own flags stand before `--`"),
     ],
 )
