@@ -32,14 +32,15 @@ _TRAIN = {"kind": "train", "seed": 5, "model": _ROWS, "data": _DATA, "options": 
 _ROLLED = {"save_every": 2, "log_every": 1, "stop": 3, "max_rollbacks": 3}
 # What may happen to a run before its end, beside what jobs that are drawn are for: each once, as small as it can be.
 BETWEEN = [
-    # NaN in step 4; asked to stop after 2, so with a snapshot of 3, where no uninterrupted run saves.
+    # NaN in step 4; asked to stop after 2, so with a snapshot of 3, where an uninterrupted run
+    # has a backup.
     {
         **_TRAIN,
         "runtime": "one_device",
         "data": {**_DATA, "nan": 15},
         "options": {**_OPTIONS, "shuffle": False},
         "calls": [5],
-        "rolled": {**_ROLLED, "save_every": 4, "stop": 2},
+        "rolled": {**_ROLLED, "save_every": 4, "stop": 2, "backup_every": 1},
     },
     # Evaluations of steps 2 and 4 come to NaN, the first and one in between; the uninterrupted run has slow steps.
     {

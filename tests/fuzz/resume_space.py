@@ -83,6 +83,8 @@ def _rolled(case: dict[str, Any], chance: random.Random, replicas: int) -> dict[
         rolled["nan_evaluations"] = sorted(chance.sample(scored, chance.randint(1, min(2, len(scored)))))
     if chance.random() < 0.3:
         rolled["slow"] = True  # the undisturbed run seems to take seconds for a step
+    if "stored" not in case and chance.random() < 0.4:
+        rolled["backup_every"] = chance.choice([1, 2, 3])
     case["rolled"] = rolled
     return case
 
@@ -107,6 +109,8 @@ def conflicts(case: Case, blocks: list[str], several: bool) -> str:
             return "what is skipped leads nowhere"
         if options.get("compression") in LOSSY:
             return "bit for bit only"
+        if "stored" in case and "backup_every" in case["rolled"]:
+            return "backups lie beside the run's folder"
         return "masks of its own" if "dropout" in blocks else ""
     changed = case["changed"]
     if len(case["calls"]) < 2 or changed.get("batch") == options["global_batch"]:
@@ -147,6 +151,7 @@ def features(case: Case) -> list[str]:
         return [
             *(["run:rollback"] if "nan" in case["data"] else []),
             *(["run:keep_best"] if "keep_best" in rolled else []),
+            *(["run:backup"] if "backup_every" in rolled else []),
         ]
     if "changed" not in case:
         return []

@@ -1,6 +1,7 @@
 """Where a run with --on_nan=rollback goes, worked out without tfdist: which samples its steps are made of in the end.
 
-case["rolled"] has the periods of the run in steps: "save_every", "log_every" and, with --keep_best, "eval_every".
+case["rolled"] has the periods of the run in steps: "save_every", "log_every", with --keep_best "eval_every", and
+"backup_every" where there are backups, to which it does not go back.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def path(case: Case, samples: np.ndarray) -> Path:
     step = past = rollbacks = 0
     starts: list[int] = []  # positions of the steps that count
     while step < target:
-        end = min(target, *((step // period + 1) * period for period in (rolled["log_every"], *saved_every(case))))
+        backed_up = [rolled["backup_every"]] if "backup_every" in rolled else []
+        periods = (rolled["log_every"], *saved_every(case), *backed_up)
+        end = min(target, *((step // period + 1) * period for period in periods))
         first = step * batch + past
         if bad in samples[first : first + (end - step) * batch]:
             if rollbacks == rolled["max_rollbacks"]:

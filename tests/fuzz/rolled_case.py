@@ -80,11 +80,14 @@ def _ended(
     stop: int = -1,
 ) -> tuple[Any, TfdistError | None]:
     """A run from a place on, to its end or the stop: (its End, None) or (None, what it has raised)."""
-    config, job, state = train_case.compose(case, runtime, _flags(case))
+    config, job, state = train_case.compose(case, runtime, _flags(case, place))
     try:
         with snapshots.recovery_of(job, place) as recovery:
             evaluated = {} if evaluated is None else evaluated
-            _train(case, recovery, evaluated, slow, stop)
+            try:
+                _train(case, recovery, evaluated, slow, stop)
+            finally:
+                recovery.files.close()
             kept = set(recovery.files.store.steps()) if runtime.rank == 0 else set()
         runtime.barrier()
         return End(train_case.collected(job, state, case, {}), kept, evaluated), None
@@ -94,8 +97,9 @@ def _ended(
         stored_data.forget(config, runtime)
 
 
-def _flags(case: Mapping[str, Any]) -> dict[str, Any]:
+def _flags(case: Mapping[str, Any], place: str) -> dict[str, Any]:
     rolled = case["rolled"]
+    backed_up = rolled.get("backup_every", 0)
     return {
         "deterministic": True,
         "on_nan": "rollback",
@@ -106,6 +110,8 @@ def _flags(case: Mapping[str, Any]) -> dict[str, Any]:
         "eval_every": rolled.get("eval_every", -1),
         "keep_best": rolled.get("keep_best", ""),
         "keep": 1,
+        "backup_dir": f"{place}-backups" if backed_up else "",
+        "backup_every": backed_up,
     }
 
 
@@ -132,6 +138,7 @@ def _train(case: Mapping[str, Any], recovery: Any, evaluated: dict, slow: bool, 
         loop.log_every,
         loop.eval_every,
         checkpoint.save_every,
+        recovery.backup_period(),
         save_at_evaluation=bool(checkpoint.keep_best),
     )
     observer = FanOut([observe])
