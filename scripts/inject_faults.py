@@ -722,11 +722,18 @@ FAULTS: dict[str, Fault] = {
         "        pass",
         ("tests/unit/run/test_recovery.py",),
     ),
+    "backup of the last step": Fault(
+        "a run that goes on from a backup of its last step deletes it, and saves nothing",
+        "run/recovery.py",
+        '{"must_be_saved": not files.is_own(snapshot)}',
+        '{"must_be_saved": False}',
+        ("tests/unit/run/test_recovery.py",),
+    ),
     "best before a rollback": Fault(
         "a rollback removes the best snapshot, which --keep_best keeps",
         "artifacts/writer.py",
-        "if doomed > step and doomed not in kept:",
-        "if doomed > step:",
+        "if doomed > step and doomed in kept:",
+        "if False:",
         ("tests/unit/run/test_recovery.py",),
     ),
     "scores of the last step": Fault(

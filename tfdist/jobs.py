@@ -44,6 +44,10 @@ def main(argv: list[str]) -> int:
     if options.kind == "dockerfile":
         text = jobspecs.render("dockerfile", vars(options))
     else:
+        if train[:2] == ["-m", "tfdist.train"]:
+            train = train[2:]
+        if train[:1] == ["-m"] and (not train[1:] or train[1].startswith("-")):
+            raise ConfigError("-m needs the name of a module behind it: write `-- -m tfdist.doctor`, for example.")
         is_program = train[:1] == ["-m"] or bool(train) and train[0].endswith(".py")
         kind = job_parser("").kinds()[options.kind]
         config = (

@@ -73,7 +73,7 @@ def _rolled(case: dict[str, Any], chance: random.Random, replicas: int) -> dict[
     rolled: dict[str, Any] = {
         "save_every": chance.choice([2, 2, 3]),
         "log_every": chance.choice([1, 2, 4]),
-        "stop": chance.randrange(1, steps),
+        "stop": 0,
         "max_rollbacks": chance.choice([1, 3, 3, 5]),
     }
     if chance.random() < 0.5 or "nan" not in data:
@@ -85,8 +85,17 @@ def _rolled(case: dict[str, Any], chance: random.Random, replicas: int) -> dict[
         rolled["slow"] = True  # the undisturbed run seems to take seconds for a step
     if "stored" not in case and chance.random() < 0.4:
         rolled["backup_every"] = chance.choice([1, 2, 3])
+    ends = _ends_of_calls(rolled, steps)
+    rolled["stop"] = chance.randrange(ends[-3] + 1) if len(ends) > 2 else 0
     case["rolled"] = rolled
     return case
+
+
+def _ends_of_calls(rolled: Mapping[str, Any], steps: int) -> list[int]:
+    """0 and the steps at which calls of the training function end: a stop that is asked for in one comes at the end of
+    the next, and is none there if that is the last."""
+    periods = [rolled[name] for name in ("save_every", "log_every", "eval_every", "backup_every") if name in rolled]
+    return [step for step in range(steps) if any(step % period == 0 for period in periods)] + [steps]
 
 
 def conflicts(case: Case, blocks: list[str], several: bool) -> str:

@@ -256,9 +256,12 @@ class SnapshotFolder:
         """Gives what `newest_valid` has passed over another name: it must not count as one of the snapshots that are
         kept while a valid one is deleted."""
         for step in self.damaged:
-            aside = f"{self.directory}/damaged-step-{step:08d}-{uuid.uuid4().hex[:8]}"
-            os.rename(self.path(step), aside)
+            self.set_aside(step, "damaged")
         self.damaged = []
+
+    def set_aside(self, step: int, why: str) -> None:
+        """Gives a snapshot a name by which it is none of the run's any more."""
+        os.rename(self.path(step), f"{self.directory}/{why}-step-{step:08d}-{uuid.uuid4().hex[:8]}")
 
     def read(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
         """Reads all arrays: key -> array."""

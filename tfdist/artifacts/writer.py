@@ -160,13 +160,15 @@ class SnapshotWriter:
             self._messages.put(("warning", {"message": f"An old snapshot could not be deleted: {error}"}))
 
     def delete_after(self, step: int) -> None:
-        """Deletes the snapshots after `step`, to which the run has gone back: they must push out nothing that comes.
-        What is kept for ever stays. Raises OSError."""
+        """Deletes the snapshots after `step`, to which the run has gone back: they must push out nothing that comes,
+        and nobody must go on from them. What is kept for ever gets another name. Raises OSError."""
         steps = self.store.steps()
         self._learn_metrics(steps)
         kept = self.retention.kept_for_ever(steps, self._metrics) if self.retention else set()
         for doomed in steps:
-            if doomed > step and doomed not in kept:
+            if doomed > step and doomed in kept:
+                self.store.set_aside(doomed, "kept")
+            elif doomed > step:
                 self.store.delete(doomed)
 
     def _learn_metrics(self, steps: Iterable[int]) -> None:

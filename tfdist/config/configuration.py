@@ -70,8 +70,9 @@ class Config:
         return Config.from_flat({**self.flat(), **values})
 
     def with_absolute_folders(self) -> Config:
-        """A copy whose run and backup stay where they are if code of the user's changes the working directory."""
-        places = {"run_dir": self.run.run_dir, "backup_dir": self.checkpoint.backup_dir}
+        """A copy whose folders stay where they are if code of the user's changes the working directory."""
+        run, backup = self.run, self.checkpoint.backup_dir
+        places = {"run_dir": run.run_dir, "cache_dir": run.cache_dir, "backup_dir": backup}
         folders = {flag: os.path.abspath(place) for flag, place in places.items() if place and not is_url(place)}
         return self.replace(**folders)
 

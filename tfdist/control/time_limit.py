@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 
 
-def for_at_most(seconds: float, function: Callable[[], None]) -> bool:
+def for_at_most(seconds: float, function: Callable[[], None]) -> None:
     """Does something in a thread, which is left alone after some time: a store that is silent, or a pipe that is full
-    and not read, holds nobody else up. Returns whether it has come to its end."""
+    and not read, holds nobody else up."""
     thread = threading.Thread(target=function, name="tfdist-for-at-most", daemon=True)
     thread.start()
     thread.join(seconds)
-    return not thread.is_alive()

@@ -142,7 +142,7 @@ class Recovery:
             f"went on from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
             f" {checkpoint.manifest['workers']} workers before, now {self.runtime.size}"
         )
-        return _Found([message], {**checkpoint.manifest, "in_memory": True}, arrays=checkpoint.arrays)
+        return _Found([message], {**checkpoint.manifest, "must_be_saved": True}, arrays=checkpoint.arrays)
 
     def _from_files(self, back: bool) -> _Found:
         """Chooses from files what to go on from. Called on the chief."""
@@ -161,15 +161,15 @@ class Recovery:
             messages.append(f"left out what --compression carried on: gradients of {arrays} arrays, not sent yet")
         self.state.check({key: each for key, each in table.items() if key not in left_out})
         in_parts = files.is_shared(snapshot)
-        manifest, size = snapshot.manifest, self.runtime.size
+        manifest, size = dict(snapshot.manifest) | {"must_be_saved": not files.is_own(snapshot)}, self.runtime.size
         change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""
         messages.append(
             f"resumed from {snapshot.path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}"
         )
         if in_parts:
-            return _Found(messages, dict(manifest), in_parts)
+            return _Found(messages, manifest, in_parts)
         arrays = {key: array for key, array in files.store.read(snapshot).items() if key not in left_out}
-        return _Found(messages, dict(manifest), arrays=arrays)
+        return _Found(messages, manifest, arrays=arrays)
 
     def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
         """Checks a restored snapshot against its manifest and takes over what is not a variable. Returns messages."""
@@ -183,7 +183,7 @@ class Recovery:
         self.progress.restore(manifest, step)
         if manifest["config_digest"] == self.config.digest():  # else it is tried with other numbers
             self._rollbacks = max(self._rollbacks, manifest.get("rollbacks", 0))
-        self._saved_scores, self._saved_step = manifest.get("metrics", {}), -1 if "in_memory" in manifest else step
+        self._saved_scores, self._saved_step = manifest.get("metrics", {}), -1 if manifest["must_be_saved"] else step
         self.evaluated = step, self._saved_scores
         kept = (
             self.stream_cut != self.job.stream_cut
@@ -220,10 +220,10 @@ class Recovery:
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
-        """A snapshot, unless there is one of this step with the same scores. On all workers."""
+        """A snapshot, unless there is one of this step, with the score of --keep_best. On all workers."""
         self.time_policy.saved()
-        scores = self._scores(step)
-        if step == self._saved_step and (scores == self._saved_scores or not self.config.checkpoint.keep_best):
+        scores, metric = self._scores(step), self.config.checkpoint.keep_best.partition(":")[2]
+        if step == self._saved_step and (metric not in scores or metric in self._saved_scores):
             return
         self._saved_step, self._saved_scores = step, scores
         self.settle_statistics()

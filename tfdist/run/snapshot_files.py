@@ -152,10 +152,14 @@ class SnapshotFiles:
     def in_parts(self) -> bool:
         return self._parted is not None or self._in_store is not None
 
+    def is_own(self, snapshot: Snapshot) -> bool:
+        """Whether it is one of the run's snapshots, not a backup, which is deleted when the run has finished."""
+        store = self._in_store.reads if self._in_store else self.store
+        return snapshot.path == store.path(snapshot.step)
+
     def is_shared(self, snapshot: Snapshot) -> bool:
         """Whether every worker can read its part of it: a backup is on the chief's machine alone."""
-        store = self._in_store.reads if self._in_store else self.store
-        return self.in_parts and snapshot.path == store.path(snapshot.step)
+        return self.in_parts and self.is_own(snapshot)
 
     def read_part(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
         """Reads this worker's part of the shared snapshot that the chief has chosen. A collective. Returns why it is

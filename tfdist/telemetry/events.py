@@ -34,9 +34,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tfdist.control.terminal import say
-from tfdist.control.time_limit import for_at_most
-
-_CLOSE_SECONDS = 30.0  # for the close() of a user's own observer
 
 
 @dataclass(frozen=True)
@@ -79,8 +76,7 @@ class OwnObserver(Observer):
 
     def __init__(self, own: Tell):
         self._own = own
-        of_class = own.name if isinstance(own, Observer) else ""
-        self.name = of_class or getattr(own, "__qualname__", type(own).__name__)
+        self.name = getattr(own, "__qualname__", type(own).__name__)
 
     def __call__(self, event: Event) -> None:
         self._own(event)
@@ -92,19 +88,7 @@ class OwnObserver(Observer):
         self._if_there("leave", name, failed)
 
     def close(self) -> None:
-        """Raises what its `close` raises, and TimeoutError if that does not return: a run that has ended must end."""
-        raised: list[BaseException] = []
-
-        def close() -> None:
-            try:
-                self._if_there("close")
-            except BaseException as error:  # noqa: BLE001 - raised below
-                raised.append(error)
-
-        if not for_at_most(_CLOSE_SECONDS, close):
-            raise TimeoutError(f"its close() has not returned within {_CLOSE_SECONDS:g} s")
-        if raised:
-            raise raised[0]
+        self._if_there("close")
 
     def _if_there(self, method: str, *args: Any) -> None:
         getattr(self._own, method, lambda *_: None)(*args)

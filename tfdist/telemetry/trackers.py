@@ -20,7 +20,7 @@ import numpy as np
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import check_takes, own_code, resolve
-from tfdist.telemetry.events import Event, Observer, OwnObserver, Tell, observer_of
+from tfdist.telemetry.events import Event, Observer, Tell, observer_of
 from tfdist.telemetry.jsonl import replay
 from tfdist.telemetry.tracker_names import TRACKERS, names_in
 
@@ -80,8 +80,8 @@ def _made(name: str, run: Run) -> Observer:
         observer = function(replace(run, flags=dict(run.flags)))  # which it may change for itself
     if not callable(observer):
         raise ConfigError(f"--trackers={name} returned {observer!r}: {what}.")
-    found = OwnObserver(cast(Tell, observer)) if ":" in name else observer_of(cast(Tell, observer))
-    if not isinstance(observer, Observer):  # else its class has a name
+    found = observer_of(cast(Tell, observer))
+    if found is not observer:  # else its class has a name
         found.name = f"--trackers={name}"
     return found
 

@@ -263,7 +263,23 @@ def test_bad_numbers_cost_neither_the_best_nor_what_is_kept_for_ever(tmp_path):
         run.evaluated = step, {"loss": loss}
         run.state.go_to(step)
         run.save(step)
-    assert run.rollback(9, 10)[1] == 5 and run.files.store.steps() == [5, 7, 8]
+    assert run.rollback(9, 10)[1] == 5 and run.files.store.steps() == [5]
+    aside = sorted(path.name[:18] for path in (tmp_path / "checkpoints").glob("kept-step-*"))
+    assert aside == ["kept-step-00000007", "kept-step-00000008"]  # and nobody goes on from them
+
+
+def test_the_backup_of_the_last_step_becomes_a_snapshot(tmp_path):
+    """Of a run that was killed between the two: the backup is deleted when the run has finished."""
+    places = {"backup_dir": str(tmp_path / "backup"), "backup_every": 2}
+    first = saved(tmp_path / "run", 5, **places)
+    first.state.go_to(6)
+    first.back_up(6)
+    first.files.give_up()
+    first.files.close()
+    second = recovery_of(tmp_path / "run", **places)
+    assert second.restore()[1] == 6
+    second.save(6)
+    assert second.files.finish() == "" and second.files.store.steps() == [5, 6]
 
 
 def test_a_snapshot_gets_the_scores_that_came_after_it(tmp_path):
@@ -274,6 +290,7 @@ def test_a_snapshot_gets_the_scores_that_came_after_it(tmp_path):
     assert again.restore()[1] == 5
     again.evaluated = 5, {"loss": 0.5}
     again.save(5)
+    again.evaluated = 5, {"loss": 0.5000000001}  # added up by another number of workers
     again.save(5)
     assert again.files.finish() == "" and again.files.writer.stats.saves == 1
     assert again.files.store.verify(5).manifest["metrics"] == {"loss": 0.5}

@@ -12,7 +12,6 @@ import pytest
 from tfdist.config import TelemetryConfig
 from tfdist.control.exit_codes import ConfigError, UnsupportedError
 from tfdist.control.optional_packages import optional_module
-from tfdist.telemetry import events
 from tfdist.telemetry.background import Background
 from tfdist.telemetry.events import Event, FanOut, Observer
 from tfdist.telemetry.jsonl import JsonlObserver, read_jsonl, replay
@@ -322,21 +321,6 @@ def test_what_users_may_give_for_an_observer(tmp_path, monkeypatch, make, expect
     around.close()
     assert told == expected
     assert isinstance(fan_out, Observer) and fan_out.observers == around.observers == []
-
-
-class Hanging(Inheriting):
-    def close(self):
-        self.told.append("close")
-        threading.Event().wait(60)
-
-
-def test_a_run_ends_though_a_users_observer_does_not(tmp_path, monkeypatch, capsys):
-    told = []
-    monkeypatch.setattr(events, "_CLOSE_SECONDS", 0.1)
-    monkeypatch.setitem(sys.modules, "own_observers", SimpleNamespace(track=lambda run: Hanging(told)))
-    FanOut(make_trackers("own_observers:track", Run(tmp_path, "r"))).close()
-    assert told == ["close"]
-    assert "Hanging failed (TimeoutError: its close() has not returned within 0.1 s)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("make", [as_a_function, Closing, Following])

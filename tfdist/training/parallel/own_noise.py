@@ -21,30 +21,43 @@ from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.runtime.collectives import Group
 
 Shapes = set[tuple[int | None, ...]]  # without the batch dim
+_BEHIND = 2**31 - 1  # folded into a state behind the layer, the same on all ranks: no rank has this index
 
 
 def own_noise(layer: keras.Layer, group: Group, only_if: Callable[[tuple], bool] = lambda dims: True) -> dict:
     """A random layer on parts: other ranks draw other numbers. only_if: takes the dims of its input, without the
     batch's, when it is called. Returns {}: no variable is cut.
+
+    Behind the layer the states are the same on all ranks again; and others, if it has drawn: a second call draws anew.
     """
     inner, generators = layer.call, keras_layers.own_seed_generators(layer)
-    fold_in = tf.random.experimental.stateless_fold_in  # pyright: ignore[reportAttributeAccessIssue] - not in stubs
 
     def call(*args: Any, **options: Any) -> Any:
-        if not only_if(_dims(args)):
+        if not only_if(_dims(args, options)):
             return inner(*args, **options)
         states = [generator.state for generator in generators]
-        folded = [(state, fold_in(tf.convert_to_tensor(state.value), group.index)) for state in states]
-        with keras.StatelessScope(folded):
-            return inner(*args, **options)
+        before = [tf.identity(tf.convert_to_tensor(state.value)) for state in states]
+        own = [_folded(value, group.index) for value in before]
+        for state, value in zip(states, own, strict=True):
+            state.assign(value)
+        result = inner(*args, **options)
+        for state, value, old in zip(states, own, before, strict=True):
+            has_drawn = tf.reduce_any(tf.not_equal(tf.convert_to_tensor(state.value), value))
+            state.assign(tf.where(has_drawn, _folded(old, _BEHIND), old))
+        return result
 
     layer.call = call
     return {}
 
 
+def _folded(state: tf.Tensor, number: int) -> tf.Tensor:
+    fold_in = tf.random.experimental.stateless_fold_in  # pyright: ignore[reportAttributeAccessIssue] - not in stubs
+    return tf.cast(fold_in(state, number), state.dtype)
+
+
 def input_shapes(model: keras.Model) -> dict[int, Shapes]:
-    """id of a random layer -> the shapes of its first input in the whole model; {} if that cannot be called with what
-    it was built for. No collective."""
+    """id of a random layer -> the shapes of its first input in the whole model, in training and without; none of what
+    comes after a call that fails, as of a model without fixed inputs. No collective."""
     found: dict[int, Shapes] = {}
     with contextlib.ExitStack() as stack:
         for layer in keras_layers.all_layers(model, include_self=False):
@@ -53,9 +66,16 @@ def input_shapes(model: keras.Model) -> dict[int, Shapes]:
                 found[id(layer)] = set()
         if not found:
             return {}
-        with contextlib.suppress(Exception):  # of a model without fixed inputs
-            inputs = keras.tree.map_structure(lambda each: tf.TensorSpec([2, *each.shape[1:]], each.dtype), model.input)
-            tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(inputs)
+        for training in (False, True):
+            with contextlib.suppress(Exception):
+                inputs = keras.tree.map_structure(
+                    lambda each: tf.TensorSpec([2, *each.shape[1:]], each.dtype), model.input
+                )
+                tf.function(
+                    lambda x, training=training: model(x, training=training), autograph=False
+                ).get_concrete_function(inputs)
+        for layer in keras_layers.all_layers(model):  # tensors of those graphs
+            keras_layers.record_losses(layer, [])
     return {name: shapes for name, shapes in found.items() if shapes}
 
 
@@ -63,14 +83,15 @@ def _noting(layer: keras.Layer, found: dict[int, Shapes]) -> Callable:
     inner = layer.call
 
     def call(*args: Any, **options: Any) -> Any:
-        found[id(layer)].add(_dims(args))
+        found[id(layer)].add(_dims(args, options))
         return inner(*args, **options)
 
     return call
 
 
-def _dims(args: tuple) -> tuple[int | None, ...]:
-    return tuple(keras.tree.flatten(args)[0].shape[1:])
+def _dims(args: tuple, options: dict[str, Any]) -> tuple[int | None, ...]:
+    tensors = [leaf for leaf in keras.tree.flatten((args, options)) if isinstance(leaf, tf.Tensor | keras.KerasTensor)]
+    return tuple(tensors[0].shape[1:]) if tensors else ()
 
 
 def own_noise_on_parts(model: keras.Model, whole: dict[int, Shapes], group: Group) -> None:

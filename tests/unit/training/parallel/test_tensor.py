@@ -70,3 +70,49 @@ def test_random_layers_between_cut_ones_draw_for_their_part(between):
         drawn.append(found)
     (first, first_whole), (second, second_whole) = drawn
     assert (first != second).any() and (first_whole == second_whole).all()
+
+
+class Thinned(layers.Layer):
+    """Drops the same columns in training, so that what comes behind has another shape there."""
+
+    def call(self, x, training=False):
+        return x[:, :4] if training else x
+
+
+class Counted(Shifting):
+    """Adds a loss, and counts."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        self.calls.assign_add(1)
+        self.add_loss(keras.ops.sum(x))
+        return super().call(x)
+
+
+def cut(rank, between):
+    x = keras.Input((6,))
+    y = layers.Dense(64, name="block_00_mlp_up")(layers.Dense(8)(x))
+    y = between(y)
+    y = layers.Dense(6, name="block_00_mlp_down")(y)
+    model = keras.Model(x, layers.Dropout(0.5, seed=2, name="behind")(Thinned()(y)))
+    parallelize_layers(model, types.SimpleNamespace(size=2, index=rank, all_reduce=tf.identity))
+    return model
+
+
+def test_a_layer_whose_shape_differs_in_training_is_whole_all_the_same():
+    drawn = [cut(rank, lambda y: y).get_layer("behind")(tf.ones([2, 4]), training=True).numpy() for rank in range(2)]
+    assert len(np.unique(drawn[0])) > 1 and (drawn[0] == drawn[1]).all()
+
+
+def test_what_a_random_layer_on_parts_does_beside_drawing_is_kept():
+    found = []
+    for rank in range(2):
+        layer = cut(rank, Counted()).get_layer("between")
+        calls = float(layer.calls.numpy())
+        one, again = layer(tf.ones([2, 32])), layer(x=tf.ones([2, 32]))
+        assert float(layer.calls.numpy()) == calls + 2 and len(layer.losses) == 1
+        assert (one.numpy() != again.numpy()).any()  # as in one process
+        found.append([one.numpy(), layer.one.state.numpy()])
+    assert (found[0][0] != found[1][0]).any() and (found[0][1] == found[1][1]).all()
