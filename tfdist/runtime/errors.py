@@ -38,6 +38,7 @@ _GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
 _RECORD = re.compile(r"Key: \S+\.  |Feature: \S+ \(data type: |Unknown image file format|Could not parse example input")
 # Where tf.data says that it is one of its steps that has failed.
 _READING = re.compile(r"__wrapped__IteratorGetNext|Error in user-defined function passed to|\{\{node IteratorGetNext")
+_READING_IN_STEP = re.compile(r"\[\[(?:\S*/)?IteratorGetNext\]\]")  # the same, of a step with a loop
 _KERAS_DATA = re.compile(r"keras/src/trainers/data_adapters/\w+\.py")  # in a traceback of Python in tf.data
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _LABEL_DETERMINISTIC = re.compile(  # the same, of what TensorFlow computes it with where operations are deterministic
@@ -141,7 +142,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
             "The data given to tfdist.fit cannot be read; each batch must be a tuple (x, y) or (x, y, weights) of the"
             f" same structure and types. Keras says: {without_internals(what_in_text(text))}"
         )
-    if _READING.search(text):
+    # Reading is cancelled, too, when something else has failed.
+    if _READING.search(text) or (_READING_IN_STEP.search(text) and not isinstance(error, _PEER_ERRORS)):
         return DataError(f"The data cannot be read, look at --source and --augment: {cause(text)}")
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         return _lost_peer(error, text, cluster)

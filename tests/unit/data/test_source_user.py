@@ -105,6 +105,8 @@ def whole_weights(split): return dataset(split).map(lambda x, y: (x, y, 2))
 def other_shape(split):
     spec = tf.TensorSpec([3]), tf.TensorSpec([], tf.int64)
     return tf.data.Dataset.from_generator(lambda: zip(x, y), output_signature=spec)
+def sparse(split): return dataset(split).map(lambda x, y: (tf.sparse.from_dense(x), y))
+def ragged_tensors(split): return dataset(split).map(lambda x, y: (tf.RaggedTensor.from_tensor([x]), y))
 def leaves(split): raise SystemExit(0)
 class BrokenLength(list):
     def __len__(self): raise KeyError("length")
@@ -208,6 +210,8 @@ def test_split():
             "user_data_module:other_shape/train, a tf.data.Dataset, cannot be read: TypeError: `generator`",
         ),
         ("heavy", "whose weights are no numbers"),
+        ("sparse", "is a tf.data.Dataset with a SparseTensor: make dense tensors of it, of one shape."),
+        ("ragged_tensors", "is a tf.data.Dataset with a RaggedTensor: make dense tensors of it, of one shape."),
         ("pair_list", "user_data_module:pair_list/train is a list of 2 arrays: return a tuple, (x, y) or (x, y, w)."),
         ("odd_object", "item 0 of user_data_module:odd_object/train has y = <object object>, which is neither"),
     ],

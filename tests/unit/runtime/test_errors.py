@@ -203,6 +203,20 @@ def test_errors_of_tensorflows_own_stay():
     assert explain(raised.value, Cluster()) is None
 
 
+def test_an_operation_of_the_data_that_fails_in_the_loop_of_a_step():
+    data = tf.data.Dataset.range(3).map(lambda i: tf.strings.length(tf.io.read_file("/missing/file.png")))
+    steps = tf.function(
+        lambda iterator: tf.while_loop(lambda i: i < 2, lambda i: i + next(iterator), [tf.constant(0)]), autograph=False
+    )
+    with pytest.raises(tf.errors.OpError) as raised:
+        steps(iter(data))
+    found = explain(raised.value, Cluster())
+    assert isinstance(found, DataError) and str(found).startswith("The data cannot be read, look at --source and --aug")
+    assert str(found).endswith("/missing/file.png; No such file or directory")
+    lost = tf.errors.CancelledError(None, None, "cancelled\n\t [[while/body/_1/while/IteratorGetNext]]")
+    assert explain(lost, Cluster()) is None  # reading is cancelled when something else has failed
+
+
 def test_of_a_record_that_does_not_fit_the_cause_alone():
     record = tf.train.Example().SerializeToString()
     features = {"label": tf.io.FixedLenFeature([], tf.int64)}

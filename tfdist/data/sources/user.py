@@ -160,6 +160,12 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
     spec = data.element_spec
     if not isinstance(spec, tuple) or len(spec) not in (2, 3):
         raise DataError(f"--source: {name} is a tf.data.Dataset of {spec}: its elements must be (x, y) or (x, y, w).")
+    for part in keras.tree.flatten(spec):
+        if not isinstance(part, tf.TensorSpec):
+            kind = type(part).__name__.removesuffix("Spec")
+            raise DataError(
+                f"--source: {name} is a tf.data.Dataset with a {kind}: make dense tensors of it, of one shape."
+            )
     if any(s.shape.rank is None or None in s.shape for s in tf.nest.flatten(spec)):
         raise DataError(
             f"--source: {name} is a tf.data.Dataset with a dim of unknown length ({spec}): it must yield single samples"
