@@ -183,7 +183,10 @@ class Recovery:
         self.progress.restore(manifest, step)
         if manifest["config_digest"] == self.config.digest():  # else it is tried with other numbers
             self._rollbacks = max(self._rollbacks, manifest.get("rollbacks", 0))
-        self._saved_scores, self._saved_step = manifest.get("metrics", {}), -1 if manifest["must_be_saved"] else step
+        self._saved_scores, self._saved_step = (
+            manifest.get("metrics", {}),
+            -1 if manifest.get("must_be_saved") else step,
+        )
         self.evaluated = step, self._saved_scores
         kept = (
             self.stream_cut != self.job.stream_cut
