@@ -183,11 +183,8 @@ class Recovery:
         self.progress.restore(manifest, step)
         if manifest["config_digest"] == self.config.digest():  # else it is tried with other numbers
             self._rollbacks = max(self._rollbacks, manifest.get("rollbacks", 0))
-        self._saved_scores, self._saved_step = (
-            manifest.get("metrics", {}),
-            -1 if manifest.get("must_be_saved") else step,
-        )
-        self.evaluated = step, self._saved_scores
+        self._saved_scores = manifest.get("metrics", {})
+        self.evaluated, self._saved_step = (step, self._saved_scores), -1 if manifest.get("must_be_saved") else step
         kept = (
             self.stream_cut != self.job.stream_cut
             and f"{split.name} is read in {self.stream_cut} parts, as the run began, and all of it by every worker"
