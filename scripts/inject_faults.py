@@ -182,7 +182,7 @@ FAULTS: dict[str, Fault] = {
     "cut by name": Fault(
         "nobody looks at what a model of the user's own computes once its layers are cut",
         "training/parallel/compose.py",
-        """if rows and ":" in config.model.model""",
+        "if rows and not is_known",
         "if False",
         ("tests/parity/test_mesh_parity.py::test_what_is_cut_and_computes_something_else_is_refused",),
     ),

@@ -27,7 +27,7 @@ from pathlib import Path
 from tfdist import flags
 from tfdist.config import Config
 from tfdist.control import exit_codes, jobspecs
-from tfdist.control.command_parser import split_at_dashes
+from tfdist.control.command_parser import module_named_in, split_at_dashes
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.jobspecs.job_options import job_parser, parse_job_options
 from tfdist.control.run_address import is_url
@@ -46,14 +46,9 @@ def main(argv: list[str]) -> int:
     else:
         if train[:2] == ["-m", "tfdist.train"]:
             train = train[2:]
-        if train[:1] == ["-m"] and (not train[1:] or train[1].startswith("-")):
-            raise ConfigError("-m needs the name of a module behind it: write `-- -m tfdist.doctor`, for example.")
-        is_program = train[:1] == ["-m"] or bool(train) and train[0].endswith(".py")
+        program = module_named_in(train) or next((each for each in train[:1] if each.endswith(".py")), "")
         kind = job_parser("").kinds()[options.kind]
-        config = (
-            None if is_program else flags.parse(train, usage="Flags of the workers:", before=kind).config.validate()
-        )
-        program = " ".join(train[:2]).removeprefix("-m ") if train[:1] == ["-m"] else "".join(train[:1])
+        config = None if program else flags.parse(train, usage="Flags of the workers:", before=kind).config.validate()
         options.name = options.name or _name_of(config.run.run_dir if config else program.removesuffix(".py"))
         if not _NAME.fullmatch(options.name) or options.name in _NOT_NAMES:
             raise ConfigError(

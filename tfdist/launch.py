@@ -37,7 +37,7 @@ from tfdist import flags
 from tfdist.config import COMPONENTS, Config
 from tfdist.config.strategies import STRATEGIES, strategy_or_undecided
 from tfdist.control import backup_count, exit_codes, lease
-from tfdist.control.command_parser import split_at_dashes
+from tfdist.control.command_parser import module_named_in, split_at_dashes
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.job import Job
@@ -66,14 +66,10 @@ def main(argv: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
     if train and train[0].endswith(".py"):
         return launch_program(["tfdist.script", *train], Path(train[0]).stem, options)
-    if train and train[0] == "-m":
-        if not train[1:] or train[1].startswith("-"):
-            raise ConfigError("-m needs the name of a module behind it: write `-- -m tfdist.doctor`, for example.")
-        if not _has_module(train[1]):
-            raise ConfigError(
-                f"-m {train[1]}: there is no such module on the Python path; set PYTHONPATH to its folder."
-            )
-        return launch_program(train[1:], train[1], options)
+    if module := module_named_in(train):
+        if not _has_module(module):
+            raise ConfigError(f"-m {module}: there is no such module on the Python path; set PYTHONPATH to its folder.")
+        return launch_program(train[1:], module, options)
     config = flags.parse(train, usage="Flags of the workers:", before=launch_parser("")).config
     run_dir = config.run.folder
     if not config.run.dry_run:

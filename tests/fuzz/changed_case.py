@@ -6,19 +6,17 @@ a snapshot is compared, bit for bit, with one whose state was handed on in memor
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from tests.fuzz import resume_space, snapshots, stored_data, stores, train_case
+from tests.fuzz import resume_space, snapshots, stored_data, train_case
 
 OF_COMPRESSION = "/compression_"  # in the keys of what it carries on
 
 
 def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     """See train_case.run."""
-    place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
-    place = snapshots.shared(runtime, place)
+    place = snapshots.place_of(case, runtime)
     later = {**resume_space.after(case), "changed": case["changed"]}
     later["options"]["allow_config_change"] = case["changed"]["allowed"]
     [before] = train_case.parts(case, runtime, {"save": place})

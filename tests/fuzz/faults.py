@@ -164,7 +164,7 @@ FAULTS: dict[str, Fault] = {
         'if not config.run.deterministic or config.loop.on_nan != "rollback":',
         "if True:",
         "one_device,mirrored:2",
-        "a run that was stopped goes back to the snapshot of the stop, which an undisturbed one does not have",
+        "a run that was stopped goes back to the snapshot of the stop, which an uninterrupted one does not have",
     ),
     "clock": Fault(
         "run/session_hooks.py",

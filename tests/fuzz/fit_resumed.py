@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
-from tests.fuzz import fit_case, stores
-from tests.fuzz.snapshots import shared
+from tests.fuzz import fit_case
+from tests.fuzz.snapshots import place_of
 
 
 class Killed(Exception):
@@ -32,8 +31,7 @@ class KilledBefore(keras.callbacks.Callback):
 
 def run(case: Mapping[str, Any], functions: Any, runtime: Any) -> dict[str, Any]:
     """The arrays of the resumed run; a problem if they are not bit for bit those of the uninterrupted one."""
-    place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
-    place = shared(runtime, place)
+    place = place_of(case, runtime)
     [whole] = fit_case.run(case, functions)
 
     def program(killed: int) -> dict[str, np.ndarray]:

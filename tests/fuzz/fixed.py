@@ -32,8 +32,8 @@ _TRAIN = {"kind": "train", "seed": 5, "model": _ROWS, "data": _DATA, "options": 
 _ROLLED = {"save_every": 2, "log_every": 1, "stop": 3, "max_rollbacks": 3}
 # What may happen to a run before its end, beside what jobs that are drawn are for: each once, as small as it can be.
 BETWEEN = [
-    # NaN in step 4; asked to stop after 2, so with a snapshot of 3, where an uninterrupted run
-    # has a backup.
+    # NaN in step 4; asked to stop after 2, so with a snapshot of 3, where an
+    # uninterrupted run has a backup.
     {
         **_TRAIN,
         "runtime": "one_device",

@@ -3,7 +3,7 @@
 "changed": {"batch": 4, "allowed": True}            resumed with another --global_batch
 "changed": {"compression": "none", "allowed": True}      or another --compression; allowed: by --allow_config_change
 "rolled": {"save_every": 2, "stop": 3, ...}         the whole loop, which goes back from NaN, with its snapshots;
-                                                    stopped and resumed, it must end where an undisturbed one does
+                                                    stopped and resumed, it must end where an uninterrupted one does
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _rolled(case: dict[str, Any], chance: random.Random, replicas: int) -> dict[
         scored = sorted({*range(rolled["eval_every"], steps, rolled["eval_every"]), steps})
         rolled["nan_evaluations"] = sorted(chance.sample(scored, chance.randint(1, min(2, len(scored)))))
     if chance.random() < 0.3:
-        rolled["slow"] = True  # the undisturbed run seems to take seconds for a step
+        rolled["slow"] = True  # the uninterrupted run seems to take seconds for a step
     if "stored" not in case and chance.random() < 0.4:
         rolled["backup_every"] = chance.choice([1, 2, 3])
     ends = _ends_of_calls(rolled, steps)

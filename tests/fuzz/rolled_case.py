@@ -9,12 +9,11 @@ import contextlib
 import dataclasses
 import math
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tests.fuzz import rollbacks, snapshots, stored_data, stores, train_case
+from tests.fuzz import rollbacks, snapshots, stored_data, train_case
 from tfdist.control.exit_codes import TfdistError
 
 SLOW_STEP = 3.0  # seconds that a step seems to take
@@ -29,21 +28,21 @@ class End(NamedTuple):
 
 
 def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
-    """See train_case.run. Raises what an undisturbed run raises."""
+    """See train_case.run. Raises what an uninterrupted run raises."""
     rolled, evaluated = case["rolled"], {}
-    whole, error = _ended(case, runtime, _place(case, runtime), rolled.get("slow", False))
-    place = _place(case, runtime)
+    whole, error = _ended(case, runtime, snapshots.place_of(case, runtime), rolled.get("slow", False))
+    place = snapshots.place_of(case, runtime)
     _, broken = _ended(case, runtime, place, False, evaluated, stop=rolled["stop"])
     if broken is None:
         again, broken = _ended(case, runtime, place, False, evaluated)
     if error or broken:
         if _said(error) != _said(broken):
-            raise AssertionError(f"undisturbed it ends with {error!r}, stopped and resumed with {broken!r}")
+            raise AssertionError(f"uninterrupted it ends with {error!r}, stopped and resumed with {broken!r}")
         raise error
     problems = []
     if unlike := snapshots.unlike(whole.part["state"], again.part["state"]):
         problems.append(
-            f"stopped and resumed, {len(unlike)} variables are not bit for bit those of an undisturbed run:"
+            f"stopped and resumed, {len(unlike)} variables are not bit for bit those of an uninterrupted run:"
             f" {', '.join(unlike[:4])}"
         )
     if runtime.rank == 0:
@@ -62,13 +61,8 @@ def _of_snapshots(case: Mapping[str, Any], whole: End, again: End) -> list[str]:
         [] if case.get("stored") else [rollbacks.kept_wrongly(case, end.kept, end.evaluated) for end in (whole, again)]
     )
     if str(whole.evaluated) != str(again.evaluated):
-        problems.append(f"not bit for bit the evaluations of an undisturbed run: {whole.evaluated} {again.evaluated}")
+        problems.append(f"not bit for bit the evaluations of an uninterrupted run: {whole.evaluated} {again.evaluated}")
     return [problem for problem in problems if problem]
-
-
-def _place(case: Mapping[str, Any], runtime: Any) -> str:
-    place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
-    return snapshots.shared(runtime, place)
 
 
 def _ended(

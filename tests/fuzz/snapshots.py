@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.fuzz import stores
 from tfdist.control.cluster import Cluster
 from tfdist.control.run_address import is_url
 
@@ -33,6 +34,11 @@ def recovery_of(job, place: str) -> Iterator[Any]:
         options = RunConfig(run_dir=place, store_timeout=60.0)
         stored = held.enter_context(remote_run(options, folder, _cluster(job.runtime), job="fuzz"))
         yield Recovery(job, folder, Clock(), Faults({}, folder / "faults"), stored=stored, memory=None)
+
+
+def place_of(case, runtime) -> str:
+    """A new place for the snapshots of a case: a folder, or an object store's. The same on all ranks."""
+    return shared(runtime, stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-"))
 
 
 def _cluster(runtime) -> Cluster:

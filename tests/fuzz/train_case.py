@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from tests.fuzz import data, given, gpu_form, keras_settings, resume_space, snapshots, space, stored_data, stores
+from tests.fuzz import data, given, gpu_form, keras_settings, resume_space, snapshots, space, stored_data
 from tests.fuzz.oracle import is_number, once
 
 
@@ -58,8 +57,7 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     if not case.get("resumed"):
         return {"parts": parts(case, runtime, case.get("phase", {}))}
     [whole] = parts(case, runtime, {})
-    place = stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-")
-    place = snapshots.shared(runtime, place)
+    place = snapshots.place_of(case, runtime)
     parts(case, runtime, {"save": place})
     [again] = parts(case, runtime, {"load": place})
     different = snapshots.unlike(whole["state"], again["state"])

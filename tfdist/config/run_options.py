@@ -104,6 +104,11 @@ class CheckpointConfig:
     )
     allow_config_change: bool = option(False, "Resume although the configuration's digest differs.")
 
+    @property
+    def best_metric(self) -> str:
+        """The metric of --keep_best; "" without it."""
+        return self.keep_best.partition(":")[2]
+
 
 @dataclass(frozen=True)
 class ExportConfig:

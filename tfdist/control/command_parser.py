@@ -67,6 +67,15 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:at], argv[at + 1 :]
 
 
+def module_named_in(arguments: list[str]) -> str:
+    """The module of `-m MODULE ARGS`; "" for other arguments. Raises ConfigError for -m without one."""
+    if arguments[:1] != ["-m"]:
+        return ""
+    if not arguments[1:] or arguments[1].startswith("-"):
+        raise ConfigError("-m needs the name of a module behind it: write `-- -m tfdist.doctor`, for example.")
+    return arguments[1]
+
+
 def check_least(flag: str, value: float, least: float) -> None:
     """Raises ConfigError for a flag whose value is too small."""
     if not value >= least:

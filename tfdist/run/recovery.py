@@ -222,7 +222,7 @@ class Recovery:
     def save(self, step: int) -> None:
         """A snapshot, unless there is one of this step, with the score of --keep_best. On all workers."""
         self.time_policy.saved()
-        scores, metric = self._scores(step), self.config.checkpoint.keep_best.partition(":")[2]
+        scores, metric = self._scores(step), self.config.checkpoint.best_metric
         if step == self._saved_step and (metric not in scores or metric in self._saved_scores):
             return
         self._saved_step, self._saved_scores = step, scores

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.artifacts import restore
+from tfdist.config.run_options import CheckpointConfig
 from tfdist.control.signals import SignalRequests
 from tfdist.run.diagnosis import Diagnosis
 from tfdist.run.health import HealthMonitor
@@ -90,7 +91,7 @@ class SessionHooks:
         if event.kind == "eval":
             scores = {name.removeprefix("eval/"): value for name, value in event.values.items()}
             self.recovery.evaluated = event.step, scores
-            if sentence := _never_best(self.recovery.job.config.checkpoint.keep_best, scores):
+            if sentence := _never_best(self.recovery.job.config.checkpoint, scores):
                 self.observer(Event("warning", event.step, {"message": sentence}))
         if event.kind == "train":
             self.diagnosis.observed(event)
@@ -124,9 +125,9 @@ class SessionHooks:
         return Requests(save, self.signals.stop, self.memory.member.leave)
 
 
-def _never_best(keep_best: str, scores: Mapping[str, float]) -> str:
+def _never_best(config: CheckpointConfig, scores: Mapping[str, float]) -> str:
     """A sentence if the score that --keep_best goes by is no number, else ""."""
-    metric = keep_best.partition(":")[2]
+    metric, keep_best = config.best_metric, config.keep_best
     score = scores.get(metric, 0.0)
     if math.isfinite(score):
         return ""

@@ -71,7 +71,7 @@ class Observer:
         """There are no more events."""
 
 
-class OwnObserver(Observer):
+class _Own(Observer):
     """A user's own observer, with the methods that it has."""
 
     def __init__(self, own: Tell):
@@ -96,7 +96,7 @@ class OwnObserver(Observer):
 
 def observer_of(tell: Tell) -> Observer:
     """`tell` itself if it is an Observer, else one that calls it and whatever methods of an Observer it has."""
-    return tell if isinstance(tell, Observer) else OwnObserver(tell)
+    return tell if isinstance(tell, Observer) else _Own(tell)
 
 
 class FanOut(Observer):

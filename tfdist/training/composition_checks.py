@@ -27,7 +27,7 @@ def check_best(config: Config, metrics: Sequence[str] | None) -> None:
     """Whether evaluations have what --keep_best goes by. metrics: theirs beside the loss; None: there are none."""
     best = config.checkpoint.keep_best
     found = () if metrics is None else ("loss", *metrics)
-    if best and best.partition(":")[2] not in found:
+    if best and config.checkpoint.best_metric not in found:
         raise ConfigError(
             f"--keep_best={best}: evaluations have no such metric; they have"
             f" {', '.join(found) or 'none, as --source has no evaluation split'}."

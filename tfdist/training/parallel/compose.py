@@ -104,21 +104,21 @@ def _parallelize(
     parts: dict[int, VariablePart] = {}
     partial: frozenset[int] = frozenset()
     cut_logits = group.size > 1 and _shards_logits(model)
-    trial = None
+    trial, is_known = None, ":" not in config.model.model
     if runtime.mesh.degree("expert", "model") > 1:
-        if rows and ":" in config.model.model:
+        if rows and not is_known:
             sequence = config.parallel.sequence_parallel
             trial = CutTrial(runtime, model, rows(cut_trial.ROWS), sequence_parallel=sequence)
         refuse_assigned(model, model.trainable_variables, f"--mesh={runtime.mesh.describe()}")
     if runtime.mesh.degree("expert") > 1:
-        parts |= parallelize_experts(model, runtime.group("expert"))
+        parts |= parallelize_experts(model, runtime.group("expert"), is_known)
     if group.size > 1:
         if cut_logits and not trial:
             _check_width(width, model, group)
         if config.parallel.sequence_parallel:
-            found, partial = parallelize_sequence(model, group)
+            found, partial = parallelize_sequence(model, group, is_known)
         else:
-            found = parallelize_layers(model, group)
+            found = parallelize_layers(model, group, is_known=is_known)
         parts |= found
     if trial and (tried := trial.check(parts, partial)) is not None:
         cut_logits, width = tried > 0, tried or width

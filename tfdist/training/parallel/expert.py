@@ -63,12 +63,13 @@ def has_experts(model: keras.Model) -> bool:
     return any(_EXPERTS.match(layer.name) for layer in keras_layers.all_layers(model, include_self=False))
 
 
-def parallelize_experts(model: keras.Model, group: Group) -> dict[int, VariablePart]:
+def parallelize_experts(model: keras.Model, group: Group, is_known: bool = False) -> dict[int, VariablePart]:
     """Spreads the experts over `group`, in place, before the optimizer is built. Returns id of a variable -> its part.
 
     Raises: ConfigError if the model has no experts, or their number is no multiple of the group's size.
     """
-    return parallelize_layers(model, group, "expert", RULES, "use --model=transformer --model_args=experts=8")
+    fix = "use --model=transformer --model_args=experts=8"
+    return parallelize_layers(model, group, "expert", RULES, fix, is_known)
 
 
 def _own_experts(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:

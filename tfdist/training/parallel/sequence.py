@@ -70,7 +70,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 
-def parallelize_sequence(model: keras.Model, group: Group) -> tuple[dict[int, VariablePart], frozenset[int]]:
+def parallelize_sequence(
+    model: keras.Model, group: Group, is_known: bool = False
+) -> tuple[dict[int, VariablePart], frozenset[int]]:
     """Cuts layers as tensor.parallelize_layers, and positions in between. Returns (parts, ids of `PARTIAL`).
 
     Raises: ConfigError if the model is not the transformer, has experts, or m does not divide its positions.
@@ -91,5 +93,5 @@ def parallelize_sequence(model: keras.Model, group: Group) -> tuple[dict[int, Va
             f"--sequence_parallel spreads the {length} positions over model={group.size}, which does not divide them:"
             " choose another --sequence_length, or drop it."
         )
-    parts = tensor.parallelize_layers(model, group, rules=RULES)
+    parts = tensor.parallelize_layers(model, group, rules=RULES, is_known=is_known)
     return parts, frozenset(id(variable) for variable in model.trainable_variables if PARTIAL.match(variable.path))

@@ -189,14 +189,15 @@ def parallelize_layers(
     axis: str = "model",
     rules: Sequence[tuple[str, Rule]] = RULES,
     fix: str = "use --model=transformer or vit",
+    is_known: bool = False,
 ) -> dict[int, VariablePart]:
     """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its part.
 
     Raises: ConfigError if no layer matches any rule, or one that does is of another kind, or cannot be cut into so many
-    parts; `fix` says what to do.
+    parts; `fix` says what to do. is_known: a model of tfdist's, whose random layers between cut ones have rules.
     """
     parts: dict[int, VariablePart] = {}
-    matched, whole = False, input_shapes(model)
+    matched, whole = False, {} if is_known else input_shapes(model)
     for layer in keras_layers.all_layers(model, include_self=False):
         for pattern, rule in rules:
             if re.search(pattern, layer.name):
