@@ -110,19 +110,19 @@ def _in_graph(runtime: Runtime, collective: Callable[[tf.Tensor], tf.Tensor], mi
     first = runtime.rank * runtime.local_replicas + 1
     x = runtime.per_replica([tf.fill([mine], float(first + index)) for index in range(runtime.local_replicas)])
 
-    def once(x: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
+    def collective_after(x: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([last]):  # so that rounds do not overlap
             return tf.ensure_shape(tf.reshape(collective(tf.identity(x)), [-1]), [result_size])
 
     @tf.function(autograph=False)
-    def many(rounds: tf.Tensor) -> tf.Tensor:
-        def round_of(count: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def repeat(rounds: tf.Tensor) -> tf.Tensor:
+        def next_round(count: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             copies = runtime.per_replica([last] * runtime.local_replicas)
-            return count + 1, runtime.local(runtime.run(once, (x, copies)))[0]
+            return count + 1, runtime.local(runtime.run(collective_after, (x, copies)))[0]
 
-        return tf.while_loop(lambda count, _: count < rounds, round_of, (0, tf.zeros([result_size])))[1]
+        return tf.while_loop(lambda count, _: count < rounds, next_round, (0, tf.zeros([result_size])))[1]
 
     def run(rounds: int) -> np.ndarray:
-        return many(tf.constant(rounds)).numpy()
+        return repeat(tf.constant(rounds)).numpy()
 
     return run

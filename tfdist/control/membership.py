@@ -84,7 +84,7 @@ class Groups:
     def __init__(self, secret: Secret) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._reception = Reception(
-            self._listener, wire.Lock.of(secret, "membership"), _LAUNCHER, lambda slot: slot >= 0
+            self._listener, wire.SharedKey.of(secret, "membership"), _LAUNCHER, lambda slot: slot >= 0
         )
         self._all: list[ConnectedWorker] = []
         self.generation = 0  # groups formed
@@ -193,9 +193,13 @@ class Member:
         self._gone = False
         try:
             self._connection = wire.connect(
-                address, wire.Lock.of(secret, "membership"), int(slot), _LAUNCHER, time.monotonic() + _CONNECT_SECONDS
+                address,
+                wire.SharedKey.of(secret, "membership"),
+                int(slot),
+                _LAUNCHER,
+                time.monotonic() + _CONNECT_SECONDS,
             )
-        except wire.Mismatch as mismatch:
+        except wire.OtherJobError as mismatch:
             raise ClusterError(f"The launcher at {address} {mismatch}") from None
         self._connection.settimeout(None)
         threading.Thread(target=self._listen, name="tfdist-member", daemon=True).start()

@@ -52,8 +52,8 @@ class Reception:
     Args: rank, of this process; admits, whether somebody who has proved to be of the job may come in as a rank.
     """
 
-    def __init__(self, listener: socket.socket, lock: wire.Lock, rank: int, admits: Callable[[int], bool]):
-        self._listener, self._lock, self._rank, self._admits = listener, lock, rank, admits
+    def __init__(self, listener: socket.socket, key: wire.SharedKey, rank: int, admits: Callable[[int], bool]):
+        self._listener, self._key, self._rank, self._admits = listener, key, rank, admits
         self._strangers: dict[_Stranger, None] = {}  # the oldest first
         self.notes: dict[str, None] = {}  # sentences about those who were turned away, in order
         self._selector = selectors.DefaultSelector()
@@ -138,16 +138,16 @@ class Reception:
             hello = wire.Hello.read(stranger.theirs)
             if hello is None:
                 return ""
-            stranger.rank, stranger.mine = hello.rank, self._lock.hello(self._rank)
-            stranger.connection.send(stranger.mine + self._lock.proof_of_accepting(stranger.theirs, stranger.mine))
-            if mismatch := self._lock.token_mismatch(hello.token):
+            stranger.rank, stranger.mine = hello.rank, self._key.hello(self._rank)
+            stranger.connection.send(stranger.mine + self._key.proof_of_accepting(stranger.theirs, stranger.mine))
+            if mismatch := self._key.token_mismatch(hello.token):
                 return f"somebody at {stranger.host} who says to be rank {stranger.rank} {mismatch}"
         elif stranger.length < 0:
             proof, length = (
                 stranger.data[wire.HELLO_BYTES : _FIXED_BYTES - wire.LENGTH.size],
                 stranger.data[-wire.LENGTH.size :],
             )
-            if not hmac.compare_digest(proof, self._lock.proof_of_connecting(stranger.theirs, stranger.mine)):
+            if not hmac.compare_digest(proof, self._key.proof_of_connecting(stranger.theirs, stranger.mine)):
                 return f"somebody at {stranger.host} who says to be rank {stranger.rank} {wire.OTHER_TOKEN}"
             (stranger.length,) = wire.LENGTH.unpack(length)
             if stranger.length > wire.LARGEST_MESSAGE or not self._admits(stranger.rank):

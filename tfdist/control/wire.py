@@ -40,7 +40,7 @@ _CURE = f"give all workers the same token, by --job_token_file or {VARIABLE}"
 OTHER_TOKEN = f"has another job token, or is of another job: {_CURE}."  # the rest of a sentence
 
 
-class Mismatch(Exception):
+class OtherJobError(Exception):
     """The other side is one of another job, or has no token where this one has one. Its text goes on after a name."""
 
 
@@ -58,14 +58,14 @@ class Hello(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lock:
+class SharedKey:
     """The secret that both ends of a connection must have alike."""
 
     key: bytes = field(repr=False)
     token: bool  # whether the key comes from a job token
 
     @classmethod
-    def of(cls, secret: Secret, purpose: str, *context: str) -> Lock:
+    def of(cls, secret: Secret, purpose: str, *context: str) -> SharedKey:
         return cls(secret.key(purpose, *context), bool(secret))
 
     def hello(self, rank: int) -> bytes:
@@ -103,32 +103,34 @@ def address_of(place: str) -> tuple[str, int]:
     return host_of(address), int(address.rpartition(":")[2])
 
 
-def connect(place: str, lock: Lock, rank: int, expected: int, deadline: float, message: bytes = b"") -> socket.socket:
+def connect(
+    place: str, key: SharedKey, rank: int, expected: int, deadline: float, message: bytes = b""
+) -> socket.socket:
     """A connection to rank `expected` at `place`, that has admitted this rank; `message` comes with it.
 
-    Raises OSError if there is no answer, or none of tfdist, before `deadline` (monotonic); Mismatch.
+    Raises OSError if there is no answer, or none of tfdist, before `deadline` (monotonic); OtherJobError.
     """
     connection = socket.create_connection(address_of(place), timeout=_left(deadline))
     try:
         if connection.getsockname() == connection.getpeername():  # the kernel picked the very port that it connects to
             raise ConnectionError("nobody listens there")
-        mine = lock.hello(rank)
+        mine = key.hello(rank)
         connection.sendall(mine)
         theirs = read_exactly(connection, HELLO_BYTES, deadline)
         hello = Hello.read(theirs)
         if hello is None:
             raise ConnectionError("what answers there is not tfdist")
-        if mismatch := lock.token_mismatch(hello.token):
-            raise Mismatch(mismatch)
-        proof = lock.proof_of_connecting(mine, theirs)
+        if mismatch := key.token_mismatch(hello.token):
+            raise OtherJobError(mismatch)
+        proof = key.proof_of_connecting(mine, theirs)
         proven = hmac.compare_digest(
-            read_exactly(connection, PROOF_BYTES, deadline), lock.proof_of_accepting(mine, theirs)
+            read_exactly(connection, PROOF_BYTES, deadline), key.proof_of_accepting(mine, theirs)
         )
         if not proven:
             with contextlib.suppress(OSError):  # so that the other side can tell the same
                 connection.sendall(proof + LENGTH.pack(0))
         if not proven or hello.rank != expected:
-            raise Mismatch(OTHER_TOKEN)
+            raise OtherJobError(OTHER_TOKEN)
         connection.sendall(proof + LENGTH.pack(len(message)) + message)
         if read_exactly(connection, 1, deadline) != ADMITTED:
             raise ConnectionError("it was not let in")

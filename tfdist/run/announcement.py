@@ -40,8 +40,8 @@ class Announcement:
         stored = f"{job.config.run.run_dir}, working copy " if is_url(job.config.run.run_dir) else ""
         xla = self.xla or ("XLA compiles steps (--nojit_compile: not)" if job.config.model.jit_compile else "")
         message = (
-            f"{cluster.describe()}; {runtime.name}; {job.plan.describe()}; {parameters:,} parameters;{_travel(job)}"
-            f" run folder {stored}{folder}{xla and '; '}{xla}"
+            f"{cluster.describe()}; {runtime.name}; {job.plan.describe()}; {parameters:,} parameters;"
+            f"{_gradient_path(job)} run folder {stored}{folder}{xla and '; '}{xla}"
         )
         values = {
             "message": message,
@@ -70,15 +70,15 @@ def _evaluated(job: Job) -> dict[str, int | bool | None]:
     return {"evaluated_samples": count, "eval_weighted": len(split.element_spec) == 3}
 
 
-def _travel(job: Job) -> str:
+def _gradient_path(job: Job) -> str:
     """A phrase about how gradients travel, and how long the planner says that takes."""
-    travel = job.runtime.travel()
-    if not travel:
+    path = job.runtime.gradient_path()
+    if not path:
         return ""
     planned = ""
-    if link := travel.link:
+    if link := path.link:
         size = sum(4 * math.prod(variable.shape) for variable in job.model.trainable_variables)
         seconds = ring_all_reduce(job.runtime.size, size, Link(link.latency_s, link.bytes_per_second))
         planned = f" ({1e6 * link.latency_s:.0f} us, {link.bytes_per_second / 1e9:.2g} GB/s: planned"
         planned += f" {1000 * seconds:.2g} ms a step)"
-    return f" gradients {travel.words}{planned};"
+    return f" gradients {path.words}{planned};"

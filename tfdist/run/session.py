@@ -27,7 +27,7 @@ from tfdist.run.diagnosis import Diagnosis
 from tfdist.run.health import HealthMonitor
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.jit_tune import tuned
-from tfdist.run.opened import Opened
+from tfdist.run.open_resources import OpenResources
 from tfdist.run.recovery import Recovery
 from tfdist.run.remote_run import RemoteRun, remote_run
 from tfdist.run.session_hooks import SessionHooks
@@ -97,8 +97,8 @@ class Session:
     def __init__(self, start: Start, stored: RemoteRun | None):
         self.start, self.memory, self.config, self.stored = start, start.memory, start.config, stored
         self.folder, self.announcement = run_folder(start.config), Announcement()
-        self.clock, self.opened = Clock(), Opened()
-        self._in_order = False  # this worker leaves together with the others
+        self.clock, self.resources = Clock(), OpenResources()
+        self._all_leave = False  # this worker together with the others
 
     def run(self) -> ExitCode:
         """Runs the session from start to end, see the function `run`."""
@@ -118,20 +118,20 @@ class Session:
             raise
         except Exception as error:
             found = monitor.failed(error)
-            self.opened.fail(found)
+            self.resources.fail(found)
             if found is error:
                 raise
             raise found from error
         finally:
-            self.opened.close()
+            self.resources.close()
             monitor.close()
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
     def _start_runtime(self) -> None:
         self.runtime = build.start_runtime(self.config, self.start.cluster, self.start.began)
-        self.opened.callback(self._close_runtime)
-        self.opened.callback(self.monitor.close)  # before the runtime: that may wait for the others for a while
+        self.resources.callback(self._close_runtime)
+        self.resources.callback(self.monitor.close)  # before the runtime: that may wait for the others for a while
         # After the runtime: whoever waits for others in vain ends at once, with nothing to save.
         self.signals = self.monitor.signals()
         self.monitor.connect(self.runtime)
@@ -151,8 +151,8 @@ class Session:
 
     def _restore(self) -> None:
         self.recovery = Recovery(self.job, self.folder, self.clock, self.monitor.faults, self.memory, self.stored)
-        self.opened.on_failure(lambda error: self.recovery.files.give_up())
-        self.opened.afterwards(self.recovery.files.close)
+        self.resources.on_failure(lambda error: self.recovery.files.give_up())
+        self.resources.afterwards(self.recovery.files.close)
         self.announcement.built()
         with self.monitor.watchdog.section(sections.RESTORE):
             messages, self.first_step = self.recovery.restore(checkpoint=self.memory and self.memory.checkpoint)
@@ -180,8 +180,8 @@ class Session:
         self.observer = build_observers(
             self.config.telemetry, run, total_steps=self.config.run.steps, epoch_at=self.recovery.progress.epochs
         )
-        self.opened.callback(self.observer.close)
-        self.opened.on_failure(self._report_failure)
+        self.resources.callback(self.observer.close)
+        self.resources.on_failure(self._report_failure)
         self.diagnosis = Diagnosis(
             self.job,
             self.recovery,
@@ -214,7 +214,7 @@ class Session:
                 self.job, self.first_step, schedule, self.recovery.progress.consumed, self.clock, self.observer
             )
         )
-        self.opened.callback(self.trainer.close)
+        self.resources.callback(self.trainer.close)
         self.monitor.explain_with(self.trainer.cause)
         self.hooks = SessionHooks(
             self.recovery,
@@ -252,7 +252,7 @@ class Session:
             self.observer(Event("end", result.step, ended))
             self.runtime.barrier()
         self.recovery.files.end_backup(finished=not result.stopped and not unwritten)
-        self._close_in_order()
+        self._close_together()
         if unwritten:
             raise CheckpointError(
                 f"The last snapshot could not be written ({unwritten}): free or repair"
@@ -278,19 +278,19 @@ class Session:
             self.hooks.report_saves(step)
             self.observer(Event("regroup", step, {"message": f"another group of workers is formed at step {step}"}))
             self.runtime.barrier()
-        self._close_in_order()
+        self._close_together()
         raise GroupChange(f"step {step}")
 
     def _counter(self) -> int:
         return int(self.job.step.counter.numpy())
 
-    def _close_in_order(self) -> None:
-        self._in_order = True
-        self.opened.close()
+    def _close_together(self) -> None:
+        self._all_leave = True
+        self.resources.close()
 
     def _close_runtime(self) -> None:
         """Closes the runtime, but not after an error: others may be gone or stuck, and the process's end is enough."""
-        if self._in_order or self.runtime.size == 1:
+        if self._all_leave or self.runtime.size == 1:
             self.runtime.close()
 
     def _report_failure(self, error: BaseException) -> None:

@@ -50,7 +50,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Travel:
+class GradientPath:
     """The way of gradients between workers: words for the log, and what was measured of the link, if anything was."""
 
     words: str

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 if TYPE_CHECKING:
     from tfdist.control.cluster import Cluster
-    from tfdist.runtime.all_reduce_choice import Travel
+    from tfdist.runtime.all_reduce_choice import GradientPath
     from tfdist.runtime.mesh import Mesh
     from tfdist.runtime.operations import Collective
 
@@ -132,7 +132,7 @@ class Runtime(Protocol):
         """
         ...
 
-    def travel(self) -> Travel | None:
+    def gradient_path(self) -> GradientPath | None:
         """The way of gradients between workers, where tfdist's own code sees to it."""
         ...
 

@@ -11,7 +11,7 @@ from tfdist.control.exit_codes import ConfigError, PeerLostError
 from tfdist.control.terminal import printable
 
 if TYPE_CHECKING:
-    from tfdist.runtime.all_reduce_choice import Travel
+    from tfdist.runtime.all_reduce_choice import GradientPath
     from tfdist.runtime.mesh import Mesh
     from tfdist.runtime.operations import Collective
 
@@ -70,5 +70,5 @@ class RuntimeDefaults:
     def reduction_s(self) -> tuple[float, float] | None:
         return None
 
-    def travel(self) -> Travel | None:
+    def gradient_path(self) -> GradientPath | None:
         return None

@@ -15,7 +15,7 @@ from tfdist.compat.tensorflow_replicas import per_replica
 from tfdist.config import Config, StrategyConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime.all_reduce_choice import Travel
+from tfdist.runtime.all_reduce_choice import GradientPath
 from tfdist.runtime.array_bytes import from_bytes, to_bytes
 from tfdist.runtime.collective_timeout import Overdue
 from tfdist.runtime.defaults import RuntimeDefaults
@@ -135,8 +135,8 @@ class StrategyRuntime(RuntimeDefaults):
     def reduction_s(self) -> tuple[float, float] | None:
         return (self._reducer.travel_s, self._reducer.wait_s) if self._reducer else None
 
-    def travel(self) -> Travel | None:
-        return self._reducer.ring.travel() if self._reducer else None
+    def gradient_path(self) -> GradientPath | None:
+        return self._reducer.ring.gradient_path() if self._reducer else None
 
     def close(self) -> None:
         pass

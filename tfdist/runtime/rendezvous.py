@@ -60,7 +60,9 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
     endpoints, connections = {0: endpoint}, {}
     with contextlib.ExitStack() as stack:
         reception = stack.enter_context(
-            Reception(listener, wire.Lock.of(cluster.secret, "rendezvous"), 0, lambda rank: 0 < rank < cluster.size)
+            Reception(
+                listener, wire.SharedKey.of(cluster.secret, "rendezvous"), 0, lambda rank: 0 < rank < cluster.size
+            )
         )
         while len(endpoints) < cluster.size:
             if time.monotonic() > deadline:
@@ -123,19 +125,19 @@ def _is_texts(value: Any) -> bool:
 def _report(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
     """Sends this worker's endpoint to the chief, and receives those of all."""
     deadline = time.monotonic() + timeout
-    lock = wire.Lock.of(cluster.secret, "rendezvous")
+    key = wire.SharedKey.of(cluster.secret, "rendezvous")
     hello = json.dumps({"peers": list(cluster.peers), "endpoint": endpoint}).encode()
     while time.monotonic() < deadline:
         try:
             with wire.connect(
-                cluster.peers[0], lock, cluster.rank, 0, min(time.monotonic() + _PATIENCE, deadline), hello
+                cluster.peers[0], key, cluster.rank, 0, min(time.monotonic() + _PATIENCE, deadline), hello
             ) as connection:
                 answer = wire.read_message(connection, deadline)
             if "error" in answer:
                 raise ClusterError(printable(str(answer["error"])))
             if _is_texts(answer.get("endpoints")) and len(answer["endpoints"]) == cluster.size:
                 return answer["endpoints"]
-        except wire.Mismatch as mismatch:
+        except wire.OtherJobError as mismatch:
             raise ClusterError(f"The chief, {cluster.name(0)}, {mismatch}") from None
         except ClusterError:
             raise

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tfdist.runtime.all_reduce_choice import Travel
+from tfdist.runtime.all_reduce_choice import GradientPath
 from tfdist.runtime.array_meeting import ArrayMeeting, bucket_name, other_program
 from tfdist.runtime.ring_connections import TOKEN, Outgoing
 from tfdist.runtime.shared_memory import NOT_SHARED
@@ -56,14 +56,14 @@ class Ring(ArrayMeeting):
 
     _scratch, _halves = np.empty(0, np.float32), np.empty(0, ml_dtypes.bfloat16)  # longer ones when they are needed
 
-    def travel(self) -> Travel:
+    def gradient_path(self) -> GradientPath:
         """The way that sums take, in words."""
         if self.all_read:
-            return Travel("are read in place")
+            return GradientPath("are read in place")
         if not self.link:
-            return Travel("go over TCP")
+            return GradientPath("go over TCP")
         way = f"go over TCP, up to {self.link.doubled_bytes >> 10} KiB by doubling, else in a ring"
-        return Travel(f"{way}{', in place where neighbours share a host' if self.shares else ''}", self.link)
+        return GradientPath(f"{way}{', in place where neighbours share a host' if self.shares else ''}", self.link)
 
     def all_reduce(
         self,

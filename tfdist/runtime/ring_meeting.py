@@ -24,7 +24,7 @@ def meet(
 
     Both at the same time, since each side waits for the other's proof. Raises ClusterError, RingError.
     """
-    lock = wire.Lock.of(cluster.secret, "ring", *endpoints)
+    key = wire.SharedKey.of(cluster.secret, "ring", *endpoints)
     rights = {distance: (cluster.rank + distance) % cluster.size for distance in distances}
     lefts = {distance: (cluster.rank - distance) % cluster.size for distance in distances}
     deadline, given_up = time.monotonic() + _MEETING_SECONDS, threading.Event()
@@ -33,7 +33,7 @@ def meet(
         accepting = pool.submit(
             _accept,
             listener,
-            lock,
+            key,
             cluster.rank,
             set(lefts.values()),
             lambda: time.monotonic() > deadline or given_up.is_set(),
@@ -41,8 +41,8 @@ def meet(
         try:
             for distance, rank in rights.items():
                 try:
-                    connected[distance] = _connect(endpoints[rank], lock, cluster.rank, rank, deadline)
-                except wire.Mismatch as mismatch:
+                    connected[distance] = _connect(endpoints[rank], key, cluster.rank, rank, deadline)
+                except wire.OtherJobError as mismatch:
                     raise ClusterError(f"{cluster.name(rank)} {mismatch}") from None
             accepted = accepting.result()
         except BaseException:
@@ -53,10 +53,10 @@ def meet(
     return connected, {distance: accepted[rank] for distance, rank in lefts.items()}
 
 
-def _connect(endpoint: str, lock: wire.Lock, rank: int, expected: int, deadline: float) -> socket.socket:
+def _connect(endpoint: str, key: wire.SharedKey, rank: int, expected: int, deadline: float) -> socket.socket:
     while True:
         try:
-            return wire.connect(endpoint, lock, rank, expected, min(deadline, time.monotonic() + _ATTEMPT_SECONDS))
+            return wire.connect(endpoint, key, rank, expected, min(deadline, time.monotonic() + _ATTEMPT_SECONDS))
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RingError(
@@ -67,11 +67,11 @@ def _connect(endpoint: str, lock: wire.Lock, rank: int, expected: int, deadline:
 
 
 def _accept(
-    listener: socket.socket, lock: wire.Lock, rank: int, expected: set[int], is_over: Callable[[], bool]
+    listener: socket.socket, key: wire.SharedKey, rank: int, expected: set[int], is_over: Callable[[], bool]
 ) -> dict[int, socket.socket]:
     """rank -> its connection; of one that tries again, the last."""
     found: dict[int, socket.socket] = {}
-    with Reception(listener, lock, rank, lambda other: other in expected) as reception:
+    with Reception(listener, key, rank, lambda other: other in expected) as reception:
         while len(found) < len(expected):
             for arrival in reception.poll(0.1):
                 if earlier := found.pop(arrival.rank, None):

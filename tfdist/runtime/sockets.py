@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.runtime.all_reduce_choice import Travel
+from tfdist.runtime.all_reduce_choice import GradientPath
 from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.host import as_list, on_host
 from tfdist.runtime.operations import OUR_RING, Collective
@@ -102,5 +102,5 @@ class Sockets(Peers):
     def reduction_s(self) -> tuple[float, float] | None:
         return self._reducer.travel_s, self._reducer.wait_s
 
-    def travel(self) -> Travel:
-        return self._gradients.travel()
+    def gradient_path(self) -> GradientPath:
+        return self._gradients.gradient_path()

@@ -73,9 +73,9 @@ class TrainStep:
         total = TotalLoss(model, summed, self._expected_weight, options.weighted)
         self.replica = ReplicaGradients(runtime, model, total, self.update, options, parallelism)
         self.added = self.replica.added
-        self._pieces_norm, self._apply_pieces = self.update.norm, self._scale_and_apply
+        self._gradient_norm, self._apply_gradients = self.update.norm, self._scale_and_apply
         if options.compiled_update:
-            self._pieces_norm, self._apply_pieces = in_xla(self._pieces_norm), in_xla(self._apply_pieces)
+            self._gradient_norm, self._apply_gradients = in_xla(self._gradient_norm), in_xla(self._apply_gradients)
         self._forward_state = ForwardState(runtime, model)
         if runtime.local_replicas > 1:
             separate_replicas(model)
@@ -246,9 +246,9 @@ class TrainStep:
     def _norm(self, reduced: Reduced, factor: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
         """float32 []: of the gradient of the mean loss."""
         if self._needs_norm:
-            return self._pieces_norm(reduced.gradients) * factor
+            return self._gradient_norm(reduced.gradients) * factor
         # Only shown, so computed once a call: a pass over all gradients is not free.
-        return tf.cond(last, lambda: self._pieces_norm(reduced.gradients) * factor, lambda: tf.constant(0.0))
+        return tf.cond(last, lambda: self._gradient_norm(reduced.gradients) * factor, lambda: tf.constant(0.0))
 
     def _is_finite(self, reduced: Reduced, norm: tf.Tensor) -> tf.Tensor:
         """bool []: a norm is finite exactly if every element of the gradient is."""
@@ -263,7 +263,7 @@ class TrainStep:
         """`before`: of the forward state, which a step that is skipped leaves as it was."""
 
         def update() -> None:
-            self.runtime.run(lambda gradients, _: self._apply_pieces(gradients, factor), reduced.per_replica)
+            self.runtime.run(lambda gradients, _: self._apply_gradients(gradients, factor), reduced.per_replica)
 
         if self._may_skip:
             tf.cond(finite, update, lambda: self._forward_state.put_back(before))

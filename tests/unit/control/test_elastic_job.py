@@ -227,7 +227,7 @@ def test_strangers_are_not_taken_for_workers(tmp_path):
     (tmp_path / "hesitate-2").touch()
     made = Run(tmp_path)
     host, port = made.job.groups.invitation(0)[VARIABLE].split("/")[0].split(":")
-    guessed = wire.Lock.of(Secret(b"guessed"), "membership")
+    guessed = wire.SharedKey.of(Secret(b"guessed"), "membership")
     said = [
         b'GET / HTTP/1.1\n{"slot": 2, "token": "guessed"}\n{"slot": 2}\n[]\n',
         b"",

@@ -17,7 +17,7 @@ import pytest
 from tfdist.control import reception, wire
 from tfdist.control.reception import Reception
 from tfdist.control.token import Secret
-from tfdist.control.wire import Lock, Mismatch
+from tfdist.control.wire import OtherJobError, SharedKey
 
 SECRET, OTHER = Secret(b"the secret of this job"), Secret(b"the secret of another")
 
@@ -28,7 +28,7 @@ class Host:
     def __init__(self, secret=SECRET, purpose="test", rank=0):
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.reception = Reception(self.listener, Lock.of(secret, purpose), rank, lambda other: 0 <= other <= 3)
+        self.reception = Reception(self.listener, SharedKey.of(secret, purpose), rank, lambda other: 0 <= other <= 3)
         self.arrived, self.most, self._stop = [], 0, threading.Event()
         self.thread = threading.Thread(target=self._serve)
 
@@ -55,7 +55,9 @@ class Host:
         return connection
 
     def honest(self, rank=1, message=b"hello", secret=SECRET, seconds=10.0, purpose="test", expected=0):
-        with wire.connect(self.address, Lock.of(secret, purpose), rank, expected, time.monotonic() + seconds, message):
+        with wire.connect(
+            self.address, SharedKey.of(secret, purpose), rank, expected, time.monotonic() + seconds, message
+        ):
             return True
 
     def is_well(self):
@@ -96,7 +98,7 @@ def test_both_sides_prove_themselves_and_a_message_comes_with_it():
 )
 def test_who_has_not_the_token_is_told_and_noted(theirs, ours, said, noted, capsys):
     with Host(ours) as host:
-        with pytest.raises(Mismatch, match=said):
+        with pytest.raises(OtherJobError, match=said):
             host.honest(secret=theirs)
         until(
             lambda: any(
@@ -110,7 +112,7 @@ def test_who_has_not_the_token_is_told_and_noted(theirs, ours, said, noted, caps
 @pytest.mark.parametrize("wrong", [{"purpose": "another"}, {"expected": 3}])
 def test_who_means_another_meeting_or_rank_notices(wrong):
     with Host() as host:
-        with pytest.raises(Mismatch):
+        with pytest.raises(OtherJobError):
             host.honest(**wrong)
         assert host.is_well() and len(host.arrived) == 1
 
@@ -140,7 +142,7 @@ def test_a_recorded_conversation_opens_nothing():
         thread = threading.Thread(target=pass_on)
         thread.start()
         with wire.connect(
-            f"127.0.0.1:{relay.getsockname()[1]}", Lock.of(SECRET, "test"), 1, 0, time.monotonic() + 10, b"hello"
+            f"127.0.0.1:{relay.getsockname()[1]}", SharedKey.of(SECRET, "test"), 1, 0, time.monotonic() + 10, b"hello"
         ):
             pass
         thread.join()
@@ -166,15 +168,15 @@ def test_an_echo_of_ones_own_words_proves_nothing():
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with pytest.raises(Mismatch):
-        wire.connect(f"127.0.0.1:{echo.getsockname()[1]}", Lock.of(SECRET, "test"), 0, 0, time.monotonic() + 10)
+    with pytest.raises(OtherJobError):
+        wire.connect(f"127.0.0.1:{echo.getsockname()[1]}", SharedKey.of(SECRET, "test"), 0, 0, time.monotonic() + 10)
     thread.join()
     echo.close()
 
 
 def test_garbage_of_all_kinds_harms_nobody():
     rng = random.Random(7)
-    hello = Lock.of(SECRET, "test").hello(1)
+    hello = SharedKey.of(SECRET, "test").hello(1)
     pieces = [
         b"",
         b"\n",
@@ -203,7 +205,7 @@ def test_garbage_of_all_kinds_harms_nobody():
 
 def test_somebody_of_the_job_may_not_send_without_end():
     with Host() as host, host.raw() as member:
-        lock = Lock.of(SECRET, "test")
+        lock = SharedKey.of(SECRET, "test")
         mine = lock.hello(1)
         member.sendall(mine)
         hello = member.recv(77, socket.MSG_WAITALL)[:45]
@@ -214,7 +216,7 @@ def test_somebody_of_the_job_may_not_send_without_end():
 
 def test_the_silent_and_the_slow_hold_up_nobody_and_are_dropped(monkeypatch):
     def say_nothing(host):
-        return [host.raw(data) for data in [b"", b"tfdist", Lock.of(SECRET, "test").hello(1)] * 20]
+        return [host.raw(data) for data in [b"", b"tfdist", SharedKey.of(SECRET, "test").hello(1)] * 20]
 
     monkeypatch.setattr(reception, "_PATIENCE", 600.0)
     with Host() as host:

@@ -115,8 +115,8 @@ def test_strangers_neither_join_nor_hold_up_nor_end_a_job(addresses):
             old_hello(1, addresses),
             old_hello(2, addresses),
             b'{"rank": 1e999}\n',
-            wire.Lock.of(Secret(), "rendezvous").hello(1),
-            wire.Lock.of(SECRET, "ring").hello(2) + bytes(36),
+            wire.SharedKey.of(Secret(), "rendezvous").hello(1),
+            wire.SharedKey.of(SECRET, "ring").hello(2) + bytes(36),
         ]
         connection.sendall(words[next(turn) % len(words)])
 
@@ -196,8 +196,8 @@ def test_a_stranger_at_a_rings_port_is_no_neighbour():
                 [
                     struct.pack("!I", 1),
                     b"",
-                    wire.Lock.of(Secret(), "ring", *endpoints).hello(1) + bytes(36),
-                    wire.Lock.of(SECRET, "ring").hello(1) + bytes(36),
+                    wire.SharedKey.of(Secret(), "ring", *endpoints).hello(1) + bytes(36),
+                    wire.SharedKey.of(SECRET, "ring").hello(1) + bytes(36),
                 ][number % 4]
             )
         met.set()

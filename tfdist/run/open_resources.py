@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 
-class Opened(contextlib.ExitStack):
+class OpenResources(contextlib.ExitStack):
     """Closes in the opposite order. Before, if the session fails, whatever wants to save or say something may."""
 
     def __init__(self) -> None:
