@@ -3,6 +3,7 @@
 Only the commands import this. What differs from plain absl, on purpose:
 - The command line always wins over flag files, wherever `--flagfile` stands (absl: the last one by position).
 - A nested flag file is looked up beside the file that names it, then in the working directory.
+- Quotes around a value in a flag file, and a comment behind it, are refused (absl: part of the value).
 - `--help` shows the flags that people use first, by component; `--helpfull` all.
 No TensorFlow import: `--help` and `--dry_run` must answer at once.
 """
@@ -113,7 +114,7 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
     if path.resolve() in including:
         raise ConfigError(f"--flagfile={path} includes itself: remove that line.")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # an editor may have put a mark in front
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"--flagfile={path} cannot be read ({reason}): check the path.") from None
@@ -127,6 +128,10 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
                 f"{path}, line {number}: {line!r} is not a flag; write --name=value, or # before a comment."
             )
         name, equals, value = line.lstrip("-").partition("=")
+        if re.search(r"\s#", value):
+            raise ConfigError(f"{path}, line {number}: {line!r}: a comment must stand on a line of its own.")
+        if re.fullmatch(r"(['\"]).*\1", value):
+            raise ConfigError(f"{path}, line {number}: {line!r}: quotes would be part of the value; leave them out.")
         if name == "flagfile":
             if not equals:
                 raise ConfigError(f"{path}, line {number}: write --flagfile=PATH.")

@@ -27,7 +27,7 @@ from pathlib import Path
 from tfdist import flags
 from tfdist.config import Config
 from tfdist.control import exit_codes, jobspecs
-from tfdist.control.command_parser import module_named_in, split_at_dashes
+from tfdist.control.command_parser import module_named_in, program_command, split_at_dashes
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.jobspecs.job_options import job_parser, parse_job_options
 from tfdist.control.run_address import is_url
@@ -83,7 +83,7 @@ def slurm(options: argparse.Namespace, config: Config | None, arguments: list[st
         python = shlex.split(options.python)
     except ValueError as error:
         raise ConfigError(f"--python={options.python} is no command ({error}): close its quotes.") from None
-    command = " ".join(map(jobspecs.bash_word, [*python, *_module(config, arguments), *arguments]))
+    command = " ".join(map(jobspecs.bash_word, [*python, *_python_arguments(config, arguments)]))
     return jobspecs.render(
         "slurm",
         {
@@ -142,11 +142,9 @@ def _with_fence(template: str, options: argparse.Namespace, config: Config | Non
     return jobspecs.render(template, {**values, **fence, "pod": pod, "backoff": options.max_restarts * options.workers})
 
 
-def _module(config: Config | None, arguments: list[str]) -> list[str]:
-    """What stands between `python` and the arguments; these may name a module themselves."""
-    if config:
-        return ["-m", "tfdist.train"]
-    return [] if arguments[:1] == ["-m"] else ["-m", "tfdist.script"]
+def _python_arguments(config: Config | None, arguments: list[str]) -> list[str]:
+    """What stands behind `python` on a worker. config: None if the arguments name a program."""
+    return ["-m", *(["tfdist.train", *arguments] if config else program_command(arguments))]
 
 
 def _command(config: Config | None, arguments: list[str]) -> list[str]:
@@ -155,7 +153,7 @@ def _command(config: Config | None, arguments: list[str]) -> list[str]:
     Kubernetes would replace $(NAME).
     """
     arguments = flags.expand_flagfiles(arguments) if config else arguments
-    return ["python", *_module(config, arguments), *(argument.replace("$", "$$") for argument in arguments)]
+    return ["python", *(argument.replace("$", "$$") for argument in _python_arguments(config, arguments))]
 
 
 def _check_volume(options: argparse.Namespace, run_dir: str) -> None:

@@ -23,7 +23,6 @@ and go on.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import signal
@@ -37,7 +36,7 @@ from tfdist import flags
 from tfdist.config import COMPONENTS, Config
 from tfdist.config.strategies import STRATEGIES, strategy_or_undecided
 from tfdist.control import backup_count, exit_codes, lease
-from tfdist.control.command_parser import module_named_in, split_at_dashes
+from tfdist.control.command_parser import check_module, module_named_in, program_command, split_at_dashes
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.job import Job
@@ -65,11 +64,10 @@ def main(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # workers may print what this terminal cannot
     if train and train[0].endswith(".py"):
-        return launch_program(["tfdist.script", *train], Path(train[0]).stem, options)
+        return launch_program(program_command(train), Path(train[0]).stem, options)
     if module := module_named_in(train):
-        if not _has_module(module):
-            raise ConfigError(f"-m {module}: there is no such module on the Python path; set PYTHONPATH to its folder.")
-        return launch_program(train[1:], module, options)
+        check_module(module)
+        return launch_program(program_command(train), module, options)
     config = flags.parse(train, usage="Flags of the workers:", before=launch_parser("")).config
     run_dir = config.run.folder
     if not config.run.dry_run:
@@ -79,13 +77,6 @@ def main(argv: list[str]) -> int:
     if options.on == "ray":
         return launch_on_ray(["-m", "tfdist.train", *train], run_dir / "logs", options, config)
     return launch_here(train, options, config)
-
-
-def _has_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # what the package around it raises; no name of a module
-        return False
 
 
 def workers_help(own_argv: list[str]) -> str:

@@ -1,8 +1,8 @@
 """python -m tfdist.script SCRIPT [ARGS]: runs a Python script of yours so that errors of tfdist end with their exit
-codes.
+codes; with -m MODULE in place of SCRIPT a module, as `python -m` does.
 
 What `python -m tfdist.launch --workers=2 -- script.py ARGS` starts on every worker. Without it an error would end the
-script with a traceback and code 1, and a supervisor could not tell a lost peer from a mistake.
+program with a traceback and code 1, and a supervisor could not tell a lost peer from a mistake.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tfdist.control import exit_codes, token
+from tfdist.control.command_parser import check_module, module_named_in
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.terminal import say
@@ -24,34 +26,44 @@ def main(argv: list[str]) -> int:
         return 0
     if not argv:
         raise ConfigError("No script is given: name a Python file that calls tfdist.fit.")
+    name, program = _program(argv)
+    token.read(os.environ)  # before the program, and what it starts, can see it there
+    try:
+        program()
+    except SystemExit as end:
+        if end.code in (None, 0):
+            _say_if_alone(name)
+        raise
+    _say_if_alone(name)
+    return 0
+
+
+def _program(argv: list[str]) -> tuple[str, Callable[[], object]]:
+    """(its name, what runs it). Raises ConfigError."""
+    if module := module_named_in(argv):
+        check_module(module)
+        sys.argv = argv[1:]
+        return module, lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
     script = Path(argv[0])
     if not script.is_file():
         what = "is no file" if script.exists() else "is not there"
         raise ConfigError(f"{script} {what}: name a Python file that calls tfdist.fit.")
     if script.suffix not in (".py", ""):
         raise ConfigError(f"{script} is no Python script: name a file that ends in .py.")
-    token.read(os.environ)  # before the script, and what it starts, can see it there
     sys.argv = argv
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` has it
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        if end.code in (None, 0):
-            _say_if_alone(script)
-        raise
-    _say_if_alone(script)
-    return 0
+    return str(script), lambda: runpy.run_path(str(script), run_name="__main__")
 
 
-def _say_if_alone(script: Path) -> None:
-    """Says so if a script for several workers has ended without having joined them."""
+def _say_if_alone(program: str) -> None:
+    """Says so if a program for several workers has ended without having joined them."""
     joining, factory = (sys.modules.get(f"tfdist.{name}") for name in ("keras_fit.joining", "runtime.factory"))
     if joining and joining.has_joined() or factory and factory.has_started():
         return
     cluster = resolve_cluster(os.environ)
     if cluster.size > 1 and cluster.is_chief:
         say(
-            f"{script} has ended without a call of tfdist.fit, evaluate, predict or spread: unless it divides"
+            f"{program} has ended without a call of tfdist.fit, evaluate, predict or spread: unless it divides"
             f" the work in a way of its own, each of the {cluster.size} workers has done all of it alone. Write"
             " tfdist.fit(model, ...) in place of model.fit(...)."
         )

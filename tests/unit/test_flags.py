@@ -69,10 +69,21 @@ def test_bad_flag_files(tmp_path):
         ("-\n", "line 1"),
         ("--bogus=1\n", "--bogus"),
         (f"--flagfile={file}\n", "includes itself"),
+        ("--run_dir=runs/x # mine\n", "line 1.* a line of its own"),
+        ('\n--run_dir="runs/x"\n', "line 2.* quotes"),
+        ("--flagfile='other.flags'\n", "line 1.* quotes"),
     ]:
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             flags.parse([f"--flagfile={file}"])
+
+
+def test_a_flag_file_may_begin_with_a_mark_and_hold_json(tmp_path):
+    file = tmp_path / "x.flags"
+    file.write_text('--steps=3\n--source_args={"seed": 1, "name": "a#b"}\n', encoding="utf-8-sig")
+    config = flags.parse([f"--flagfile={file}"]).config
+    assert config.run.steps == 3
+    assert config.data.source_args == '{"seed": 1, "name": "a#b"}'
 
 
 def test_written_flag_file_reproduces_the_configuration(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -74,6 +75,24 @@ def module_named_in(arguments: list[str]) -> str:
     if not arguments[1:] or arguments[1].startswith("-"):
         raise ConfigError("-m needs the name of a module behind it: write `-- -m tfdist.doctor`, for example.")
     return arguments[1]
+
+
+def check_module(name: str) -> None:
+    """Raises ConfigError if there is no module of this name."""
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # what the package around it raises; no name of a module
+        found = False
+    if not found:
+        raise ConfigError(f"-m {name}: there is no such module on the Python path; set PYTHONPATH to its folder.")
+
+
+def program_command(program: list[str]) -> list[str]:
+    """What stands behind `python -m` on a worker whose program is given as SCRIPT ARGS or -m MODULE ARGS: tfdist's
+    commands know its exit codes, and tfdist.script sees to them for others."""
+    if module_named_in(program).partition(".")[0] == "tfdist":
+        return program[1:]
+    return ["tfdist.script", *program]
 
 
 def check_least(flag: str, value: float, least: float) -> None:
