@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,10 @@ class Progress:
     def epochs(self, step: int) -> float | None:
         """Passes over the data when `step` steps are done; None of a stream."""
         return self.trained(step) / self.size if self.size else None
+
+    def steps_per_epoch(self) -> int:
+        """Of a pass over the data, the last one maybe into the next; 0 of a stream."""
+        return math.ceil((self.size or 0) / self.global_batch)
 
     def pass_over(self, samples: int) -> None:
         """Goes past samples that are not trained on."""

@@ -4,7 +4,6 @@ numbers. Every worker has one, so that all restore together.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from tfdist.run.snapshot_files import SnapshotFiles
 from tfdist.runtime.decisions import of_the_chief
 from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.timer import Clock
+from tfdist.training.log_interval import IntervalSums
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class _Found:
 
 class Recovery:
     """The state of a run, see above. `evaluated`: the last step that was, and its scores, which its snapshot keeps;
-    `losses`: of the log lines.
-    """
+    `losses`: of the log lines; `interval_sums`: of the steps since the last."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class Recovery:
         self.time_policy = memory.time_policy if memory and memory.time_policy else TimePolicy(checkpoint.save_minutes)
         if memory:
             memory.time_policy = self.time_policy
-        self.losses = restore.LossContinuity()
+        self.losses, self.interval_sums = restore.LossContinuity(), IntervalSums()
         self.evaluated: tuple[int, Mapping[str, float]] = -1, {}
         self.progress = Progress(job.plan.global_batch, job.train_split.size)
         self._samples = SampleIdentity(job.train_split)
@@ -181,8 +180,9 @@ class Recovery:
         self.stream_cut = manifest.get("stream_cut") or streams.cut_of_old_runs(split, manifest["replicas"])
         state.restore_generator_states(manifest["generators"])
         self.progress.restore(manifest, step)
-        if manifest["config_digest"] == self.config.digest():  # else it is tried with other numbers
-            self._rollbacks = max(self._rollbacks, manifest.get("rollbacks", 0))
+        same = manifest if manifest["config_digest"] == self.config.digest() else {}  # it is tried with other numbers
+        self._rollbacks = max(self._rollbacks, same.get("rollbacks", 0))
+        self.interval_sums.restore(same.get("interval_sums", {}))
         self._saved_scores = manifest.get("metrics", {})
         self.evaluated, self._saved_step = (step, self._saved_scores), -1 if manifest.get("must_be_saved") else step
         kept = (
@@ -266,8 +266,7 @@ class Recovery:
 
     def backup_period(self) -> int:
         """Steps between two backups; 0: none."""
-        an_epoch = math.ceil((self.job.train_split.size or 0) / self.job.plan.global_batch)
-        return (self.config.checkpoint.backup_every or an_epoch) if self.files.backup else 0
+        return (self.config.checkpoint.backup_every or self.progress.steps_per_epoch()) if self.files.backup else 0
 
     def settle_statistics(self) -> None:
         """Sets moving statistics to the first worker's before use: those not synchronised drift apart."""
@@ -295,6 +294,7 @@ class Recovery:
             "metrics": self._scores(step),
             "learning_rate": self.learning_rate(),
             "losses": self.losses.losses,
+            "interval_sums": self.interval_sums.fields(),
             "time": time.time(),
             "run_id": self.run_id,
         }

@@ -55,6 +55,7 @@ class SessionHooks:
             pull_state=trainer.pull_state,
             rates=trainer.rates,
             watch=trainer.watch,
+            interval_sums=recovery.interval_sums,
             failed_together=lambda: evaluator is not None and evaluator.failed_together,
             save_final=self.save if config.checkpoint.save_final else None,
         )

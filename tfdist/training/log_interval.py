@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,41 @@ from tfdist.training.step_output import StepOutput
 _MOST_SKIPPED = 50  # steps in a row: the search for the loss scale of float16 takes up to 30
 
 
+class IntervalSums:
+    """The sums of an interval so far. They are in snapshots: a run that goes on in the middle of an interval shows
+    means over all of it.
+
+    weight: of the samples, or tokens; skipped: of the steps; sums: loss and metrics times weight.
+    """
+
+    def __init__(self) -> None:
+        self.restore({})
+
+    def restore(self, fields: Mapping[str, Any]) -> None:
+        """Goes on from what `fields` returned; from nothing if that is empty."""
+        self.steps, self.weight = int(fields.get("steps", 0)), float(fields.get("weight", 0.0))
+        self.skipped, self.sums = int(fields.get("skipped", 0)), dict[str, float](fields.get("sums", {}))
+
+    def fields(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"steps": self.steps, "weight": self.weight, "skipped": self.skipped, "sums": dict(self.sums)}
+
+    def add(self, out: StepOutput, n: int) -> None:
+        """The output of a call of n steps."""
+        self.steps += n
+        self.weight += out.weight
+        self.skipped += out.skipped
+        for name, value in out.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def means(self) -> dict[str, float]:
+        """Of loss and metrics; NaN if all steps were skipped, 0 if no sample had a weight."""
+        of_nothing = math.nan if self.skipped == self.steps else 0.0
+        return {name: total / self.weight if self.weight else of_nothing for name, total in self.sums.items()}
+
+
 class Interval:
-    """Adds up step outputs; `events` ends the interval and starts the next.
+    """Adds up step outputs; `events` ends the interval and starts the next. `sums`: what it begins with.
 
     Raises DivergedError where steps are skipped only.
     """
@@ -35,18 +69,19 @@ class Interval:
         position: Callable[[int], int],
         rates: Rates | None,
         watch: Watch | None,
+        sums: IntervalSums | None = None,
     ):
+        self.sums = sums or IntervalSums()
         self.clock, self.global_batch, self.position = clock, global_batch, position
         self.rates, self.watch = rates or Rates(), watch
         if watch:
             watch.forget()
         self._skipped_in_a_row = 0
         self._has_warned_of_no_weight = False
-        self._reset()
+        self._begin()
 
-    def _reset(self) -> None:
-        self.steps, self.weight, self.skipped = 0, 0.0, 0
-        self.sums: dict[str, float] = {}
+    def _begin(self) -> None:
+        self.steps = 0  # by this process
         self.compute_s: list[np.ndarray] = []
         self.news: list[str] = []
         self.seconds, self.pauses = self.clock.seconds, dict(self.clock.pauses)
@@ -61,11 +96,8 @@ class Interval:
                 " negative weights of an --objective, lower --learning_rate, or set --clip_norm."
             )
         self.steps += n
-        self.weight += out.weight
-        self.skipped += out.skipped
+        self.sums.add(out, n)
         self.news += out.news
-        for name, value in out.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
         if out.step_s:  # of the call before
             self.compute_s.append(out.compute_s)
         if self.watch:
@@ -83,13 +115,13 @@ class Interval:
         """
         watched = [Event("warning", step, {"message": sentence}) for sentence in self.news]
         watched += self.watch.events(step, self.compute_by_rank()) if self.watch else ()
-        if self.skipped == self.steps:
+        if self.sums.skipped == self.sums.steps:
             message = (
-                f"All of the last {self.steps} steps were skipped, because loss or gradients were not finite: there is"
-                " no loss to show."
+                f"All of the last {self.sums.steps} steps were skipped, because loss or gradients were not finite:"
+                " there is no loss to show."
             )
             watched.append(Event("warning", step, {"message": message}))
-        elif not self.weight and not self._has_warned_of_no_weight:
+        elif not self.sums.weight and not self._has_warned_of_no_weight:
             self._has_warned_of_no_weight = True
             message = (
                 "All samples since the last log line have the weight 0: nothing was learned from them, and their loss"
@@ -100,15 +132,12 @@ class Interval:
 
     def event(self, step: int, extra_values: Mapping[str, float]) -> Event:
         seconds = max(self.clock.seconds - self.seconds, 1e-9)
-        of_nothing = math.nan if self.skipped == self.steps else 0.0  # the mean where no sample has a weight
-        values = {
-            f"train/{name}": total / self.weight if self.weight else of_nothing for name, total in self.sums.items()
-        }
+        values = {f"train/{name}": mean for name, mean in self.sums.means().items()}
         values |= {
             **extra_values,
             "train/gradient_norm": self.last.gradient_norm,
             "train/loss_scale": self.last.loss_scale,
-            "train/skipped_steps": self.skipped,
+            "train/skipped_steps": self.sums.skipped,
             "perf/steps_per_s": self.steps / seconds,
             "perf/samples_per_s": self.steps * self.global_batch / seconds,
             "data/consumed_samples": self.position(step),
@@ -127,7 +156,8 @@ class Interval:
                 "perf/slowest_compute_s": max(seconds_by_rank),
                 "perf/slowest_rank": int(np.argmax(seconds_by_rank)),
             }
-        self._reset()
+        self.sums.restore({})
+        self._begin()
         return Event("train", step, values)
 
 

@@ -101,7 +101,7 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
 
 
 def _interval(hooks: LoopHooks) -> Interval:
-    return Interval(hooks.clock, hooks.global_batch, hooks.position, hooks.rates, hooks.watch)
+    return Interval(hooks.clock, hooks.global_batch, hooks.position, hooks.rates, hooks.watch, hooks.interval_sums)
 
 
 def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: int, due: Save | None) -> dict:

@@ -10,7 +10,7 @@ from typing import Protocol
 from tfdist.telemetry.events import Tell
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
-from tfdist.training.log_interval import Watch
+from tfdist.training.log_interval import IntervalSums, Watch
 from tfdist.training.step_output import Requests, StepOutput
 
 # Both bound how long a request to save or stop waits.
@@ -99,6 +99,7 @@ class LoopHooks:
     pull_state: Callable[[int], None] | None = None
     rates: Rates | None = None
     watch: Watch | None = None  # of where the time goes
+    interval_sums: IntervalSums | None = None  # with which the first log interval begins; `rollback` sets them, too
     # After an evaluation that has failed: whether it has on all workers, or all know of it, so that they can save
     failed_together: Callable[[], bool] = lambda: False
     save_final: Save | None = None  # what comes after `train`, when the target is reached; None: nothing

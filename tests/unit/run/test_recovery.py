@@ -135,6 +135,21 @@ def test_a_changed_learning_rate_is_refused_or_said(tmp_path):
     assert step == 5 and "the learning rate jumps from 0.01 to 0.5" in messages[-1]
 
 
+def test_the_sums_since_the_last_log_line_are_gone_on_with(tmp_path):
+    recovery = recovery_of(tmp_path)
+    recovery.interval_sums.restore({"steps": 3, "weight": 24.0, "skipped": 1, "sums": {"loss": 0.1}})
+    recovery.state.go_to(5)
+    recovery.save(5)
+    recovery.interval_sums.restore({})  # a log line
+    assert recovery.files.finish() == ""
+    second = recovery_of(tmp_path)
+    second.restore()
+    assert second.interval_sums.fields() == {"steps": 3, "weight": 24.0, "skipped": 1, "sums": {"loss": 0.1}}
+    changed = recovery_of(tmp_path, label_smoothing=0.1, allow_config_change=True)  # another loss
+    changed.restore()
+    assert changed.interval_sums.steps == 0
+
+
 def test_with_another_batch_samples_are_counted_on_and_epochs_are_refused(tmp_path):
     """--epochs would come to steps of the new batch from the beginning: it would end too early, or too late."""
     saved(tmp_path, 6)

@@ -19,6 +19,7 @@ from tfdist.run.session import GroupChange, Start
 from tfdist.run.trainer import Trainer
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.timer import Clock
+from tfdist.training.log_interval import IntervalSums
 from tfdist.training.loop import TrainResult
 from tfdist.training.step_output import NOTHING, Requests
 
@@ -148,6 +149,7 @@ class World:
             restore=lambda checkpoint: self.at("restore") or ([], 0),
             state=SimpleNamespace(held=lambda: []),
             backup_period=lambda: 0,
+            interval_sums=IntervalSums(),
             progress=Progress(4, None),
             check_epochs=lambda run, step: None,
             stream_cut=1,

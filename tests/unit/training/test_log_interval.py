@@ -1,6 +1,7 @@
 """The values of a train event."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from tfdist.control.exit_codes import DivergedError
 from tfdist.telemetry.timer import Clock
-from tfdist.training.log_interval import Interval
+from tfdist.training.log_interval import Interval, IntervalSums
 from tfdist.training.step_output import StepOutput
 
 
@@ -58,6 +59,27 @@ def test_skipped_steps_are_not_part_of_the_loss_that_is_shown():
     interval.add(output(8, 4, 4), 4)
     warning, event = interval.events(8, {})
     assert "All of the last 4 steps were skipped" in warning.values["message"] and np.isnan(event.values["train/loss"])
+
+
+def test_an_interval_that_is_gone_on_with_shows_means_over_all_of_it():
+    calls = [output(1, 1, 0, 0.25), output(3, 2, 1, 2.0), output(4, 1, 0, 1.0)]
+    whole = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
+    for out, n in zip(calls, (1, 2, 1), strict=True):
+        whole.add(out, n)
+    before = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
+    before.add(calls[0], 1)
+    sums = IntervalSums()
+    sums.restore(json.loads(json.dumps(before.sums.fields())))
+    before.add(calls[1], 2)  # which the snapshot does not hold
+    after = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None, sums=sums)
+    for out, n in zip(calls[1:], (2, 1), strict=True):
+        after.add(out, n)
+    (wanted,), (found,) = whole.events(4, {}), after.events(4, {})
+    names = ("train/loss", "train/skipped_steps", "train/gradient_norm", "data/consumed_samples")
+    assert [found.values[name] for name in names] == [wanted.values[name] for name in names]
+    after.add(output(5, 1, 0, 7.0), 1)
+    (event,) = after.events(5, {})
+    assert event.values["train/loss"] == 7.0 and sums.steps == 0
 
 
 def test_a_run_that_only_skips_is_an_error():
