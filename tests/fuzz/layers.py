@@ -235,6 +235,24 @@ class InFunction(Idle):
         return (1.25 if training else 1.0) * ops.tanh(ops.matmul(x, self.kernel))
 
 
+class Between(keras.layers.Layer):
+    """Between two layers that may be cut: draws a number for each row, and makes nothing of it. In training it does
+    what each channel can do for itself, or, if it `mixes`, only all of them together.
+    """
+
+    def __init__(self, mixes: bool, **options):
+        super().__init__(**options)
+        self.mixes, self.supports_masking = mixes, True
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, x, training=False):
+        if not training:
+            return x
+        drawn = keras.random.uniform((ops.shape(x)[0], *(1 for _ in x.shape[1:])), seed=self.seed)
+        x = x * ops.cast(drawn < 2, x.dtype)
+        return x - 0.5 * ops.mean(x, -1, keepdims=True) if self.mixes else 1.25 * x
+
+
 class Withheld(keras.Model):
     """A model with a call of its own, which does not tell its layers that they are in training: these compute as in
     evaluation.

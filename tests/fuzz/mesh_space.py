@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from tests.fuzz import models
 from tests.fuzz.models import NO_SUMS, STATES, SUMS_AND_MEANS
 
 AXES = ("pipe", "data", "expert", "model")
@@ -63,6 +64,7 @@ def draw(
             kinds = ["scaled", "frozen"]
             if not options.get("sequence_parallel"):  # which gives other layers a part of the positions, too
                 kinds += ["nested", "own_head"]
+                kinds += ["between", models.MIXES_CHANNELS] if degree["model"] > 1 else []
             model["around"] = chance.choice(kinds)
     if options.get("compression") and mesh not in ("", "data=2"):
         options["compression"] = None

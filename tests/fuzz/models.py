@@ -183,6 +183,7 @@ def shape_of(inputs: str) -> str:
     return "rows" if inputs in TWO else inputs
 
 
+MIXES_CHANNELS = "mixes_channels"  # between layers that model= cuts
 # What is built around tfdist's transformer, and then is a model of the user's own.
 AROUND = {
     "": "return inner",
@@ -192,6 +193,15 @@ AROUND = {
         "body = inner.get_layer('final_norm').output\n"
         "return keras.Model(inner.input, layers.Dense(12, name='own_head', dtype='{head}')(body))"
     ),
+    **{
+        name: (
+            "def called(layer, *given, **options):\n"
+            "    y = layer(*given, **options)\n"
+            f"    return own.Between({mixes}, name='between')(y) if layer.name.endswith('_00_mlp_up') else y\n"
+            "return keras.models.clone_model(inner, clone_function=lambda layer: layer, call_function=called)"
+        )
+        for name, mixes in (("between", False), (MIXES_CHANNELS, True))
+    },
     "frozen": (
         "for layer in inner.layers:\n"
         "    layer.trainable = not layer.name.endswith(('embed_tokens', '_00_attention_out', '_01_experts_up'))\n"

@@ -41,6 +41,9 @@ NO_MEAN_OR_SUM = Refusal("ConfigError", r"neither a mean nor a sum over the rows
 MIXED_ROWS = Refusal("ConfigError", r"returns for a row depends on the other rows of its batch")
 EAGER_POSITIONS = Refusal("ConfigError", r"looks up rows of \S+ whatever the batch is")
 OWN_CALL = Refusal("ConfigError", r"^--(recompute|mesh)[^:]*: Withheld \w+ has a call of its own")
+CUT_CHANNELS = Refusal(
+    "ConfigError", r"cuts layers of \S+ by their names, but then it computes something else in training"
+)
 SHARED = Refusal(
     "ConfigError", r"^--mesh\S*, but layer shared sets its weight shared/calls in the forward pass, which stages"
 )
@@ -83,6 +86,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     workers = max(space.RUNTIMES[runtime][1] for runtime in runtimes)
     if models.MIXING & set(blocks) and max(copies, workers, case["options"]["accumulation"]) > 1:
         return MIXED_ROWS
+    if case["model"].get("around") == models.MIXES_CHANNELS:
+        return CUT_CHANNELS
     if "withheld" in case["model"] and (case["options"].get("recompute") or "pipe=" in case["options"].get("mesh", "")):
         return OWN_CALL
     if "shared" in case["model"]:

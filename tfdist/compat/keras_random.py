@@ -75,5 +75,5 @@ def _asking_first(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
             ask(generator)
         return draw(generator, *args, **kwargs)
 
-    asking.asks = True
+    vars(asking).update(vars(draw), asks=True)  # and with what keras_draws.py knows its own by
     return asking

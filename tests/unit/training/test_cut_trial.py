@@ -68,6 +68,30 @@ def test_all_workers_add_up_whatever_one_of_them_finds(monkeypatch):
     assert len(summed) == 2
 
 
+class Centered(keras.layers.Layer):
+    """In training, and where what it draws says so."""
+
+    def call(self, x, training=False):
+        drawn = keras.random.uniform(()) if training else 1.0
+        return keras.ops.where(drawn < 0.5, x - keras.ops.mean(x, -1, keepdims=True), x)
+
+
+def test_what_is_another_in_training_only_is_refused():
+    """Random layers are tried, too: constants take the place of what they draw."""
+    model = _model(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), Centered())
+    trial, centered = _trial(model), model.layers[-2]
+    before = [variable.numpy() for variable in model.variables]
+    assert trial.check({}, frozenset()) == 0
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    inner = centered.call
+    centered.call = lambda x, training=False: keras.ops.concatenate(  # what it does with halves of x
+        [inner(half, training=training) for half in keras.ops.split(x, 2, -1)], -1
+    )
+    with pytest.raises(ConfigError, match="something else in training than whole: its outputs are other numbers"):
+        trial.check({}, frozenset())
+
+
 def test_a_part_has_its_part_of_the_gradient():
     model = _model()
     trial, down = _trial(model), model.get_layer("down")

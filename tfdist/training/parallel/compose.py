@@ -104,21 +104,22 @@ def _parallelize(
     parts: dict[int, VariablePart] = {}
     partial: frozenset[int] = frozenset()
     cut_logits = group.size > 1 and _shards_logits(model)
-    trial, is_known = None, ":" not in config.model.model
+    trial, some, is_known = None, None, ":" not in config.model.model
     if runtime.mesh.degree("expert", "model") > 1:
         if rows and not is_known:
             sequence = config.parallel.sequence_parallel
-            trial = CutTrial(runtime, model, rows(cut_trial.ROWS), sequence_parallel=sequence)
+            some = rows(cut_trial.ROWS)
+            trial = CutTrial(runtime, model, some, sequence_parallel=sequence)
         refuse_assigned(model, model.trainable_variables, f"--mesh={runtime.mesh.describe()}")
     if runtime.mesh.degree("expert") > 1:
-        parts |= parallelize_experts(model, runtime.group("expert"), is_known)
+        parts |= parallelize_experts(model, runtime.group("expert"), is_known, some)
     if group.size > 1:
         if cut_logits and not trial:
             _check_width(width, model, group)
         if config.parallel.sequence_parallel:
-            found, partial = parallelize_sequence(model, group, is_known)
+            found, partial = parallelize_sequence(model, group, is_known, some)
         else:
-            found = parallelize_layers(model, group, is_known=is_known)
+            found = parallelize_layers(model, group, is_known=is_known, rows=some)
         parts |= found
     if trial and (tried := trial.check(parts, partial)) is not None:
         cut_logits, width = tried > 0, tried or width

@@ -3,7 +3,8 @@
 tensor.py and expert.py cut layers by their names. They count on what stands between two of them in the models of
 tfdist: what treats every channel on its own. A softmax, a norm or a gate between the `mlp_up` and the `mlp_down` of
 somebody else sees a part of the channels, and computes another number, without a word. So the model is called with a
-few rows while it is whole, and once it is cut: outputs, added losses and gradients must be the same, but for rounding.
+few rows while it is whole, and once it is cut: outputs, added losses and gradients must be the same, but for rounding;
+in inference, and as in training, where constants take the place of what is drawn, and moving moments of a batch's.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat import keras_layers
+from tfdist.compat.keras_draws import constant_draws
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.decisions import any_worker, every_worker
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.tensor import VariablePart, share
+from tfdist.training.row_checks.calm_layers import moving_moments_taken
 from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import differ_beyond_noise
 
@@ -56,14 +60,21 @@ class CutTrial:
         types = {layer.compute_dtype for layer in keras_layers.all_layers(model)}
         half = bool(types & {"float16", "bfloat16"})
         self._tolerance, self._noise = (_TOLERANCE_HALF, _NOISE_HALF) if half else (_TOLERANCE, _NOISE)
-        self._whole: Computed | None = None  # of a model that cannot be run here, or is random: it is not tried
-        with contextlib.suppress(Exception), self._state_restored():
-            traced = self._traced()
+        # training -> results of the whole model; none if it cannot be run here, or is random: it is not tried
+        self._whole: dict[bool, Computed] = {}
+        for training in (False, True):
+            whole = self._repeatable(training)
+            if every_worker(runtime, whole is not None) and whole:
+                self._whole[training] = whole
+
+    def _repeatable(self, training: bool) -> Computed | None:
+        with contextlib.suppress(Exception):
+            with self._looking():
+                traced = self._traced(training)
             whole, repeated = self._computed(traced), self._computed(traced)
             if not self._difference(whole, repeated, {}):
-                self._whole = whole
-        if not every_worker(runtime, self._whole is not None):
-            self._whole = None
+                return whole
+        return None
 
     def check(self, parts: Mapping[int, VariablePart], partial: frozenset[int]) -> int | None:
         """The last dim of the one output if workers have a part of it each, 0 if it is whole; None if the model could
@@ -72,44 +83,54 @@ class CutTrial:
         parts: id of a variable -> what is here of it; partial: ids of whole variables, of whose gradients a part is
         here. Raises ConfigError on all workers if the model computes something else than it did.
         """
-        if self._whole is None:
-            return None
-        with self._state_restored():
-            traced, problem = None, ""
-            try:
-                traced = self._traced()
-            except Exception as error:  # noqa: BLE001 - of Keras, where a shape does not fit
-                problem = f"its layers no longer fit ({_said(error)})"
-            self._refuse(problem)
-            assert traced is not None
-            computed = self._computed(traced)
-        gradients = zip(self._variables, computed.gradients, strict=True)
-        # On all workers, whatever each of them finds then: the sum is a collective.
-        summed = [self._summed(each) if id(variable) in partial else each for variable, each in gradients]
-        self._refuse(self._difference(self._whole, computed._replace(gradients=summed), parts))
-        whole, part = self._whole.outputs[0].shape, computed.outputs[0].shape
-        return whole[-1] if whole != part else 0
+        found = None
+        for training, whole in self._whole.items():
+            computed = self._cut(training)
+            gradients = zip(self._variables, computed.gradients, strict=True)
+            # On all workers, whatever each of them finds then: the sum is a collective.
+            summed = [self._summed(each) if id(variable) in partial else each for variable, each in gradients]
+            when = " in training" if training else ""
+            self._refuse(self._difference(whole, computed._replace(gradients=summed), parts), when)
+            if not training:
+                shape, part = whole.outputs[0].shape, computed.outputs[0].shape
+                found = shape[-1] if shape != part else 0
+        return found
+
+    def _cut(self, training: bool) -> Computed:
+        """The results of the cut model. Raises ConfigError on all workers if it cannot be called."""
+        traced, problem = None, ""
+        try:
+            with self._looking():
+                traced = self._traced(training)
+        except Exception as error:  # noqa: BLE001 - of Keras, where a shape does not fit
+            problem = f"its layers no longer fit ({_said(error)})"
+        self._refuse(problem, " in training" if training else "")
+        assert traced is not None
+        return self._computed(traced)
 
     # -- running the model -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _state_restored(self) -> Iterator[None]:
-        states = [(variable, variable.numpy()) for variable in self._model.non_trainable_variables]
+    def _looking(self) -> Iterator[None]:
+        """A context in which layers draw nothing, and states are restored at the end."""
+        held = [*self._model.non_trainable_variables, *hidden_state(self._model)]
+        states = [(variable, variable.numpy()) for variable in held]
+        layers = keras_layers.all_layers(self._model)
         try:
-            with generators_kept():
+            with generators_kept(), constant_draws(), moving_moments_taken(layers):
                 yield
         finally:
             for variable, value in states:
                 variable.assign(value)
 
-    def _traced(self) -> Any:
+    def _traced(self, training: bool) -> Any:
         """The model's forward and backward pass, as a graph: all workers fail to make it, or none waits for another."""
 
         def forward_and_backward() -> Any:
             with tf.GradientTape() as tape:
-                outputs = keras.tree.flatten(self._model(self._rows, training=False))
+                outputs = keras.tree.flatten(self._model(self._rows, training=training))
                 total: Any = sum(
-                    tf.reduce_sum(tf.cast(leaf, tf.float32) * self._upstream(place, leaf))
+                    tf.reduce_sum(tf.cast(leaf, tf.float32) * self._upstream(place, leaf, training))
                     for place, leaf in enumerate(outputs)
                     if leaf.dtype.is_floating
                 )
@@ -123,17 +144,19 @@ class CutTrial:
         return tf.function(forward_and_backward, autograph=False).get_concrete_function()
 
     def _computed(self, traced: Any) -> Computed:
-        outputs, added, gradients = traced()
+        with self._looking():
+            outputs, added, gradients = traced()
 
         def numbers(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
             return [tf.cast(each, tf.float64).numpy() for each in tensors]
 
         return Computed(numbers(outputs), numbers([added])[0], numbers(gradients))
 
-    def _upstream(self, place: int, output: tf.Tensor) -> tf.Tensor:
+    def _upstream(self, place: int, output: tf.Tensor, training: bool) -> tf.Tensor:
         """The weights of an output's numbers; where there is a part of it here, theirs."""
         own_shape = known_dims(output.shape)
-        shape = self._whole.outputs[place].shape if self._whole else own_shape
+        whole = self._whole.get(training)
+        shape = whole.outputs[place].shape if whole else own_shape
         drawn = np.random.default_rng(place).normal(size=shape).astype(np.float32)
         return tf.constant(self._own(drawn, own_shape))
 
@@ -174,8 +197,8 @@ class CutTrial:
     def _differ(self, one: np.ndarray, other: np.ndarray, noise: float = 0.0) -> bool:
         return one.shape != other.shape or differ_beyond_noise(one, other, self._tolerance, noise)
 
-    def _refuse(self, problem: str) -> None:
-        """Raises ConfigError on all workers if one of them has a problem."""
+    def _refuse(self, problem: str, when: str) -> None:
+        """Raises ConfigError on all workers if one of them has a problem. when: the end of a phrase."""
         if not any_worker(self._runtime, bool(problem)):
             return
         why = (
@@ -187,7 +210,7 @@ class CutTrial:
             why = "Layers of your own would have some of the positions on each worker: drop --sequence_parallel."
         raise ConfigError(
             f"--mesh={self._runtime.mesh.describe()}{self._also} cuts layers of {self._model.name} by their names, but"
-            f" then it computes something else than whole: {problem or 'another worker has found out'}. {why}"
+            f" then it computes something else{when} than whole: {problem or 'another worker has found out'}. {why}"
         )
 
 

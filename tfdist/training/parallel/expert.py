@@ -15,6 +15,7 @@ Legend. B sequences of one member, E experts, C places, D width, n members.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -63,13 +64,16 @@ def has_experts(model: keras.Model) -> bool:
     return any(_EXPERTS.match(layer.name) for layer in keras_layers.all_layers(model, include_self=False))
 
 
-def parallelize_experts(model: keras.Model, group: Group, is_known: bool = False) -> dict[int, VariablePart]:
+def parallelize_experts(
+    model: keras.Model, group: Group, is_known: bool = False, rows: Any = None
+) -> dict[int, VariablePart]:
     """Spreads the experts over `group`, in place, before the optimizer is built. Returns id of a variable -> its part.
+    is_known, rows: see tensor.parallelize_layers.
 
     Raises: ConfigError if the model has no experts, or their number is no multiple of the group's size.
     """
     fix = "use --model=transformer --model_args=experts=8"
-    return parallelize_layers(model, group, "expert", RULES, fix, is_known)
+    return parallelize_layers(model, group, "expert", RULES, fix, is_known, rows)
 
 
 def _own_experts(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:

@@ -2,7 +2,8 @@
 numbers for it than the others. Ranks along `model` share the states of seed generators, as layers that are whole need
 it: on parts they would drop the same units, unit k together with k + F / m and so on, which is another distribution.
 
-A layer works on a part if its input has other dims than in the whole model, from which these are noted before the cut.
+What has the same dims as in the whole model is drawn alike on all ranks: a number for each row, which all units share,
+is one number. These dims are noted before the cut.
 
 Legend. F units of a layer, m ranks along `model`.
 """
@@ -11,98 +12,118 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
+from tfdist.compat.keras_draws import Dims, seeds_changed
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.runtime.collectives import Group
 
-Shapes = set[tuple[int | None, ...]]  # without the batch dim
-_BEHIND = 2**31 - 1  # folded into a state behind the layer, the same on all ranks: no rank has this index
+_ROWS = 7919  # in the trace: prime, so that dims which count rows are known by it
 
 
-def own_noise(layer: keras.Layer, group: Group, only_if: Callable[[tuple], bool] = lambda dims: True) -> dict:
-    """A random layer on parts: other ranks draw other numbers. only_if: takes the dims of its input, without the
-    batch's, when it is called. Returns {}: no variable is cut.
+class DrawnDims(NamedTuple):
+    """Dims that a layer has in the whole model; None: of rows."""
 
-    Behind the layer the states are the same on all ranks again; and others, if it has drawn: a second call draws anew.
+    drawn: set[Dims]
+    inputs: set[Dims]  # of its first input
+
+
+def own_noise(
+    layer: keras.Layer, group: Group, is_part: Callable[[Dims | None, Dims], bool] = lambda drawn, inputs: True
+) -> dict:
+    """A layer whose draws are of a part: other ranks draw other numbers. is_part: takes the dims of a draw, None if
+    they are not known, and of the layer's first input. Returns {}: no variable is cut.
+
+    The states of generators are the same on all ranks behind it.
     """
-    inner, generators = layer.call, keras_layers.own_seed_generators(layer)
+    inner = layer.call
 
     def call(*args: Any, **options: Any) -> Any:
-        if not only_if(_dims(args, options)):
+        inputs = _dims(args, options)
+
+        def own(seed: tf.Tensor, drawn: Dims | None) -> tf.Tensor:
+            return _folded(seed, group.index) if is_part(drawn, inputs) else seed
+
+        with seeds_changed(own):
             return inner(*args, **options)
-        states = [generator.state for generator in generators]
-        before = [tf.identity(tf.convert_to_tensor(state.value)) for state in states]
-        own = [_folded(value, group.index) for value in before]
-        for state, value in zip(states, own, strict=True):
-            state.assign(value)
-        result = inner(*args, **options)
-        for state, value, old in zip(states, own, before, strict=True):
-            has_drawn = tf.reduce_any(tf.not_equal(tf.convert_to_tensor(state.value), value))
-            state.assign(tf.where(has_drawn, _folded(old, _BEHIND), old))
-        return result
 
     layer.call = call
     return {}
 
 
-def _folded(state: tf.Tensor, number: int) -> tf.Tensor:
+def _folded(seed: tf.Tensor, number: int) -> tf.Tensor:
     fold_in = tf.random.experimental.stateless_fold_in  # pyright: ignore[reportAttributeAccessIssue] - not in stubs
-    return tf.cast(fold_in(state, number), state.dtype)
+    return tf.cast(fold_in(seed, number), seed.dtype)
 
 
-def input_shapes(model: keras.Model) -> dict[int, Shapes]:
-    """id of a random layer -> the shapes of its first input in the whole model, in training and without; none of what
-    comes after a call that fails, as of a model without fixed inputs. No collective."""
-    found: dict[int, Shapes] = {}
+def drawn_dims(model: keras.Model, rows: Any = None) -> dict[int, DrawnDims]:
+    """id of a layer that draws -> what it draws in the whole model, in training and without; nothing of what comes
+    after a call that fails. rows: x of some samples; None: as the model's inputs. No collective.
+    """
+    found: dict[int, DrawnDims] = {}
     with contextlib.ExitStack() as stack:
-        for layer in keras_layers.all_layers(model, include_self=False):
-            if keras_layers.own_seed_generators(layer):
-                stack.enter_context(attribute_replaced(layer, "call", _noting(layer, found)))
-                found[id(layer)] = set()
-        if not found:
-            return {}
+        for layer in keras_layers.all_layers(model):
+            stack.enter_context(attribute_replaced(layer, "call", _noting(layer, found)))
         for training in (False, True):
             with contextlib.suppress(Exception):
                 inputs = keras.tree.map_structure(
-                    lambda each: tf.TensorSpec([2, *each.shape[1:]], each.dtype), model.input
+                    lambda each: tf.TensorSpec([_ROWS, *each.shape[1:]], each.dtype),
+                    model.input if rows is None else rows,
                 )
                 tf.function(
                     lambda x, training=training: model(x, training=training), autograph=False
                 ).get_concrete_function(inputs)
         for layer in keras_layers.all_layers(model):  # tensors of those graphs
             keras_layers.record_losses(layer, [])
-    return {name: shapes for name, shapes in found.items() if shapes}
+    return found
 
 
-def _noting(layer: keras.Layer, found: dict[int, Shapes]) -> Callable:
+def _noting(layer: keras.Layer, found: dict[int, DrawnDims]) -> Callable:
     inner = layer.call
 
     def call(*args: Any, **options: Any) -> Any:
-        found[id(layer)].add(_dims(args, options))
-        return inner(*args, **options)
+        def note(seed: tf.Tensor, drawn: Dims | None) -> tf.Tensor:
+            dims = found.setdefault(id(layer), DrawnDims(set(), set()))
+            dims.inputs.add(_dims(args, options))
+            if drawn is not None:
+                dims.drawn.add(_without_rows(drawn))
+            return seed
+
+        with seeds_changed(note):
+            return inner(*args, **options)
 
     return call
 
 
-def _dims(args: tuple, options: dict[str, Any]) -> tuple[int | None, ...]:
+def _dims(args: tuple, options: dict[str, Any]) -> Dims:
+    """Of the first tensor, without those of rows."""
     tensors = [leaf for leaf in keras.tree.flatten((args, options)) if isinstance(leaf, tf.Tensor | keras.KerasTensor)]
-    return tuple(tensors[0].shape[1:]) if tensors else ()
+    return _without_rows(tuple(tensors[0].shape)[1:]) if tensors else ()
 
 
-def own_noise_on_parts(model: keras.Model, whole: dict[int, Shapes], group: Group) -> None:
-    """Makes the random layers of the cut model whose input has none of the shapes that it had in the `whole` one draw
-    numbers of their own."""
-    for layer in keras_layers.all_layers(model, include_self=False):
-        if shapes := whole.get(id(layer)):
-            own_noise(layer, group, lambda dims, shapes=shapes: not any(_fits(dims, each) for each in shapes))
+def _without_rows(dims: Dims) -> Dims:
+    return tuple(None if dim and dim % _ROWS == 0 else dim for dim in dims)
 
 
-def _fits(dims: tuple, shape: tuple) -> bool:
+def own_noise_on_parts(model: keras.Model, whole: dict[int, DrawnDims], group: Group) -> None:
+    """Makes the layers of the cut model draw numbers of their own where these have none of the dims that they had in
+    the `whole` one; or, where these are not known, the layer's input has not.
+    """
+    for layer in keras_layers.all_layers(model):
+        if dims := whole.get(id(layer)):
+            own_noise(layer, group, lambda drawn, inputs, dims=dims: _is_part(dims, drawn, inputs))
+
+
+def _is_part(whole: DrawnDims, drawn: Dims | None, inputs: Dims) -> bool:
+    dims, others = (inputs, whole.inputs) if drawn is None else (drawn, whole.drawn)
+    return not any(_fits(dims, each) for each in others)
+
+
+def _fits(dims: Dims, shape: Dims) -> bool:
     return len(dims) == len(shape) and all(
         None in (dim, other) or dim == other for dim, other in zip(dims, shape, strict=True)
     )

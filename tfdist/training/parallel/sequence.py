@@ -17,6 +17,7 @@ Legend. B batch, T positions, D width, m ranks along `model`.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -71,9 +72,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def parallelize_sequence(
-    model: keras.Model, group: Group, is_known: bool = False
+    model: keras.Model, group: Group, is_known: bool = False, rows: Any = None
 ) -> tuple[dict[int, VariablePart], frozenset[int]]:
-    """Cuts layers as tensor.parallelize_layers, and positions in between. Returns (parts, ids of `PARTIAL`).
+    """Cuts layers as tensor.parallelize_layers, whose arguments it takes, and positions in between. Returns (parts, ids
+    of `PARTIAL`).
 
     Raises: ConfigError if the model is not the transformer, has experts, or m does not divide its positions.
     """
@@ -93,5 +95,5 @@ def parallelize_sequence(
             f"--sequence_parallel spreads the {length} positions over model={group.size}, which does not divide them:"
             " choose another --sequence_length, or drop it."
         )
-    parts = tensor.parallelize_layers(model, group, rules=RULES, is_known=is_known)
+    parts = tensor.parallelize_layers(model, group, rules=RULES, is_known=is_known, rows=rows)
     return parts, frozenset(id(variable) for variable in model.trainable_variables if PARTIAL.match(variable.path))

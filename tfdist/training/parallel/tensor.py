@@ -30,7 +30,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.models import missing_rows
 from tfdist.runtime.collectives import Group
 from tfdist.training.objectives import Objective, Scores, weights_like
-from tfdist.training.parallel.own_noise import input_shapes, own_noise, own_noise_on_parts
+from tfdist.training.parallel.own_noise import drawn_dims, own_noise, own_noise_on_parts
 
 
 @dataclass(frozen=True)
@@ -190,14 +190,16 @@ def parallelize_layers(
     rules: Sequence[tuple[str, Rule]] = RULES,
     fix: str = "use --model=transformer or vit",
     is_known: bool = False,
+    rows: Any = None,
 ) -> dict[int, VariablePart]:
     """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its part.
 
     Raises: ConfigError if no layer matches any rule, or one that does is of another kind, or cannot be cut into so many
     parts; `fix` says what to do. is_known: a model of tfdist's, whose random layers between cut ones have rules.
+    rows: x of some samples, for another.
     """
     parts: dict[int, VariablePart] = {}
-    matched, whole = False, {} if is_known else input_shapes(model)
+    matched, whole = False, {} if is_known else drawn_dims(model, rows)
     for layer in keras_layers.all_layers(model, include_self=False):
         for pattern, rule in rules:
             if re.search(pattern, layer.name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -101,9 +101,24 @@ def _calming(layer: keras.Layer) -> dict[str, Callable]:
     training; what it does beside them is looked at."""
     if _is_known(layer) and keras_layers.takes_training(layer) and "call" not in vars(layer):
         return {"call": _not_training(layer.call)}
+    return _moments(layer)
+
+
+def _moments(layer: keras.Layer) -> dict[str, Callable]:
     if keras_batch_norm.takes_keras_moments(layer):
         return {keras_batch_norm.MOMENTS: lambda inputs, mask: keras_batch_norm.moving_moments(layer, inputs.dtype)}
     return {}
+
+
+@contextlib.contextmanager
+def moving_moments_taken(layers: Iterable[keras.Layer]) -> Iterator[None]:
+    """A context in which each BatchNormalization takes its moving moments in training, too: others come from all
+    workers."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            for name, function in _moments(layer).items():
+                stack.enter_context(attribute_replaced(layer, name, function))
+        yield
 
 
 def _not_training(call: Callable) -> Callable:

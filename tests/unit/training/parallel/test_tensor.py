@@ -72,6 +72,75 @@ def test_random_layers_between_cut_ones_draw_for_their_part(between):
     assert (first != second).any() and (first_whole == second_whole).all()
 
 
+class RowNoise(layers.Layer):
+    """One number for each row, by a generator of its own, by none, or one for all."""
+
+    def __init__(self, seed=None, dims=1):
+        super().__init__(name="between")
+        self.seed, self.dims = seed, dims
+
+    def call(self, x, training=False):
+        shape = (keras.ops.shape(x)[0], 1)[: self.dims]
+        return x * keras.random.uniform(shape, seed=self.seed) if training else x
+
+
+ALIKE = {
+    "Dropout of rows": lambda: layers.Dropout(0.5, noise_shape=(None, 1), seed=1, name="between"),
+    "its own": lambda: RowNoise(keras.random.SeedGenerator(3), dims=2),
+    "without a generator": lambda: RowNoise(dims=2),
+    "one number": lambda: RowNoise(keras.random.SeedGenerator(3), dims=0),
+}
+
+
+def between_cut_ones(rank, between, subclassed=False):
+    """What the layer draws on its part of 64 units, in 8 rows, and the model."""
+    keras.utils.set_random_seed(5)
+    x = keras.Input((6,))
+    up, down = layers.Dense(64, name="block_00_mlp_up"), layers.Dense(6, name="block_00_mlp_down")
+    model = keras.Model(x, down(between(up(x))))
+    if subclassed:
+        functional = model
+
+        class Own(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.up, self.between, self.down = (functional.get_layer(each.name) for each in (up, between, down))
+
+            def call(self, x, training=False):
+                return self.down(self.between(self.up(x), training=training))
+
+        model = Own()
+        model(np.zeros([1, 6], np.float32))
+    parallelize_layers(
+        model,
+        types.SimpleNamespace(size=2, index=rank, all_reduce=tf.identity),
+        rows=np.zeros([2, 6], np.float32),
+    )
+    return between(tf.ones([8, 32]), training=True).numpy()
+
+
+@pytest.mark.parametrize("between", ALIKE.values(), ids=ALIKE)
+def test_what_all_units_share_is_drawn_alike_on_all_ranks(between):
+    """Else half of a row's units would be dropped without the others."""
+    (first, second) = (between_cut_ones(rank, between()) for rank in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert (first == first[:, :1]).all()
+
+
+class WithoutGenerator(layers.Layer):
+    def call(self, x, training=False):
+        return x + keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+OWN = {**BETWEEN, "without a generator": lambda: WithoutGenerator(name="between")}
+
+
+@pytest.mark.parametrize("between", OWN.values(), ids=OWN)
+def test_random_layers_of_subclassed_models_draw_for_their_part(between):
+    (first, second) = (between_cut_ones(rank, between(), subclassed=True) for rank in range(2))
+    assert first.shape == (8, 32) and (first != second).any()
+
+
 class Thinned(layers.Layer):
     """Drops the same columns in training, so that what comes behind has another shape there."""
 

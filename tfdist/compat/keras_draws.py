@@ -1,0 +1,151 @@
+"""What layers draw by keras.random: with other seeds for a time, or constants in its place.
+
+Relies on `SeedGenerator.next`, which gives all seeds, and on the module of the backend whose functions draw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+
+Dims = tuple[int | None, ...]
+Change = Callable[[tf.Tensor, Dims | None], tf.Tensor]
+
+_CONSTANT = 0.37  # of the range: no threshold that layers compare with
+# Of each thread. dims: of what is being drawn.
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def seeds_changed(change: Change) -> Iterator[None]:
+    """A context in which, in this thread, `change(seed, dims)` takes the place of each seed that a generator gives, on
+    top of what contexts around it do. dims: of what is drawn with it; None: not known, as nothing of keras.random
+    draws it.
+    """
+    outer = getattr(_thread, "change", None)
+    with _set("change", (lambda seed, dims: change(outer(seed, dims), dims)) if outer else change):
+        yield
+
+
+@contextlib.contextmanager
+def constant_draws() -> Iterator[None]:
+    """A context in which keras.random gives this thread constants, whatever the shape; what would be dropped or
+    shuffled stays as it is.
+    """
+    with _set("constant", True):
+        yield
+
+
+@contextlib.contextmanager
+def _set(name: str, value: Any) -> Iterator[None]:
+    if not hasattr(keras.random.SeedGenerator.next, "is_changeable"):  # for good: other threads may be inside, too
+        keras.random.SeedGenerator.next = _changeable(keras.random.SeedGenerator.next)
+        for function, constant in _CONSTANTS.items():
+            setattr(backend.random, function, _replaceable(function, getattr(backend.random, function), constant))
+    before = getattr(_thread, name, None)
+    setattr(_thread, name, value)
+    try:
+        yield
+    finally:
+        setattr(_thread, name, before)
+
+
+def _changeable(draw_seed: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    @tf.autograph.experimental.do_not_convert
+    def changeable(generator: keras.random.SeedGenerator, *args: Any, **options: Any) -> tf.Tensor:
+        seed, change = draw_seed(generator, *args, **options), getattr(_thread, "change", None)
+        return change(seed, getattr(_thread, "dims", None)) if change else seed
+
+    vars(changeable).update(vars(draw_seed), is_changeable=True)  # and with what keras_random.py knows its own by
+    return changeable
+
+
+def _replaceable(name: str, draw: Callable[..., Any], constant: Callable[..., tf.Tensor]) -> Callable[..., Any]:
+    """constant: takes the arguments of `draw`, the backend's function of this name."""
+    shaped = _SHAPED.get(name, constant)
+
+    @tf.autograph.experimental.do_not_convert
+    def replaceable(*args: Any, **options: Any) -> Any:
+        if getattr(_thread, "constant", None):
+            return constant(*args, **options)
+        if getattr(_thread, "change", None) is None:
+            return draw(*args, **options)
+        shape = tf.TensorShape(shaped(*args, **options).shape)
+        with _set("dims", None if shape.rank is None else tuple(shape)):
+            return draw(*args, **options)
+
+    return replaceable
+
+
+def _filled(shape: Any, value: Any, dtype: Any) -> tf.Tensor:
+    dtype = backend.standardize_dtype(dtype or backend.floatx())
+    return tf.zeros(shape, dtype) + tf.cast(value, dtype)
+
+
+def _normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> tf.Tensor:
+    return _filled(shape, mean + _CONSTANT * stddev, dtype)
+
+
+def _uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None) -> tf.Tensor:
+    return _filled(shape, minval + _CONSTANT * (maxval - minval), dtype)
+
+
+def _integers(shape: Any, minval: Any, maxval: Any, dtype: Any = "int32", seed: Any = None) -> tf.Tensor:
+    return _filled(shape, minval, dtype)
+
+
+def _classes(logits: tf.Tensor, num_samples: int, dtype: Any = "int64", seed: Any = None) -> tf.Tensor:
+    return tf.zeros([tf.shape(logits)[0], num_samples], dtype)
+
+
+def _gamma(shape: Any, alpha: Any, dtype: Any = None, seed: Any = None) -> tf.Tensor:
+    return _filled(shape, alpha, dtype)
+
+
+def _binomial(shape: Any, counts: Any, probabilities: Any, dtype: Any = None, seed: Any = None) -> tf.Tensor:
+    return _filled(shape, tf.floor(tf.cast(counts, tf.float32) * probabilities), dtype)
+
+
+def _beta(shape: Any, alpha: Any, beta: Any, dtype: Any = None, seed: Any = None) -> tf.Tensor:
+    return _filled(shape, _CONSTANT, dtype)
+
+
+def _undropped(inputs: tf.Tensor, rate: float, noise_shape: Any = None, seed: Any = None) -> tf.Tensor:
+    return inputs
+
+
+def _unshuffled(x: tf.Tensor, axis: int = 0, seed: Any = None) -> tf.Tensor:
+    return x
+
+
+def _noise(inputs: tf.Tensor, rate: float, noise_shape: Sequence | None = None, seed: Any = None) -> tf.Tensor:
+    """Of the shape of what dropout draws."""
+    if noise_shape is None:
+        return inputs
+    return tf.zeros([tf.shape(inputs)[axis] if dim is None else dim for axis, dim in enumerate(noise_shape)])
+
+
+def _order(x: tf.Tensor, axis: int = 0, seed: Any = None) -> tf.Tensor:
+    """Of the shape of what shuffling draws."""
+    return tf.zeros([tf.shape(x)[axis]])
+
+
+_CONSTANTS: dict[str, Callable[..., tf.Tensor]] = {
+    "normal": _normal,
+    "truncated_normal": _normal,
+    "uniform": _uniform,
+    "randint": _integers,
+    "categorical": _classes,
+    "gamma": _gamma,
+    "binomial": _binomial,
+    "beta": _beta,
+    "dropout": _undropped,
+    "shuffle": _unshuffled,
+}
+_SHAPED: dict[str, Callable[..., tf.Tensor]] = {"dropout": _noise, "shuffle": _order}
