@@ -102,6 +102,8 @@ class CutTrial:
         try:
             with self._looking():
                 traced = self._traced(training)
+        except ConfigError:  # of a layer that is refused on all workers
+            raise
         except Exception as error:  # noqa: BLE001 - of Keras, where a shape does not fit
             problem = f"its layers no longer fit ({_said(error)})"
         self._refuse(problem, " in training" if training else "")

@@ -12,24 +12,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.compat.keras_draws import Dims, seeds_changed
+from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.temporary_attributes import attribute_replaced
+from tfdist.compat.tensorflow_graphs import draws_anew, kinds_made_here
+from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 
 _ROWS = 7919  # in the trace: prime, so that dims which count rows are known by it
 
 
-class DrawnDims(NamedTuple):
+@dataclass
+class DrawnDims:
     """Dims that a layer has in the whole model; None: of rows."""
 
-    drawn: set[Dims]
-    inputs: set[Dims]  # of its first input
+    drawn: set[Dims] = field(default_factory=set)
+    inputs: set[Dims] = field(default_factory=set)  # of its first input
+    by_tensorflow: bool = False  # it, or one inside it, draws by tf.random
 
 
 def own_noise(
@@ -86,15 +92,24 @@ def _noting(layer: keras.Layer, found: dict[int, DrawnDims]) -> Callable:
     inner = layer.call
 
     def call(*args: Any, **options: Any) -> Any:
+        inputs = _dims(args, options)
+
         def note(seed: tf.Tensor, drawn: Dims | None) -> tf.Tensor:
-            dims = found.setdefault(id(layer), DrawnDims(set(), set()))
-            dims.inputs.add(_dims(args, options))
+            dims = found.setdefault(id(layer), DrawnDims())
+            dims.inputs.add(inputs)
             if drawn is not None:
                 dims.drawn.add(_without_rows(drawn))
             return seed
 
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
         with seeds_changed(note):
-            return inner(*args, **options)
+            result = inner(*args, **options)
+        if any(map(draws_anew, kinds_made_here(graph, before))):
+            dims = found.setdefault(id(layer), DrawnDims())
+            dims.inputs.add(inputs)
+            dims.by_tensorflow = True
+        return result
 
     return call
 
@@ -111,11 +126,31 @@ def _without_rows(dims: Dims) -> Dims:
 
 def own_noise_on_parts(model: keras.Model, whole: dict[int, DrawnDims], group: Group) -> None:
     """Makes the layers of the cut model draw numbers of their own where these have none of the dims that they had in
-    the `whole` one; or, where these are not known, the layer's input has not.
+    the `whole` one; or, where these are not known, the layer's input has not. Those that draw by tf.random on a part
+    raise ConfigError when they are called.
     """
     for layer in keras_layers.all_layers(model):
         if dims := whole.get(id(layer)):
             own_noise(layer, group, lambda drawn, inputs, dims=dims: _is_part(dims, drawn, inputs))
+            if dims.by_tensorflow:
+                _refuse_parts(layer, dims)
+
+
+def _refuse_parts(layer: keras.Layer, whole: DrawnDims) -> None:
+    inner = layer.call
+
+    def call(*args: Any, **options: Any) -> Any:
+        if _is_part(whole, None, _dims(args, options)):
+            raise keep_message(
+                ConfigError(
+                    f"--mesh cuts the layers around {layer.name}, which draws by tf.random: every worker would draw the"
+                    " same numbers for its part; draw by keras.random, as keras.random.normal(shape) for"
+                    " tf.random.normal(shape), or give the workers to data=."
+                )
+            )
+        return inner(*args, **options)
+
+    layer.call = call
 
 
 def _is_part(whole: DrawnDims, drawn: Dims | None, inputs: Dims) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from tfdist.control.exit_codes import ConfigError
 from tfdist.training.parallel.tensor import parallelize_layers, vocabulary
 
 ROWS = 9
@@ -139,6 +140,27 @@ OWN = {**BETWEEN, "without a generator": lambda: WithoutGenerator(name="between"
 def test_random_layers_of_subclassed_models_draw_for_their_part(between):
     (first, second) = (between_cut_ones(rank, between(), subclassed=True) for rank in range(2))
     assert first.shape == (8, 32) and (first != second).any()
+
+
+class ByTensorFlow(layers.Layer):
+    def __init__(self, generator=None):
+        super().__init__(name="between")
+        self.draw = generator.normal if generator else tf.random.normal
+
+    def call(self, x, training=False):
+        return x + self.draw(tf.shape(x)) if training else x
+
+
+@pytest.mark.parametrize("generator", [None, tf.random.Generator.from_seed(3)], ids=["tf.random", "Generator"])
+def test_what_tensorflow_draws_for_a_part_is_refused(generator):
+    with pytest.raises(ConfigError, match="cuts the layers around between, which draws by tf.random"):
+        between_cut_ones(0, ByTensorFlow(generator))
+    x = keras.Input((6,))
+    y = layers.Dense(6, name="block_00_mlp_down")(layers.Dense(64, name="block_00_mlp_up")(x))
+    whole = ByTensorFlow(generator)
+    model = keras.Model(x, whole(y))
+    parallelize_layers(model, types.SimpleNamespace(size=2, index=0, all_reduce=tf.identity))
+    assert whole(tf.ones([8, 6]), training=True).shape == (8, 6)
 
 
 class Thinned(layers.Layer):
