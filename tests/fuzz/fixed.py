@@ -40,7 +40,7 @@ BETWEEN = [
         "data": {**_DATA, "nan": 15},
         "options": {**_OPTIONS, "shuffle": False},
         "calls": [5],
-        "rolled": {**_ROLLED, "save_every": 4, "stop": 2, "backup_every": 1},
+        "rolled": {**_ROLLED, "save_every": 4, "stop": 2, "backup_every": 1, "log_every": 5},
     },
     # Evaluations of steps 2 and 4 come to NaN, the first and one in between; the uninterrupted run has slow steps.
     {

@@ -19,22 +19,29 @@ from tfdist.control.exit_codes import TfdistError
 SLOW_STEP = 3.0  # seconds that a step seems to take
 
 
+class Told(NamedTuple):
+    """The values of the last event of each step: of evaluations, of log lines."""
+
+    evaluated: dict[int, dict[str, float]]
+    logged: dict[int, dict[str, float]]
+
+
 class End(NamedTuple):
     """What a run has come to. part: see train_case.run. kept: the steps of its snapshots, on the chief."""
 
     part: dict[str, Any]
     kept: set[int]
-    evaluated: dict[int, dict[str, float]]
+    told: Told
 
 
 def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
     """See train_case.run. Raises what an uninterrupted run raises."""
-    rolled, evaluated = case["rolled"], {}
+    rolled, told = case["rolled"], Told({}, {})
     whole, error = _ended(case, runtime, snapshots.place_of(case, runtime), rolled.get("slow", False))
     place = snapshots.place_of(case, runtime)
-    _, broken = _ended(case, runtime, place, False, evaluated, stop=rolled["stop"])
+    _, broken = _ended(case, runtime, place, False, told, stop=rolled["stop"])
     if broken is None:
-        again, broken = _ended(case, runtime, place, False, evaluated)
+        again, broken = _ended(case, runtime, place, False, told)
     if error or broken:
         if _said(error) != _said(broken):
             raise AssertionError(f"uninterrupted it ends with {error!r}, stopped and resumed with {broken!r}")
@@ -58,10 +65,13 @@ def _said(error: TfdistError | None) -> str:
 def _of_snapshots(case: Mapping[str, Any], whole: End, again: End) -> list[str]:
     """What is wrong with the snapshots, and what they hold of evaluations. Of a store there is a working copy only."""
     problems = (
-        [] if case.get("stored") else [rollbacks.kept_wrongly(case, end.kept, end.evaluated) for end in (whole, again)]
+        []
+        if case.get("stored")
+        else [rollbacks.kept_wrongly(case, end.kept, end.told.evaluated) for end in (whole, again)]
     )
-    if str(whole.evaluated) != str(again.evaluated):
-        problems.append(f"not bit for bit the evaluations of an uninterrupted run: {whole.evaluated} {again.evaluated}")
+    for name, one, other in zip(Told._fields, whole.told, again.told, strict=True):
+        if str(one) != str(other):
+            problems.append(f"not bit for bit what an uninterrupted run has {name}: {one} {other}")
     return [problem for problem in problems if problem]
 
 
@@ -70,21 +80,21 @@ def _ended(
     runtime: Any,
     place: str,
     slow: bool,
-    evaluated: dict[int, dict[str, float]] | None = None,
+    told: Told | None = None,
     stop: int = -1,
 ) -> tuple[Any, TfdistError | None]:
     """A run from a place on, to its end or the stop: (its End, None) or (None, what it has raised)."""
     config, job, state = train_case.compose(case, runtime, _flags(case, place))
     try:
         with snapshots.recovery_of(job, place) as recovery:
-            evaluated = {} if evaluated is None else evaluated
+            told = told or Told({}, {})
             try:
-                _train(case, recovery, evaluated, slow, stop)
+                _train(case, recovery, told, slow, stop)
             finally:
                 recovery.files.close()
             kept = set(recovery.files.store.steps()) if runtime.rank == 0 else set()
         runtime.barrier()
-        return End(train_case.collected(job, state, case, {}), kept, evaluated), None
+        return End(train_case.collected(job, state, case, {}), kept, told), None
     except TfdistError as error:
         return None, error
     finally:
@@ -109,7 +119,7 @@ def _flags(case: Mapping[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-def _train(case: Mapping[str, Any], recovery: Any, evaluated: dict, slow: bool, stop: int) -> None:
+def _train(case: Mapping[str, Any], recovery: Any, told: Told, slow: bool, stop: int) -> None:
     """As Session does from its second phase on."""
     from tfdist.control.signals import SignalRequests
     from tfdist.run.diagnosis import Diagnosis
@@ -123,7 +133,13 @@ def _train(case: Mapping[str, Any], recovery: Any, evaluated: dict, slow: bool, 
 
     def observe(event: Any) -> None:
         if event.kind == "eval":
-            evaluated[event.step] = {name.removeprefix("eval/"): value for name, value in event.values.items()}
+            told.evaluated[event.step] = {name.removeprefix("eval/"): value for name, value in event.values.items()}
+        if event.kind == "train":
+            told.logged[event.step] = {
+                name: float(f"{value:.12g}")  # calls of other lengths add up in another order
+                for name, value in event.values.items()
+                if name.startswith("train/")
+            }
 
     _, first = recovery.restore()
     recovery.run_id = "fuzz"
