@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, StartupError, TfdistError
+from tfdist.control.exit_codes import (
+    ConfigError,
+    DataError,
+    MemoryShortError,
+    PeerLostError,
+    StartupError,
+    TfdistError,
+)
 from tfdist.control.user_errors import failure, failure_in_text, failure_of_own, said, what_in_text, without_internals
 from tfdist.runtime import negative_weights
 from tfdist.runtime.ring_error import MARK, user_error
@@ -102,7 +109,10 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if not isinstance(error, (TfdistError, tf.errors.OpError)) and MARK in said(error):
         return user_error(said(error))  # maybe with words of Keras' around it
     if isinstance(error, MemoryError):
-        return ConfigError(f"Out of memory: lower --micro_batch, or keep less data in memory. Python {failure(error)}")
+        return MemoryShortError(
+            "Out of memory: lower --micro_batch (tfdist.fit: a smaller batch_size), or keep less data in memory. Python"
+            f" {failure(error)}"
+        )
     if isinstance(error, TfdistError) or not isinstance(error, tf.errors.OpError):
         return None
     text = message_of(error)
@@ -115,9 +125,10 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left on device" in text:
         return ConfigError(f"The disk is full: make room, or choose another --run_dir. TensorFlow says: {cause(text)}")
     if isinstance(error, tf.errors.ResourceExhaustedError):
-        return ConfigError(
-            "Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16."
-            f" TensorFlow says: {_first_line(text)}"
+        return MemoryShortError(
+            "Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16"
+            " (tfdist.fit: a smaller batch_size, with the optimizer's gradient_accumulation_steps raised by as much, or"
+            f' keras.config.set_dtype_policy("mixed_bfloat16")). TensorFlow says: {_first_line(text)}'
         )
     if MARK in text:
         return user_error(text)

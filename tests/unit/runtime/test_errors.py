@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import config as framework_config
 
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, PeerLostError
+from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, MemoryShortError, PeerLostError
 from tfdist.runtime.errors import cause, explain, explain_own_code
 from tfdist.runtime.ring_error import MARK
 
@@ -76,9 +76,10 @@ CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
         ),
         (
             tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[9]"),
-            ConfigError,
-            ["--micro_batch", "shape[9]"],
+            MemoryShortError,
+            ["--micro_batch", "tfdist.fit: a smaller batch_size", "gradient_accumulation_steps", "shape[9]"],
         ),
+        (MemoryError("1 PiB"), MemoryShortError, ["--micro_batch", "tfdist.fit: a smaller batch_size", "1 PiB"]),
         (
             tf.errors.InvalidArgumentError(
                 None,
