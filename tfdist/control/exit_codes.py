@@ -54,7 +54,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.CONFIG: "a flag, a flag file or their combination is wrong",
     ExitCode.CLUSTER: "TF_CONFIG or the cluster's environment is wrong",
     ExitCode.DATA: "the data source is missing, empty or malformed",
-    ExitCode.STARTUP: "a peer or an object store did not answer in time, or a port is in use",
+    ExitCode.STARTUP: "a peer, an object store or what the data come from did not answer in time, or a port is in use",
     ExitCode.PEER_LOST: "another worker died or left while training",
     ExitCode.HANG: "a watchdog found this or another worker stuck",
     ExitCode.DIVERGED: "the loss, a gradient or a weight became NaN or infinite, or the workers' weights differ",

@@ -106,5 +106,6 @@ def _own(places: Sequence[_Place]) -> list[_Place]:
 
 def what_in_text(text: str) -> str:
     """The last "SomeError: words" of a text that begins a line."""
-    found = re.findall(r"^\s*([\w.]*(?:Error|Exception|Interrupt|Iteration|Exit): .*)$", text, re.MULTILINE)
+    kinds = r"Error|Exception|Interrupt|Iteration|Exit|Timeout|Disconnected|IncompleteRead"
+    found = re.findall(rf"^\s*([\w.]*(?:{kinds}): .*)$", text, re.MULTILINE)
     return found[-1].strip() if found else text

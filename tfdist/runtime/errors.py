@@ -16,6 +16,7 @@ from tfdist.control.exit_codes import (
     StartupError,
     TfdistError,
 )
+from tfdist.control.passing_errors import reading_failed
 from tfdist.control.user_errors import failure, failure_in_text, failure_of_own, said, what_in_text, without_internals
 from tfdist.runtime import negative_weights
 from tfdist.runtime.ring_error import MARK, user_error
@@ -147,7 +148,7 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if sentence := missing_row(error):
         return DataError(sentence)
     if reason := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
-        return DataError(f"A function of your own, which TensorFlow called, {reason}")
+        return reading_failed(f"A function of your own, which TensorFlow called, {reason}", text)
     if _KERAS_DATA.search(text):
         return DataError(
             "The data given to tfdist.fit cannot be read; each batch must be a tuple (x, y) or (x, y, weights) of the"
@@ -155,7 +156,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         )
     # Reading is cancelled, too, when something else has failed.
     if _READING.search(text) or (_READING_IN_STEP.search(text) and not isinstance(error, _PEER_ERRORS)):
-        return DataError(f"The data cannot be read, look at --source and --augment: {cause(text)}")
+        passes = isinstance(error, (tf.errors.UnavailableError, tf.errors.DeadlineExceededError))
+        return reading_failed(f"The data cannot be read, look at --source and --augment: {cause(text)}", text, passes)
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         return _lost_peer(error, text, cluster)
     return None

@@ -10,7 +10,14 @@ import tensorflow as tf
 from tensorflow.python.framework import config as framework_config
 
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, MemoryShortError, PeerLostError
+from tfdist.control.exit_codes import (
+    ConfigError,
+    DataError,
+    ExitCode,
+    MemoryShortError,
+    PeerLostError,
+    StartupError,
+)
 from tfdist.runtime.errors import cause, explain, explain_own_code
 from tfdist.runtime.ring_error import MARK
 
@@ -163,6 +170,22 @@ def test_the_users_own_line_where_tensorflow_called_it():
         assert "test_errors.py:" in str(found) and str(found).endswith(
             "in raises_in_a_generator: RuntimeError: the file is gone"
         )
+
+
+def loses_its_server():
+    yield 1
+    raise ConnectionResetError("reset by storage")
+
+
+def test_what_the_data_come_from_may_answer_again():
+    data = tf.data.Dataset.from_generator(loses_its_server, output_signature=tf.TensorSpec([], tf.int32))
+    with pytest.raises(tf.errors.OpError) as raised:
+        list(data)
+    found = explain(raised.value, CLUSTER)
+    assert isinstance(found, StartupError) and "ConnectionResetError: reset by storage; this may pass" in str(found)
+    reading = "{{function_node __wrapped__IteratorGetNext_output_types_1}} Error executing an HTTP request"
+    for kind, expected in ((tf.errors.UnavailableError, StartupError), (tf.errors.NotFoundError, DataError)):
+        assert type(explain(kind(None, None, reading), CLUSTER)) is expected
 
 
 def test_a_batch_that_keras_cannot_read():
