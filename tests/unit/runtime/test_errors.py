@@ -18,6 +18,7 @@ from tfdist.control.exit_codes import (
     PeerLostError,
     StartupError,
 )
+from tfdist.control.user_errors import failure
 from tfdist.runtime.errors import cause, explain, explain_own_code
 from tfdist.runtime.ring_error import MARK
 
@@ -186,6 +187,55 @@ def test_what_the_data_come_from_may_answer_again():
     reading = "{{function_node __wrapped__IteratorGetNext_output_types_1}} Error executing an HTTP request"
     for kind, expected in ((tf.errors.UnavailableError, StartupError), (tf.errors.NotFoundError, DataError)):
         assert type(explain(kind(None, None, reading), CLUSTER)) is expected
+
+
+def rotten(number):
+    def read(number):
+        if int(number) == 1:
+            raise ValueError("map 1 is rotten")
+        return number
+
+    return tf.numpy_function(read, [number], tf.int64)
+
+
+def told_below(number):
+    def read(number):
+        if int(number) == 1:
+            broken(number)
+        return number
+
+    return tf.numpy_function(read, [number], tf.int64)
+
+
+@tf.autograph.experimental.do_not_convert
+def broken(number):
+    raise ValueError(f"map {number} is rotten")
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (rotten, r"failed in read: ValueError: map 1 is rotten"),
+        (told_below, r"failed at \S+test_errors.py:\d+, in broken: ValueError: map 1 is rotten"),
+    ],
+)
+def test_a_function_that_autograph_has_rewritten_is_named_without_its_passing_file(function, words):
+    with pytest.raises(tf.errors.OpError) as raised:
+        list(tf.data.Dataset.range(3).map(function))
+    found = explain(raised.value, Cluster())
+    assert isinstance(found, DataError)
+    assert re.fullmatch(f"A function of your own, which TensorFlow called, {words}", str(found)), found
+
+
+def test_what_fails_in_tf_data_is_told_without_its_iterators():
+    data = tf.data.Dataset.from_tensors("abc").map(tf.strings.to_number, num_parallel_calls=2).prefetch(1)
+    with pytest.raises(tf.errors.OpError) as raised:
+        list(data)
+    found = explain(raised.value, Cluster())
+    assert isinstance(found, DataError)
+    words = "StringToNumberOp could not correctly convert string: abc"
+    assert str(found) == f"The data cannot be read, look at --source and --augment: {words}"
+    assert failure(raised.value).endswith(f": InvalidArgumentError: {words}")
 
 
 def test_a_batch_that_keras_cannot_read():
