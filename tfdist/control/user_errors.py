@@ -110,6 +110,21 @@ def without_internals(text: str) -> str:
     return re.sub(r" +", " ", _INTERNALS.sub("", text)).strip()
 
 
+_NODE = re.compile(r"\{\{node (gradient_tape/)?([^\s}]+)\}\}")
+_COMPILED = re.compile(r"\bcompile_(loss|metric)s?/([^/]+)/")
+
+
+def part_at_fault(text: str) -> str:
+    """ " in the loss NAME", " in the metric NAME" or " in MODEL/LAYER": the part of a Keras model whose operation
+    TensorFlow names in the text of its error; "" if it names none."""
+    if not (node := _NODE.search(text)):
+        return ""
+    if compiled := _COMPILED.search(node[2]):
+        return f" in the {compiled[1]} {compiled[2]}"
+    layers = node[2].split("/")[: -2 if node[1] else -1]  # of a gradient, the last two are the operation
+    return f" in {'/'.join(layers)}" if layers else ""
+
+
 def _own(places: Sequence[_Place]) -> list[_Place]:
     return [place for place in places if not (_NOT_OWN.search(place.file) or _GENERATED.search(place.file))]
 
