@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tfdist.control.exit_codes import ConfigError, DataError, TfdistError
+from tfdist.control.exit_codes import ConfigError, TfdistError
+from tfdist.control.passing_errors import reading_failed
 from tfdist.control.user_errors import failure
 
 
@@ -33,8 +34,9 @@ def own_code(flag: str, name: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ == "ResourceExhaustedError":  # TensorFlow's, which is not imported for this
             raise
+        words = f"--{flag}={name} {failure(error)}"
         is_missing = flag == "source" and isinstance(error, OSError)  # a file, or what it lies on
-        raise (DataError if is_missing else ConfigError)(f"--{flag}={name} {failure(error)}") from error
+        raise (reading_failed(words, error) if is_missing else ConfigError(words)) from error
 
 
 def check_name(flag: str, name: str, known: Mapping[str, Any]) -> None:

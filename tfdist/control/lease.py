@@ -20,6 +20,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ from tfdist.control.terminal import say
 
 FILE = "lease.json"
 JOB_VARIABLE = "TFDIST_JOB_ID"  # the launcher's name for all attempts of a job
+_WRITTEN = re.compile(rf"\.{re.escape(FILE)}\.[0-9a-f]{{32}}")  # a lease before it gets its name
 _RENEW_SECONDS = 2.0
 _PATIENCE = Patience(dead=20.0, damaged=_RENEW_SECONDS)
 _LOOK_SECONDS = 0.1
@@ -108,7 +110,15 @@ class Lease:
                 f"{self._name} cannot be used ({error.strerror}: {error.filename or self._path}): choose {place}, or"
                 " make room there."
             ) from None
+        self._remove_left_overs()
         self._thread.start()
+
+    def _remove_left_overs(self) -> None:
+        """Removes what others left that were killed in the middle of `_put`; one that is there now gets over it."""
+        with contextlib.suppress(OSError):
+            for path in self._folder.iterdir():
+                if _WRITTEN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def _put(self) -> bool:
         """Makes the lease ours, if there is none. Raises OSError."""
@@ -120,12 +130,14 @@ class Lease:
                 os.link(written, self._path)
                 return True
             except FileExistsError:
-                return os.stat(written).st_nlink == 2  # NFS: the answer to a link that was made may get lost
+                with contextlib.suppress(FileNotFoundError):  # who holds the lease has removed it
+                    return os.stat(written).st_nlink == 2  # NFS: the answer to a link that was made may get lost
+                return False
             except OSError:  # a file system without links
                 return self._put_exclusively()
         finally:
             os.close(descriptor)
-            os.unlink(written)
+            written.unlink(missing_ok=True)
 
     def _put_exclusively(self) -> bool:
         try:

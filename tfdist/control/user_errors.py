@@ -14,6 +14,11 @@ from typing import NamedTuple
 _TFDIST, _STDLIB = re.escape(str(Path(__file__).parents[1])), re.escape(sysconfig.get_path("stdlib"))
 _NOT_OWN = re.compile(rf"site-packages/(keras|tensorflow|numpy|optree)/|^<|^{_TFDIST}/|^{_STDLIB}/(?!site-packages)")
 
+# What AutoGraph makes of the user's code, in a file that is gone later, and what it names of its own there.
+_GENERATED = re.compile(r"/__autograph_generated_file\w*\.py$")
+_LAMBDA = "None"  # as AutoGraph calls one
+_GENERATED_PART = re.compile(rf"(if|else|loop)_body(_\d+)?$|loop_test(_\d+)?$|{_LAMBDA}$|<")
+
 _INSTALLED = re.compile(rf"/(site|dist)-packages/|^<|^{_TFDIST}/|^{_STDLIB}/")
 
 
@@ -61,10 +66,10 @@ def first_paragraph(error: BaseException) -> str:
 
 def failure_in_text(text: str) -> str:
     """A sentence like `failure` for an error that TensorFlow tells as text with a traceback in it; "" if it has no line
-    of the user's own."""
+    of the user's own, nor what AutoGraph has made of one."""
     text = text.partition("Traceback (most recent call last)")[2]
     places = _places_in(text)
-    return _failure(places, what_in_text(text)) if _own(places) else ""
+    return _failure(places, what_in_text(text)) if _own(places) or _generated(places) else ""
 
 
 _PLACE_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -78,18 +83,23 @@ def _places_in(text: str) -> list[_Place]:
 def _failure(places: Sequence[_Place], what: str) -> str:
     if _REWRITTEN in what:
         places, what = _places_in(what), what_in_text(what)
-    own_places = _own(places)
-    function = (
-        f", in {own_places[-1].function}" if own_places and own_places[-1].function not in (None, "None") else ""
-    )  # so AutoGraph calls a lambda
-    at = f" at {own_places[-1].file}:{own_places[-1].line}{function}" if own_places else ""
-    return f"failed{at}: {textwrap.shorten(without_internals(what), 600)}"
+    return f"failed{_at(places)}: {textwrap.shorten(without_internals(what), 600)}"
 
 
-# What TensorFlow and Keras add for themselves: names of their operations and objects, advice for who writes in their
-# graphs, lists of arguments, colours.
+def _at(places: Sequence[_Place]) -> str:
+    """ " at FILE:LINE, in FUNCTION", or what of that is known."""
+    if own_places := _own(places):
+        last = own_places[-1]
+        return f" at {last.file}:{last.line}" + (f", in {last.function}" if last.function != _LAMBDA else "")
+    named = [place.function for place in _generated(places) if not _GENERATED_PART.match(place.function)]
+    return f" in {named[-1].removeprefix('tf__')}" if named else ""
+
+
+# What TensorFlow and Keras add for themselves: names of their operations, iterators and objects, advice for who writes
+# in their graphs, lists of arguments, colours.
 _INTERNALS = re.compile(
-    r" for '\{\{node [^']*'(?: \(op: '\w+'\))?|\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\]( name: *)?|\x1b\[[0-9;]*m"
+    r" for '\{\{node [^']*'(?: \(op: '\w+'\))?|\{\{[^}]*\}\}|\[\[.*?\]\]|\[Op:\w+\]( name\b:? *)?|\x1b\[[0-9;]*m"
+    r"|(?:Error in user-defined function passed to \S+ transformation with iterator: )?\bIterator::Root\S*: "
     r"|Arguments received by .*| You can attempt the following resolutions.*| at 0x[0-9a-f]{6,}",
     re.DOTALL,
 )
@@ -100,11 +110,31 @@ def without_internals(text: str) -> str:
     return re.sub(r" +", " ", _INTERNALS.sub("", text)).strip()
 
 
+_NODE = re.compile(r"\{\{node (gradient_tape/)?([^\s}]+)\}\}")
+_COMPILED = re.compile(r"\bcompile_(loss|metric)s?/([^/]+)/")
+
+
+def part_at_fault(text: str) -> str:
+    """ " in the loss NAME", " in the metric NAME" or " in MODEL/LAYER": the part of a Keras model whose operation
+    TensorFlow names in the text of its error; "" if it names none."""
+    if not (node := _NODE.search(text)):
+        return ""
+    if compiled := _COMPILED.search(node[2]):
+        return f" in the {compiled[1]} {compiled[2]}"
+    layers = node[2].split("/")[: -2 if node[1] else -1]  # of a gradient, the last two are the operation
+    return f" in {'/'.join(layers)}" if layers else ""
+
+
 def _own(places: Sequence[_Place]) -> list[_Place]:
-    return [place for place in places if not _NOT_OWN.search(place.file)]
+    return [place for place in places if not (_NOT_OWN.search(place.file) or _GENERATED.search(place.file))]
+
+
+def _generated(places: Sequence[_Place]) -> list[_Place]:
+    return [place for place in places if _GENERATED.search(place.file)]
 
 
 def what_in_text(text: str) -> str:
     """The last "SomeError: words" of a text that begins a line."""
-    found = re.findall(r"^\s*([\w.]*(?:Error|Exception|Interrupt|Iteration|Exit): .*)$", text, re.MULTILINE)
+    kinds = r"Error|Exception|Interrupt|Iteration|Exit|Timeout|Disconnected|IncompleteRead"
+    found = re.findall(rf"^\s*([\w.]*(?:{kinds}): .*)$", text, re.MULTILINE)
     return found[-1].strip() if found else text

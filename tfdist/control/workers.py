@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from tfdist.control.exit_codes import MEANING, ExitCode
 
 _LAST_LINES = 20
+# An empty line; an indented one, as of the source in a traceback or a warning; and a warning of Python itself.
+_NO_CAUSE = re.compile(r"\s|$|\S+:\d+: \w*Warning: ")
 
 
 @dataclass
@@ -100,7 +102,8 @@ def describe(worker: Worker) -> str:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "a real-time signal"
         return f"{worker.name} was killed by signal {-code} ({name})"
     known = f" ({_meaning(code, worker.error)})" if code in set(ExitCode) else ""
-    said = worker.error or next((line.strip() for line in reversed(worker.last_lines) if line.strip()), "")
+    causes = (line.strip() for line in reversed(worker.last_lines) if not _NO_CAUSE.match(line))
+    said = worker.error or next(causes, "")
     said = "" if code == ExitCode.PREEMPTED else re.sub(r" \(exit code \d+, \w+\)$", "", said)
     return f"{worker.name} ended with exit code {code}{known}{': ' + said if said else ''}"
 

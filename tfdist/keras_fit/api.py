@@ -16,7 +16,7 @@ from tfdist.compat import keras_epochs, keras_optimizers, keras_trainer
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError, TfdistError
 from tfdist.control.terminal import say
-from tfdist.control.user_errors import failure
+from tfdist.control.user_errors import failure, part_at_fault, said
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit import silent_lookups, unsaved_state
 from tfdist.keras_fit.arrays import shuffle_alike
@@ -59,6 +59,8 @@ def _mistakes_explained(runtime: Runtime, purpose: str) -> Iterator[None]:
         if not has_peers(runtime):
             raise
         words = f"failed: {cause(message_of(error))}" if isinstance(error, tf.errors.OpError) else failure(error)
+        if words.startswith("failed: "):  # no line of the user's is known
+            words = f"failed{part_at_fault(said(error))}: {words.removeprefix('failed: ')}"
         raise ConfigError(f"tfdist.{purpose} {words}") from error
 
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, DataError, PeerLostError, StartupError, TfdistError
+from tfdist.control.exit_codes import (
+    ConfigError,
+    DataError,
+    MemoryShortError,
+    PeerLostError,
+    StartupError,
+    TfdistError,
+)
+from tfdist.control.passing_errors import reading_failed
 from tfdist.control.user_errors import failure, failure_in_text, failure_of_own, said, what_in_text, without_internals
 from tfdist.runtime import negative_weights
 from tfdist.runtime.ring_error import MARK, user_error
@@ -102,7 +110,10 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if not isinstance(error, (TfdistError, tf.errors.OpError)) and MARK in said(error):
         return user_error(said(error))  # maybe with words of Keras' around it
     if isinstance(error, MemoryError):
-        return ConfigError(f"Out of memory: lower --micro_batch, or keep less data in memory. Python {failure(error)}")
+        return MemoryShortError(
+            "Out of memory: lower --micro_batch (tfdist.fit: a smaller batch_size), or keep less data in memory. Python"
+            f" {failure(error)}"
+        )
     if isinstance(error, TfdistError) or not isinstance(error, tf.errors.OpError):
         return None
     text = message_of(error)
@@ -115,9 +126,10 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left on device" in text:
         return ConfigError(f"The disk is full: make room, or choose another --run_dir. TensorFlow says: {cause(text)}")
     if isinstance(error, tf.errors.ResourceExhaustedError):
-        return ConfigError(
-            "Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16."
-            f" TensorFlow says: {_first_line(text)}"
+        return MemoryShortError(
+            "Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16"
+            " (tfdist.fit: a smaller batch_size, with the optimizer's gradient_accumulation_steps raised by as much, or"
+            f' keras.config.set_dtype_policy("mixed_bfloat16")). TensorFlow says: {_first_line(text)}'
         )
     if MARK in text:
         return user_error(text)
@@ -136,7 +148,7 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if sentence := missing_row(error):
         return DataError(sentence)
     if reason := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
-        return DataError(f"A function of your own, which TensorFlow called, {reason}")
+        return reading_failed(f"A function of your own, which TensorFlow called, {reason}", text)
     if _KERAS_DATA.search(text):
         return DataError(
             "The data given to tfdist.fit cannot be read; each batch must be a tuple (x, y) or (x, y, weights) of the"
@@ -144,7 +156,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         )
     # Reading is cancelled, too, when something else has failed.
     if _READING.search(text) or (_READING_IN_STEP.search(text) and not isinstance(error, _PEER_ERRORS)):
-        return DataError(f"The data cannot be read, look at --source and --augment: {cause(text)}")
+        passes = isinstance(error, (tf.errors.UnavailableError, tf.errors.DeadlineExceededError))
+        return reading_failed(f"The data cannot be read, look at --source and --augment: {cause(text)}", text, passes)
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         return _lost_peer(error, text, cluster)
     return None

@@ -204,6 +204,12 @@ def test_an_endless_line_is_shown_in_pieces():
         ),
         ("if rank: raise KeyError('lost')\ntime.sleep(60)", 1, ["worker 1", "INTERNAL", "KeyError: 'lost'"]),
         ("sys.exit(77) if rank else time.sleep(60)", 77, ["worker 1 ended with exit code 77"]),
+        (  # a warning is no cause, nor is the line of the source that Python shows with it
+            "if rank:\n    print('no such table')\n    print('/a/b.py:3: UserWarning: late\\n  self._warning()\\n')\n"
+            "    sys.exit(9)\ntime.sleep(60)",
+            9,
+            ["worker 1 ended with exit code 9 ", "): no such table"],
+        ),
         (
             "os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)",
             ExitCode.PEER_LOST,

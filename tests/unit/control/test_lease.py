@@ -176,6 +176,43 @@ def test_an_empty_lease_of_a_killed_writer_is_taken(tmp_path):
     one.give_back()
 
 
+def test_who_gets_it_removes_what_killed_writers_have_left(tmp_path, holder):
+    left = f".{FILE}.{'0a' * 16}"
+    others = (f"{left}.bak", f".{FILE}.notes", f"{FILE}.{'0a' * 16}", f".{FILE}.{'0a' * 8}")
+    for name in (left, *others):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match="in use"):
+        Lease(tmp_path, "").take()
+    assert (tmp_path / left).exists()  # the holder's to remove
+    holder.kill()
+    with held(tmp_path, ""):
+        assert {path.name for path in tmp_path.iterdir()} == {FILE, *others}
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_who_waits_gets_over_it_that_the_holder_removes_what_is_just_written(tmp_path, monkeypatch, has_links):
+    with held(tmp_path, ""):
+        make_link = os.link
+
+        def link(written, path):
+            os.unlink(written)
+            if not has_links:
+                raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+            make_link(written, path)
+
+        monkeypatch.setattr(os, "link", link)
+        with pytest.raises(ConfigError, match="in use"):
+            Lease(tmp_path, "").take()
+
+        def is_there(written, path):
+            os.unlink(written)
+            raise FileExistsError
+
+        monkeypatch.setattr(os, "link", is_there)
+        with pytest.raises(ConfigError, match="in use"):
+            Lease(tmp_path, "").take()
+
+
 def test_it_is_renewed_and_made_again(tmp_path):
     with held(tmp_path, ""):
         path = tmp_path / FILE

@@ -199,6 +199,14 @@ def test_damaged_data_is_found_when_read(folder):
         list(input_pipeline.eval_dataset(split, batch=5, replica=0, replicas=1)[0])
 
 
+@pytest.mark.parametrize("left", [4, 30])
+def test_a_file_that_is_cut_short_while_it_is_read(folder, left):
+    split = load(folder)
+    damaged(folder / "train-0.tfrecord", lambda d: d[:left])
+    with pytest.raises(DataError, match="train-0.tfrecord ends within a record at byte 0: it was cut short"):
+        split.fetch(tf.constant([0], tf.int64))
+
+
 def test_slow_index_is_kept_beside_the_files_until_they_change(folder, monkeypatch):
     monkeypatch.setattr(records, "SLOW_INDEX_SECONDS", 0.0)
     load(folder)

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.config import DataConfig
-from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.control.exit_codes import ConfigError, DataError, StartupError
 from tfdist.data import input_pipeline
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources.load_split import load_split
@@ -48,6 +48,12 @@ class Batches(keras.utils.PyDataset):
 class Items(Rows):
     def __init__(self, item): self.item, self.n = item, 400
     def __getitem__(self, i): return self.item(i)
+
+def away(split): raise ConnectionRefusedError("no answer")
+def server_away(): raise TimeoutError("nfs")
+item_away = lambda split: Items(lambda i: server_away() if i else (1, 1))
+dataset_away = lambda split: tf.data.Dataset.from_generator(
+    lambda: iter(server_away, 0), output_signature=(tf.TensorSpec((), tf.int32),) * 2)
 
 def other(at, first, then): return lambda split: Items(lambda i: then if i == at else first)
 fractions = lambda split: Items(lambda i: (i, (0, 0.5, 1.7)[i % 3]))
@@ -239,6 +245,12 @@ def test_bad_functions(source, source_args, message):
     with pytest.raises(ConfigError) as error:
         load_split(DataConfig(source=source, source_args=source_args), "train")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("function", ["away", "item_away", "dataset_away"])
+def test_a_server_that_does_not_answer_may_do_so_again(function):
+    with pytest.raises(StartupError, match="ConnectionRefusedError: no answer; this|TimeoutError: nfs; this may pass"):
+        load(function)
 
 
 def test_a_missing_import_inside_the_users_module_is_not_hidden():

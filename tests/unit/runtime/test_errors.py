@@ -10,7 +10,15 @@ import tensorflow as tf
 from tensorflow.python.framework import config as framework_config
 
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, DataError, ExitCode, PeerLostError
+from tfdist.control.exit_codes import (
+    ConfigError,
+    DataError,
+    ExitCode,
+    MemoryShortError,
+    PeerLostError,
+    StartupError,
+)
+from tfdist.control.user_errors import failure
 from tfdist.runtime.errors import cause, explain, explain_own_code
 from tfdist.runtime.ring_error import MARK
 
@@ -76,9 +84,10 @@ CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
         ),
         (
             tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[9]"),
-            ConfigError,
-            ["--micro_batch", "shape[9]"],
+            MemoryShortError,
+            ["--micro_batch", "tfdist.fit: a smaller batch_size", "gradient_accumulation_steps", "shape[9]"],
         ),
+        (MemoryError("1 PiB"), MemoryShortError, ["--micro_batch", "tfdist.fit: a smaller batch_size", "1 PiB"]),
         (
             tf.errors.InvalidArgumentError(
                 None,
@@ -162,6 +171,71 @@ def test_the_users_own_line_where_tensorflow_called_it():
         assert "test_errors.py:" in str(found) and str(found).endswith(
             "in raises_in_a_generator: RuntimeError: the file is gone"
         )
+
+
+def loses_its_server():
+    yield 1
+    raise ConnectionResetError("reset by storage")
+
+
+def test_what_the_data_come_from_may_answer_again():
+    data = tf.data.Dataset.from_generator(loses_its_server, output_signature=tf.TensorSpec([], tf.int32))
+    with pytest.raises(tf.errors.OpError) as raised:
+        list(data)
+    found = explain(raised.value, CLUSTER)
+    assert isinstance(found, StartupError) and "ConnectionResetError: reset by storage; this may pass" in str(found)
+    reading = "{{function_node __wrapped__IteratorGetNext_output_types_1}} Error executing an HTTP request"
+    for kind, expected in ((tf.errors.UnavailableError, StartupError), (tf.errors.NotFoundError, DataError)):
+        assert type(explain(kind(None, None, reading), CLUSTER)) is expected
+
+
+def rotten(number):
+    def read(number):
+        if int(number) == 1:
+            raise ValueError("map 1 is rotten")
+        return number
+
+    return tf.numpy_function(read, [number], tf.int64)
+
+
+def told_below(number):
+    def read(number):
+        if int(number) == 1:
+            broken(number)
+        return number
+
+    return tf.numpy_function(read, [number], tf.int64)
+
+
+@tf.autograph.experimental.do_not_convert
+def broken(number):
+    raise ValueError(f"map {number} is rotten")
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (rotten, r"failed in read: ValueError: map 1 is rotten"),
+        (told_below, r"failed at \S+test_errors.py:\d+, in broken: ValueError: map 1 is rotten"),
+    ],
+)
+def test_a_function_that_autograph_has_rewritten_is_named_without_its_passing_file(function, words):
+    with pytest.raises(tf.errors.OpError) as raised:
+        list(tf.data.Dataset.range(3).map(function))
+    found = explain(raised.value, Cluster())
+    assert isinstance(found, DataError)
+    assert re.fullmatch(f"A function of your own, which TensorFlow called, {words}", str(found)), found
+
+
+def test_what_fails_in_tf_data_is_told_without_its_iterators():
+    data = tf.data.Dataset.from_tensors("abc").map(tf.strings.to_number, num_parallel_calls=2).prefetch(1)
+    with pytest.raises(tf.errors.OpError) as raised:
+        list(data)
+    found = explain(raised.value, Cluster())
+    assert isinstance(found, DataError)
+    words = "StringToNumberOp could not correctly convert string: abc"
+    assert str(found) == f"The data cannot be read, look at --source and --augment: {words}"
+    assert failure(raised.value).endswith(f": InvalidArgumentError: {words}")
 
 
 def test_a_batch_that_keras_cannot_read():

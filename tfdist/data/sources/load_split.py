@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfdist.config import Config, DataConfig
-from tfdist.control.exit_codes import DataError
+from tfdist.control.passing_errors import reading_failed
 from tfdist.control.run_address import is_url
 from tfdist.data.sources.source_names import SOURCES
 from tfdist.data.sources.split import SPLITS, Split
@@ -31,7 +31,8 @@ def data_here(config: Config) -> DataConfig:
 
 
 def load_split(config: DataConfig, split: str) -> Split:
-    """The "train" or "eval" split of `--source`. Raises ConfigError for an unknown name, DataError for bad data."""
+    """The "train" or "eval" split of `--source`. Raises ConfigError for an unknown name, DataError for bad data,
+    StartupError for what cannot be read now."""
     assert split in SPLITS, split
     load = resolve("source", _USER if ":" in config.source else config.source, SOURCES)
     try:
@@ -39,6 +40,5 @@ def load_split(config: DataConfig, split: str) -> Split:
     except StoreError:
         raise
     except OSError as error:
-        raise DataError(
-            f"--source={config.source} cannot be read ({error}): check --data_dir and --source_args."
-        ) from error
+        words = f"--source={config.source} cannot be read ({error}): check --data_dir and --source_args."
+        raise reading_failed(words, error) from error

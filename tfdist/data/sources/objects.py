@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError, TfdistError
+from tfdist.control.passing_errors import reading_failed
 from tfdist.control.user_errors import failure
 from tfdist.data.checksums import sampled_rows
 from tfdist.data.sources.split import Sample, Split, places
@@ -27,7 +28,8 @@ def object_split(name: str, data: Any) -> Split:
     try:
         size = len(data)
     except Exception as error:  # whatever the user's code raises, or Python says of what it returns
-        raise DataError(f"--source: the length of {name}, a {type(data).__name__}, {failure(error)}") from error
+        words = f"--source: the length of {name}, a {type(data).__name__}, {failure(error)}"
+        raise reading_failed(words, error) from error
     if not size:
         raise DataError(f"--source: {name} is an empty {type(data).__name__}.")
     items = _Items(name, data)
@@ -87,7 +89,7 @@ class _Items:
         except (TfdistError, MemoryError):
             raise
         except Exception as error:  # whatever the user's code raises
-            raise DataError(f"--source: item {index} of {self.name} {failure(error)}") from error
+            raise reading_failed(f"--source: item {index} of {self.name} {failure(error)}", error) from error
         if not isinstance(item, tuple) or len(item) not in (2, 3):
             raise DataError(
                 f"--source: item {index} of {self.name} is a {type(item).__name__}: __getitem__ must return (x, y) or"

@@ -132,7 +132,8 @@ def _read(path: str, offset: int, named: Callable[[str], str]) -> bytes:
     # Opened for each record: that takes microseconds, and thousands of files need no more descriptors than threads.
     file = os.open(path, os.O_RDONLY)
     try:
-        length = _HEADER.unpack(os.pread(file, HEADER_BYTES, offset))[0]
+        size = os.fstat(file).st_size  # not as it was when the index was made
+        length = data_bytes(named(path), size, offset, os.pread(file, HEADER_BYTES, offset))
         data = os.pread(file, length + 4, offset + HEADER_BYTES)
     finally:
         os.close(file)

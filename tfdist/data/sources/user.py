@@ -37,6 +37,7 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.control.passing_errors import reading_failed
 from tfdist.control.user_errors import failure_in_text
 from tfdist.data.contents import checksums
 from tfdist.data.sources.objects import object_split
@@ -188,7 +189,7 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
         first, second = checksums(split), checksums(split)
     except tf.errors.OpError as error:
         reason = failure_in_text(str(error.message)) or f"cannot be read: {cause(str(error.message))}"
-        raise DataError(f"--source: {name}, a tf.data.Dataset, {reason}") from error
+        raise reading_failed(f"--source: {name}, a tf.data.Dataset, {reason}", str(error.message)) from error
     if not any(a == b for a, b in zip(first, second, strict=False)):
         raise DataError(
             f"--source: {name} is a tf.data.Dataset whose first samples are others at a second look: each worker reads"

@@ -33,10 +33,15 @@ _SCALES = (np.ones(ROWS), np.geomspace(1e-2, 1e2, ROWS))
 
 
 def refuse(
-    runtime: Runtime, name: str, objective: Callable[..., Scores], model: keras.Model, batch: Callable[[], Any]
+    runtime: Runtime,
+    name: str,
+    objective: Callable[..., Scores],
+    model: keras.Model,
+    batch: Callable[[], Any],
+    reason: str,
 ) -> None:
     """Raises ConfigError on all workers if one finds that the objective called `name` mixes the samples of (x, y, w) =
-    `batch()`, of which the first ROWS are looked at. A collective.
+    `batch()`, of which the first ROWS are looked at. A collective. reason: why not, one of row_mixing.py.
 
     What cannot be tried is not refused: the step says itself why it fails.
     """
@@ -46,7 +51,7 @@ def refuse(
     if any_worker(runtime, found):
         raise ConfigError(
             f"--objective={name}: what it gives for a sample depends on the other samples of its batch (in-batch"
-            " negatives) or on their number, but workers and micro-batches have some of the samples each, so that they"
+            f" negatives) or on their number, but {reason}, so that they"
             " would compute something else than one process: make losses, weights and metrics of each sample alone,"
             " train on one device with --accumulation=1, or let it see the samples of its micro-batch only with"
             " --row_mixing=replica. (tfdist.fit gives compute_loss the outputs of all samples.)"

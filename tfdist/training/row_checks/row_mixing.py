@@ -124,14 +124,25 @@ def mixes(
         )
 
 
-def refuse(runtime: Runtime, model: keras.Model, rows: Callable[[], Any], proofs: Proofs | None = None) -> None:
+# Why rows must not be mixed, in a sentence.
+IN_PARTS = "workers and micro-batches have some of the rows each"
+FILLED_UP = "several workers fill up the last batch of an evaluation"  # also those of one replica
+
+
+def refuse(
+    runtime: Runtime,
+    model: keras.Model,
+    rows: Callable[[], Any],
+    proofs: Proofs | None = None,
+    reason: str = IN_PARTS,
+) -> None:
     """Raises ConfigError on all workers if one finds that it mixes x = `rows()`. A collective, if it may."""
     if may_mix(model) and found_together(runtime, model, rows, proofs=proofs):
         fix = (
             "take statistics over rows with keras.layers.BatchNormalization, train on one device with"
             " --accumulation=1, or let such layers mix the rows of their micro-batch with --row_mixing=replica"
         )
-        raise ConfigError(sentence(model, fix))
+        raise ConfigError(sentence(model, fix, reason))
 
 
 def found_together(
@@ -157,7 +168,7 @@ def found_together(
     return any_worker(runtime, found)
 
 
-def sentence(model: keras.Model, fix: str) -> str:
+def sentence(model: keras.Model, fix: str, reason: str = IN_PARTS) -> str:
     """The message that refuses such a model. fix: what the user can do."""
     layers = keras_layers.all_layers(model, include_self=False)
     suspects = [layer.name for layer in layers if _is_suspect(layer)]
@@ -166,7 +177,6 @@ def sentence(model: keras.Model, fix: str) -> str:
     looked_at = f" (look at {', '.join(suspects[:5])})" if suspects else ""
     return (
         f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch, on their"
-        f" number or on its place among them, or its gradient does{looked_at}, but workers and micro-batches have some"
-        " of the rows each, so"
-        f" that they would compute something else than one process: {fix}."
+        f" number or on its place among them, or its gradient does{looked_at}, but {reason}, so that they would compute"
+        f" something else than one process: {fix}."
     )

@@ -44,8 +44,9 @@ def check_rows(
 
     # Several workers of one replica train on whole batches, but evaluate on a last one that is filled up.
     if (in_parts or runtime.size > 1) and config.model.row_mixing == "refuse":
+        reason = row_mixing.IN_PARTS if in_parts else row_mixing.FILLED_UP
         if ":" in config.model.model:
-            row_mixing.refuse(runtime, model, rows, proofs)
+            row_mixing.refuse(runtime, model, rows, proofs, reason)
         if ":" in config.model.objective:
-            objective_rows.refuse(runtime, config.model.objective, objective, model, lambda: batch(ROWS))
+            objective_rows.refuse(runtime, config.model.objective, objective, model, lambda: batch(ROWS), reason)
     return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.own_objective import own_objective
-from tfdist.training.row_checks import objective_rows
+from tfdist.training.row_checks import objective_rows, row_mixing
 from tfdist.training.scores import Scores
 
 RANDOM = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def model():
 def refuse(function, other=False):
     runtime = SimpleNamespace(all_gather=lambda found: np.stack([found, np.array([other], np.int64)]))
     objective = own_objective("mine:loss", function)
-    objective_rows.refuse(runtime, "mine:loss", objective, model(), lambda: (X, Y, W))
+    objective_rows.refuse(runtime, "mine:loss", objective, model(), lambda: (X, Y, W), row_mixing.IN_PARTS)
 
 
 @pytest.mark.parametrize("name", MIXING)

@@ -11,10 +11,13 @@ from keras import layers, ops
 
 from tests.fuzz.layers import BatchMask, RowMask
 from tfdist.compat import tensorflow_random
+from tfdist.config import Config, ModelConfig
 from tfdist.control.exit_codes import ConfigError
+from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.row_checks import added_losses, row_mixing, trial_scope
 from tfdist.training.row_checks.row_proof import Proofs
+from tfdist.training.row_checks.row_trials import check_rows
 
 X = np.random.default_rng(0).normal(size=(6, 5)).astype("float32")
 
@@ -588,6 +591,23 @@ def test_a_sentence_names_the_layers_and_what_to_do():
         ConfigError, match=r"other rows of its batch, .* \(look at my_centering\).*--row_mixing=replica"
     ):
         row_mixing.refuse(OneDevice(), model, lambda: X)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "words"),
+    [
+        (1, "but several workers fill up the last batch of an evaluation, so that they would compute"),
+        (2, "but workers and micro-batches have some of the rows each, so that they would compute"),
+    ],
+)
+def test_the_sentence_says_where_rows_are_not_those_of_one_process(accumulation, words):
+    """Two workers of one replica train on whole batches."""
+    config = Config(model=ModelConfig(model="mine:net"))
+    runtime = SimpleNamespace(rank=0, size=2, compute_workers=2, all_gather=lambda found: np.stack([found, found]))
+    with pytest.raises(ConfigError, match=words):
+        check_rows(
+            config, runtime, model_of(Own(MIXING["centered"])), None, BatchPlan(8, accumulation, 1), lambda _: (X,)
+        )
 
 
 def test_what_cannot_be_tried_is_not_refused():

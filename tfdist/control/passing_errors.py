@@ -1,0 +1,63 @@
+"""Errors of a network or a file server that may pass: the data can be read when the job is started again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+
+from tfdist.control.exit_codes import DataError, StartupError, TfdistError
+from tfdist.control.user_errors import said, what_in_text
+
+_NUMBERS = {
+    number: os.strerror(number)
+    for number in (
+        errno.EIO,
+        errno.EPIPE,
+        errno.ESTALE,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.ENOTCONN,
+        errno.EREMOTEIO,
+        errno.ETIMEDOUT,
+    )
+} | {-3: "Temporary failure in name resolution"}  # of getaddrinfo
+# Python's own names and those of requests, urllib3, httpx, aiohttp and botocore.
+_NAME = re.compile(
+    r"^(?:[\w.]+\.)?(?:HTTPError: (?:HTTP Error )?(?:429|5\d\d)\b|"
+    r"(?:\w*Connect(?:ion)?(?:Reset|Refused|Aborted|Closed|Timeout)?Error|\w*Timeout(?:Error|Exception)?"
+    r"|(?:Remote|Server)Disconnected(?:Error)?|BrokenPipeError|ProtocolError|ChunkedEncodingError|IncompleteRead"
+    r"|MaxRetryError):)"
+)
+_NUMBER = re.compile(rf"\[Errno ({'|'.join(map(str, _NUMBERS))})\]")
+_OF_TENSORFLOW = re.compile(rf"; ({'|'.join(map(re.escape, _NUMBERS.values()))})$", re.MULTILINE)
+
+
+def reading_failed(sentence: str, error: BaseException | str, passes: bool = False) -> TfdistError:
+    """The error, with this sentence, about data that cannot be read: a StartupError if it may pass, else a DataError.
+
+    error: what was raised, or TensorFlow's text about it. passes: it is known that it may pass.
+    """
+    if not (passes or (_text_may_pass(error) if isinstance(error, str) else _may_pass(error))):
+        return DataError(sentence)
+    return StartupError(
+        f"{sentence.rstrip('.')}; this may pass: start the job again (the launcher does it with --max_restarts=N)."
+    )
+
+
+def _may_pass(error: BaseException) -> bool:
+    return any(_what_may_pass(f"{kind.__name__}: {said(error)}") for kind in type(error).__mro__)
+
+
+def _text_may_pass(text: str) -> bool:
+    return _what_may_pass(what_in_text(text)) or bool(_OF_TENSORFLOW.search(text))
+
+
+def _what_may_pass(what: str) -> bool:
+    return bool(_NAME.search(what) or _NUMBER.search(what))
