@@ -1,13 +1,16 @@
-"""Shuffled arrays, in the same order on every worker though nobody has set a seed.
+"""Shuffled arrays, and batches of a PyDataset, in the same order on every worker though nobody has set a seed.
 
 Keras shuffles arrays with TensorFlow's random numbers. Where keras.utils.set_random_seed was called alike on all
 workers these agree, and Keras' own order is kept (it is then the same in every epoch). Else the arrays become a dataset
-that draws a new order in each epoch from a seed of the chief's.
+that draws a new order in each epoch from a seed of the chief's. The batches of a PyDataset it shuffles with Python's
+random numbers, which all take from the chief.
 """
 
 from __future__ import annotations
 
 import math
+import random
+import zlib
 from typing import Any
 
 import keras
@@ -29,6 +32,9 @@ def shuffle_alike(
 
     Called by all workers. A backup keeps the seed for the runs that resume.
     """
+    if isinstance(x, keras.utils.PyDataset) and arguments["shuffle"]:
+        _draw_alike(runtime)
+        return x, y
     leaves = [leaf for leaf in keras.tree.flatten((x, y, arguments["sample_weight"])) if leaf is not None]
     if (
         _random_numbers_agree(runtime)
@@ -61,6 +67,15 @@ def shuffle_alike(
         dataset.map(lambda rows: keras.tree.map_structure(lambda tensor: tf.gather(tensor, rows), tensors)).prefetch(2),
         None,
     )
+
+
+def _draw_alike(runtime: Runtime) -> None:
+    """Gives Python's random numbers of all workers the chief's state, unless they have one."""
+    state = random.getstate()
+    digests = runtime.all_gather(np.array([zlib.crc32(repr(state).encode())], np.uint32))
+    if (digests != digests[0]).any():
+        version, numbers, following = runtime.broadcast_object(state, "random")
+        random.setstate((version, tuple(numbers), following))
 
 
 def _random_numbers_agree(runtime: Runtime) -> bool:
