@@ -26,7 +26,7 @@ optional_packages.end_without_packages()  # before the first import of a package
 from absl import flags as absl_flags  # noqa: E402
 
 from tfdist import __version__  # noqa: E402
-from tfdist.config import COMPONENTS, Config, check_option, is_switch  # noqa: E402
+from tfdist.config import COMPONENTS, Config, check_option, check_utf8, is_switch  # noqa: E402
 from tfdist.control.command_parser import CommandParser  # noqa: E402
 from tfdist.control.exit_codes import ConfigError  # noqa: E402
 from tfdist.control.own_files import written_whole  # noqa: E402
@@ -63,8 +63,7 @@ def parse(
         print(f"tfdist {__version__}")
         raise SystemExit(0)
     for arg in argv:
-        if arg.encode(errors="replace").decode() != arg:  # bytes of another encoding, which flags.txt could not hold
-            raise ConfigError(f"{ascii(arg)} is not text in UTF-8: write it anew.")
+        check_utf8(arg)
     values = _define(components)
     try:
         rest = values(["tfdist", *expand_flagfiles(argv)])[1:]
