@@ -92,6 +92,7 @@ def main(argv: list[str]) -> int:
 
 def _check_early(config: Config) -> None:
     """Checks what can be told before TensorFlow is imported, which takes seconds. Raises ConfigError."""
+    config.check_used()
     check_given(config.batch)
     check_strategy(config.strategy.strategy)
     check_name("model", config.model.model, MODELS)

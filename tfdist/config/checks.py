@@ -154,6 +154,8 @@ def _check_artifacts(config: Config) -> None:
             f"--backup_dir={config.checkpoint.backup_dir} lies in --run_dir={config.run.run_dir}, or the other way"
             " round: name a place beside the run."
         )
+    if backup_dir and is_below(backup_dir, run_dir) and is_below(run_dir, backup_dir):
+        raise ConfigError(f"--backup_dir={backup_dir} is that of --run_dir={run_dir}: name a folder of its own.")
     if backup_dir and not is_url(run_dir) and is_below(backup_dir, f"{run_dir}/{SNAPSHOTS}"):
         raise ConfigError(
             f"--backup_dir={backup_dir} is where the snapshots of --run_dir={run_dir} lie, which would be removed as"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.config import checks
+from tfdist.config import checks, unused
 from tfdist.config.cluster_options import ClusterConfig, ParallelConfig, ParameterServerConfig, StrategyConfig
 from tfdist.config.options import check_option, check_utf8
 from tfdist.config.run_options import CheckpointConfig, ExportConfig, LoopConfig, RunConfig, TelemetryConfig
@@ -115,6 +115,10 @@ class Config:
             check_option(field, values[field.name])
         checks.check_across_fields(self)
         return self
+
+    def check_used(self) -> None:
+        """Raises ConfigError for a flag that would do nothing in a training."""
+        unused.check_used(self, Config())
 
     def check_compression(self, strategy: str) -> None:
         """Raises ConfigError unless gradients can travel as --compression says, on this strategy."""

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tfdist import train
 from tfdist.config import BatchConfig, Config, iter_options, parse_args
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan, plan_batch
@@ -37,6 +38,7 @@ def test_option_names_are_unique_and_documented():
         ({"source": "text", "data_dir": "s3://a/b", "backup_dir": "s3://a/b/c"}, ["--backup_dir=s3://a/b/c", "beside"]),
         ({"run_dir": "a", "backup_dir": "a/checkpoints"}, ["--backup_dir=a/checkpoints", "--run_dir=a", "of its own"]),
         ({"model_args": "size:tiny"}, ["--model_args=size:tiny", "key=value"]),
+        ({"run_dir": "a", "backup_dir": "./a/"}, ["--backup_dir=./a/", "--run_dir=a", "of its own"]),
         ({"ema": 1.0}, ["--ema=1"]),
         ({"seed": 2**32}, ["--seed=4294967296", "at most 4294967295"]),
         ({"prometheus_port": 70000}, ["--prometheus_port=70000", "at most 65535"]),
@@ -79,6 +81,21 @@ def test_a_working_folder_whose_name_is_no_text_here_is_told(monkeypatch):
     with pytest.raises(ConfigError, match=r"--run_dir=/x/.*runs/a' is not text in UTF-8: .*LC_ALL=C.UTF-8"):
         Config().replace(run_dir="runs/a").with_absolute_folders()
     assert Config().replace(run_dir="/y/ü").with_absolute_folders().run.run_dir == "/y/ü"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence", "other"),
+    [
+        ({"pipe_schedule": "gpipe"}, "--pipe_schedule=gpipe does", {"strategy": "mesh", "mesh": "pipe=2"}),
+        ({"max_rollbacks": 5}, "--max_rollbacks=5 does nothing without --on_nan=rollback", {"on_nan": "rollback"}),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused_where_a_training_starts(changes, sentence, other):
+    flags = [f"--{name}={value}" for name, value in changes.items()]
+    with pytest.raises(ConfigError, match=f"^{sentence}.*: add that, or drop it.$"):
+        train.main(["--steps=1", "--global_batch=8", "--dry_run", *flags])
+    GOOD.replace(**changes).validate()  # as the run of an earlier version, which is evaluated
+    GOOD.replace(**{**changes, **other}).check_used()
 
 
 def test_the_largest_values_are_taken():
