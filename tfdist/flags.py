@@ -26,12 +26,13 @@ optional_packages.end_without_packages()  # before the first import of a package
 from absl import flags as absl_flags  # noqa: E402
 
 from tfdist import __version__  # noqa: E402
-from tfdist.config import COMPONENTS, Config, check_option, is_switch  # noqa: E402
+from tfdist.config import COMPONENTS, Config, check_option, check_utf8, is_switch  # noqa: E402
 from tfdist.control.command_parser import CommandParser  # noqa: E402
 from tfdist.control.exit_codes import ConfigError  # noqa: E402
 from tfdist.control.own_files import written_whole  # noqa: E402
 
 FLAGS_FILE = "flags.txt"
+_MOST_BYTES = 2**20  # of a flag file; a device has no end
 
 
 class Parsed(NamedTuple):
@@ -63,8 +64,7 @@ def parse(
         print(f"tfdist {__version__}")
         raise SystemExit(0)
     for arg in argv:
-        if arg.encode(errors="replace").decode() != arg:  # bytes of another encoding, which flags.txt could not hold
-            raise ConfigError(f"{ascii(arg)} is not text in UTF-8: write it anew.")
+        check_utf8(arg)
     values = _define(components)
     try:
         rest = values(["tfdist", *expand_flagfiles(argv)])[1:]
@@ -114,7 +114,13 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
     if path.resolve() in including:
         raise ConfigError(f"--flagfile={path} includes itself: remove that line.")
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # an editor may have put a mark in front
+        with path.open("rb") as file:  # maybe a pipe
+            found = file.read(_MOST_BYTES + 1)
+        if len(found) > _MOST_BYTES:
+            raise ConfigError(
+                f"--flagfile={path} is longer than {_MOST_BYTES} bytes: name a file of flags, one a line."
+            )
+        lines = found.decode("utf-8-sig").splitlines()  # an editor may have put a mark in front
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"--flagfile={path} cannot be read ({reason}): check the path.") from None

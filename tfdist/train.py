@@ -11,7 +11,7 @@ import sys
 
 from tfdist import flags
 from tfdist.artifacts.status import is_finished
-from tfdist.config import Config
+from tfdist.config import MOST_PORT, Config
 from tfdist.config.strategies import check_strategy, strategy_or_undecided
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
         return 0
     config = config.with_absolute_folders()
     cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
+    _check_ports(config.telemetry.prometheus_port, cluster)
     versions.check()
     versions.quiet()
     versions.prefer_cublas()
@@ -91,6 +92,7 @@ def main(argv: list[str]) -> int:
 
 def _check_early(config: Config) -> None:
     """Checks what can be told before TensorFlow is imported, which takes seconds. Raises ConfigError."""
+    config.check_used()
     check_given(config.batch)
     check_strategy(config.strategy.strategy)
     check_name("model", config.model.model, MODELS)
@@ -99,6 +101,15 @@ def _check_early(config: Config) -> None:
     check_name("objective", config.model.objective, {"auto": "", **OBJECTIVES})
     for tracker in names_in(config.telemetry.trackers):
         check_name("trackers", tracker, TRACKERS)
+
+
+def _check_ports(first: int, cluster: Cluster) -> None:
+    """Whether each worker of a machine has a port for Prometheus, told by all alike. Raises ConfigError."""
+    if first and first + cluster.most_local_rank > MOST_PORT:
+        raise ConfigError(
+            f"--prometheus_port={first} leaves no port for local rank {cluster.most_local_rank}, which would be"
+            f" {first + cluster.most_local_rank}: choose one of at most {MOST_PORT - cluster.most_local_rank}."
+        )
 
 
 def dry_run(config: Config, cluster: Cluster) -> str:

@@ -51,10 +51,7 @@ NOT_HUGE = (
     "steps",
     "epochs",
     "sequence_length",
-    "intra_op_threads",
-    "inter_op_threads",
     "virtual_devices",
-    "prometheus_port",
     "reader_threads",
 )
 
@@ -62,10 +59,13 @@ NOT_HUGE = (
 def number(chance: random.Random) -> Mistake:
     field = chance.choice(NUMBERS)
     flag, whole, least = f"--{field.name}", isinstance(field.default, int), field.metadata["least"]
-    how = chance.choice(["text", "low", "nan", "endless", "huge", "fraction"])
+    how = chance.choice(["text", "low", "nan", "endless", "huge", "high", "fraction"])
     if how == "low" and least is not None:
         value = chance.choice([least - 1, least - 0.5 if not whole else least - 2, -(10**6), -(2**63)])
         return one("train: a number too low", [*TRAIN, f"{flag}={value}"], CONFIG, flag)
+    if how == "high" and field.metadata["most"] is not None:
+        value = field.metadata["most"] * 2
+        return one("train: a number too high", [*TRAIN, f"{flag}={value}"], CONFIG, flag)
     if how == "nan":
         return one("train: nan", [*TRAIN, f"{flag}={chance.choice(['nan', 'NaN', '-nan'])}"], CONFIG, flag)
     if how == "endless":

@@ -1,6 +1,7 @@
 """The command `tfdist`: its commands are the modules, its help answers at once, its completions are the flags."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import tfdist
-from tfdist import completion, flags
+from tfdist import completion, flags, train
 from tfdist.__main__ import COMMANDS, MODULES
 from tfdist.config import is_switch, iter_options
-from tfdist.control.exit_codes import ExitCode
+from tfdist.control.exit_codes import ConfigError, ExitCode
 
 
 def run(*arguments, command=("-m", "tfdist"), **options):
@@ -159,6 +160,15 @@ def test_a_console_script_has_the_working_directory_first_on_its_path(tmp_path):
     )
     shown = run("train", "--steps=1", command=(str(console),), cwd=tmp_path)
     assert shown.stdout == f"tfdist.train {tmp_path} ['--steps=1']\n", shown.stderr
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_every_worker_tells_that_ports_do_not_suffice(index, monkeypatch):
+    cluster = {"worker": ["a:1", "b:1", "b:2"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}))
+    words = "--prometheus_port=65535 leaves no port for local rank 1, .*65536: choose one of at most 65534"
+    with pytest.raises(ConfigError, match=words):
+        train.main(["--steps=1", "--global_batch=8", "--prometheus_port=65535"])
 
 
 def test_help_shows_twenty_flags_and_helpfull_all():

@@ -78,6 +78,22 @@ def test_bad_flag_files(tmp_path):
             flags.parse([f"--flagfile={file}"])
 
 
+def test_a_flag_file_without_an_end_is_refused_and_a_pipe_is_read(tmp_path):
+    file = tmp_path / "x.flags"
+    file.write_bytes(b"# " + b"x" * (2**20 - 3) + b"\n")
+    assert flags.parse([f"--flagfile={file}", "--steps=3"]).config.run.steps == 3
+    file.write_bytes(b"# " + b"x" * 2**20)
+    for path in (str(file), "/dev/zero"):
+        with pytest.raises(ConfigError, match=f"^--flagfile={path} is longer than 1048576 bytes: .* one a line.$"):
+            flags.parse([f"--flagfile={path}"])
+    reader, writer = os.pipe()
+    os.write(writer, b"--steps=4\n--seed=5\n")
+    os.close(writer)
+    config = flags.parse([f"--flagfile=/dev/fd/{reader}"]).config  # as of the shell's <(...)
+    os.close(reader)
+    assert (config.run.steps, config.run.seed) == (4, 5)
+
+
 def test_a_flag_file_may_begin_with_a_mark_and_hold_json(tmp_path):
     file = tmp_path / "x.flags"
     file.write_text('--steps=3\n--source_args={"seed": 1, "name": "a#b"}\n', encoding="utf-8-sig")

@@ -7,8 +7,15 @@ configuration.py puts them together; checks.py holds the checks across fields. N
 
 from tfdist.config.cluster_options import ClusterConfig, ParallelConfig, ParameterServerConfig, StrategyConfig
 from tfdist.config.configuration import COMPONENTS, Config, iter_options
-from tfdist.config.options import check_option, is_switch, option, parse_args, parse_profile_steps
-from tfdist.config.run_options import CheckpointConfig, ExportConfig, LoopConfig, RunConfig, TelemetryConfig
+from tfdist.config.options import check_option, check_utf8, is_switch, option, parse_args, parse_profile_steps
+from tfdist.config.run_options import (
+    MOST_PORT,
+    CheckpointConfig,
+    ExportConfig,
+    LoopConfig,
+    RunConfig,
+    TelemetryConfig,
+)
 from tfdist.config.training_options import (
     BatchConfig,
     DataConfig,
@@ -20,6 +27,7 @@ from tfdist.config.training_options import (
 
 __all__ = [
     "COMPONENTS",
+    "MOST_PORT",
     "BatchConfig",
     "CheckpointConfig",
     "ClusterConfig",
@@ -37,6 +45,7 @@ __all__ = [
     "StrategyConfig",
     "TelemetryConfig",
     "check_option",
+    "check_utf8",
     "is_switch",
     "iter_options",
     "option",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tfdist.config.options import parse_args, parse_profile_steps
+from tfdist.config.options import SMALLEST_FLOAT32, parse_args, parse_profile_steps
 from tfdist.config.strategies import strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.ranks import parse_ranks
@@ -64,6 +64,11 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"--ema={ema:g} must be below 1: use for example --ema=0.999, or 0 for none.")
     if smoothing >= 1:
         raise ConfigError(f"--label_smoothing={smoothing:g} must be below 1: use for example 0.1.")
+    if 0 < config.optimizer.clip_norm < SMALLEST_FLOAT32:
+        raise ConfigError(
+            f"--clip_norm={config.optimizer.clip_norm:g} would be 0 in float32, and so would all gradients: raise it,"
+            " or give 0 for no clipping."
+        )
     if config.model.jit_compile and config.model.jit_tune:
         raise ConfigError("--jit_compile uses XLA, --jit_tune measures whether it pays: give one of them.")
 
@@ -137,6 +142,8 @@ def check_compression(config: Config, strategy: str) -> None:
 
 
 def _check_artifacts(config: Config) -> None:
+    if not config.run.run_dir:
+        raise ConfigError("--run_dir= is empty: name the folder of the run, for example --run_dir=runs/first.")
     check_address("run_dir", config.run.run_dir)
     check_address("data_dir", config.data.data_dir)
     check_address("backup_dir", config.checkpoint.backup_dir)
@@ -147,6 +154,8 @@ def _check_artifacts(config: Config) -> None:
             f"--backup_dir={config.checkpoint.backup_dir} lies in --run_dir={config.run.run_dir}, or the other way"
             " round: name a place beside the run."
         )
+    if backup_dir and is_below(backup_dir, run_dir) and is_below(run_dir, backup_dir):
+        raise ConfigError(f"--backup_dir={backup_dir} is that of --run_dir={run_dir}: name a folder of its own.")
     if backup_dir and not is_url(run_dir) and is_below(backup_dir, f"{run_dir}/{SNAPSHOTS}"):
         raise ConfigError(
             f"--backup_dir={backup_dir} is where the snapshots of --run_dir={run_dir} lie, which would be removed as"

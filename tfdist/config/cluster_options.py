@@ -44,8 +44,10 @@ class ClusterConfig:
     straggler_factor: float = option(
         1.5, "A worker that computes this many times as long as the others is named. 0: none is.", least=0
     )
-    intra_op_threads: int = option(0, "Threads within one TensorFlow operation. 0: TensorFlow decides.", least=0)
-    inter_op_threads: int = option(0, "Operations run at the same time. 0: TensorFlow decides.", least=0)
+    intra_op_threads: int = option(
+        0, "Threads within one TensorFlow operation. 0: TensorFlow decides.", least=0, most=4096
+    )
+    inter_op_threads: int = option(0, "Operations run at the same time. 0: TensorFlow decides.", least=0, most=4096)
     soft_placement: bool = option(
         True,
         "On GPUs: operations that no GPU can run are run on the host. --nosoft_placement: one for which a GPU was asked"

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.config import checks
+from tfdist.config import checks, unused
 from tfdist.config.cluster_options import ClusterConfig, ParallelConfig, ParameterServerConfig, StrategyConfig
-from tfdist.config.options import check_option
+from tfdist.config.options import check_option, check_utf8
 from tfdist.config.run_options import CheckpointConfig, ExportConfig, LoopConfig, RunConfig, TelemetryConfig
 from tfdist.config.strategies import strategy_or_undecided
 from tfdist.config.training_options import (
@@ -70,10 +70,13 @@ class Config:
         return Config.from_flat({**self.flat(), **values})
 
     def with_absolute_folders(self) -> Config:
-        """A copy whose folders stay where they are if code of the user's changes the working directory."""
+        """A copy whose folders stay where they are if code of the user's changes the working directory. Raises
+        ConfigError if that has a name that no file of a run could hold."""
         run, backup = self.run, self.checkpoint.backup_dir
         places = {"run_dir": run.run_dir, "cache_dir": run.cache_dir, "backup_dir": backup}
         folders = {flag: os.path.abspath(place) for flag, place in places.items() if place and not is_url(place)}
+        for flag, folder in folders.items():
+            check_utf8(f"--{flag}={folder}")
         return self.replace(**folders)
 
     def in_one_process(self) -> Config:
@@ -112,6 +115,10 @@ class Config:
             check_option(field, values[field.name])
         checks.check_across_fields(self)
         return self
+
+    def check_used(self) -> None:
+        """Raises ConfigError for a flag that would do nothing in a training."""
+        unused.check_used(self, Config())
 
     def check_compression(self, strategy: str) -> None:
         """Raises ConfigError unless gradients can travel as --compression says, on this strategy."""

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from typing import Any
 
-from tfdist.control.command_parser import check_least
+from tfdist.control.command_parser import check_least, check_most
 from tfdist.control.exit_codes import ConfigError
 
 
@@ -27,13 +27,13 @@ def option(
     choices: tuple[str, ...] = (),
     identity: bool = False,
     least: float | None = None,
+    most: float | None = None,
     key: bool = False,
 ) -> Any:
-    """Declares a field that is also a flag: its help text, its allowed values, whether it is part of the identity, and
-    whether --help shows it (people use it first)."""
-    return dataclasses.field(
-        default=default, metadata={"help": help, "choices": choices, "identity": identity, "least": least, "key": key}
-    )
+    """Declares a field that is also a flag: its help text, its allowed values (or the least and the most of a number),
+    whether it is part of the identity, and whether --help shows it (people use it first)."""
+    limits = {"choices": choices, "least": least, "most": most}
+    return dataclasses.field(default=default, metadata={"help": help, **limits, "identity": identity, "key": key})
 
 
 def is_switch(field: dataclasses.Field) -> bool:
@@ -42,10 +42,11 @@ def is_switch(field: dataclasses.Field) -> bool:
 
 
 _LARGEST = 2**63 - 1  # what a tensor can hold
+LARGEST_FLOAT32, SMALLEST_FLOAT32 = 2.0**127, 2.0**-126  # powers of 2 that are no infinity there, and not rounded to 0
 
 
 def check_option(field: dataclasses.Field, value: Any) -> None:
-    """Raises ConfigError if a flag's value is not among its choices, or too small."""
+    """Raises ConfigError if a flag's value is not among its choices, or too small, or too large."""
     choices, least = field.metadata["choices"], field.metadata["least"]
     if choices and value not in choices:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
@@ -53,8 +54,17 @@ def check_option(field: dataclasses.Field, value: Any) -> None:
         raise ConfigError(f"--{field.name}={value} is too large: give a number that can be counted to.")
     if isinstance(value, str):
         _check_text(field.name, value)
-    elif least is not None:
+        return
+    if least is not None:
         check_least(field.name, value, least)
+    if field.metadata["most"] is not None:
+        check_most(field.name, value, field.metadata["most"])
+
+
+def check_utf8(given: str) -> None:
+    """Raises ConfigError for bytes of another encoding, which no file can hold. given: a flag and its value."""
+    if given.encode(errors="replace").decode() != given:
+        raise ConfigError(f"{ascii(given)} is not text in UTF-8: write it anew, or set LC_ALL=C.UTF-8 if it is.")
 
 
 def _check_text(name: str, text: str) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from tfdist.config.options import option
 from tfdist.control.run_address import is_url, working_folder
 
+MOST_PORT = 65535
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -29,8 +31,10 @@ class RunConfig:
         least=0,
     )
     steps: int = option(0, "Optimizer steps to train in all. 0: taken from --epochs.", least=0, key=True)
-    epochs: float = option(0.0, "Passes over the training data, instead of --steps.", least=0, key=True)
-    seed: int = option(0, "Seed of weights, data order, dropout and augmentation.", identity=True, least=0)
+    epochs: float = option(0.0, "Passes over the training data, instead of --steps.", least=0, most=1e9, key=True)
+    seed: int = option(
+        0, "Seed of weights, data order, dropout and augmentation.", identity=True, least=0, most=2**32 - 1
+    )
     deterministic: bool = option(False, "Bitwise repeatable: deterministic kernels, slower on GPUs.")
     dry_run: bool = option(False, "Print the resolved configuration and the batch arithmetic, then stop.", key=True)
 
@@ -151,7 +155,10 @@ class TelemetryConfig:
         0, "Steps between two histograms of the weights in TensorBoard, taken at log lines. 0: none.", least=0
     )
     prometheus_port: int = option(
-        0, "Every worker serves its numbers to Prometheus at this port + its rank on its machine. 0: not.", least=0
+        0,
+        "Every worker serves its numbers to Prometheus at this port + its rank on its machine. 0: not.",
+        least=0,
+        most=MOST_PORT,
     )
     opentelemetry: bool = option(
         False, "Every worker sends spans by OpenTelemetry; the OTEL_ environment variables say where to."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfdist.config.options import option
+from tfdist.config.options import LARGEST_FLOAT32, option
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ class PrecisionConfig:
         identity=True,
         key=True,
     )
-    loss_scale_initial: float = option(32768.0, "First loss scale of float16.", identity=True, least=1)
+    loss_scale_initial: float = option(
+        32768.0, "First loss scale of float16.", identity=True, least=1, most=LARGEST_FLOAT32
+    )
     loss_scale_growth_steps: int = option(
         2000, "The loss scale doubles after this many steps without overflow.", identity=True, least=1
     )
@@ -146,7 +148,9 @@ class OptimizerConfig:
     weight_decay_exclude: str = option(
         "bias,gamma,beta", "Variables whose name contains one of these are not decayed.", identity=True
     )
-    clip_norm: float = option(0.0, "Clip the reduced gradient to this global norm. 0: off.", identity=True, least=0)
+    clip_norm: float = option(
+        0.0, "Clip the reduced gradient to this global norm. 0: off.", identity=True, least=0, most=LARGEST_FLOAT32
+    )
     ema: float = option(
         0.0,
         "Decay of an exponential moving average of the weights, used in evaluation and export. 0: off.",

@@ -57,6 +57,12 @@ class Cluster:
         return hosts[: self.rank].count(hosts[self.rank]) if 0 <= self.rank < len(hosts) else self.launcher_local_rank
 
     @property
+    def most_local_rank(self) -> int:
+        """The largest `local_rank` of all training workers, as far as their addresses tell; else its own."""
+        hosts = self.hosts
+        return max(map(hosts.count, hosts)) - 1 if hosts else self.local_rank
+
+    @property
     def local_size(self) -> int:
         """The number of training workers on its machine, itself included, as far as their addresses tell."""
         hosts = self.hosts

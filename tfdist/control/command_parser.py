@@ -100,3 +100,9 @@ def check_least(flag: str, value: float, least: float) -> None:
     if not value >= least:
         what = "no number" if value != value else "too small"
         raise ConfigError(f"--{flag}={value} is {what}: it must be at least {least:g}.")
+
+
+def check_most(flag: str, value: float, most: float) -> None:
+    """Raises ConfigError for a flag whose value is too large."""
+    if value > most:
+        raise ConfigError(f"--{flag}={value} is too large: it must be at most {most:.12g}.")

@@ -87,7 +87,7 @@ def _read_file(path: str) -> str:
             if status.st_mode & 0o077:
                 raise ConfigError(
                     f"--job_token_file={path} can be used by others (mode {stat.S_IMODE(status.st_mode):04o}): run"
-                    f" `chmod 600 {path}`."
+                    f" `chmod 600 {path}` if it holds the token alone."
                 )
             return file.read(_MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:

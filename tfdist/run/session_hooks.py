@@ -51,6 +51,7 @@ class SessionHooks:
             backup=recovery.back_up,
             requests=self._requests,
             section=self.section,
+            on_nan=config.loop.on_nan,
             rollback=self._rollback if config.loop.on_nan == "rollback" else None,
             pull_state=trainer.pull_state,
             rates=trainer.rates,

@@ -52,10 +52,11 @@ class PrometheusEndpoint(Observer):
         self._entered: list[float] = []
         try:
             self._server, self._thread = self._client.start_http_server(self.port, registry=self._registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter: of a port that is too large
+            reason = error.strerror if isinstance(error, OSError) else error
             raise StartupError(
                 f"--prometheus_port={port}: port {self.port} of local rank {run.local_rank} cannot be opened"
-                f" ({error.strerror}): choose another."
+                f" ({reason}): choose another."
             ) from error
         self._set("attempt", run.attempt)
         self._set("step", run.resumed_step)

@@ -68,7 +68,7 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
         stopped, left = out.signals["stop"], out.signals["leave"]
         if not out.finite:
             if hooks.rollback is None:
-                raise DivergedError(out.why_not_finite(before))
+                raise DivergedError(out.why_not_finite(before, hooks.on_nan))
             with clock.pause("rollback"), hooks.section(sections.RESTORE):
                 step, iterators = hooks.rollback(step, schedule.next_period(before))
             interval = _interval(hooks)

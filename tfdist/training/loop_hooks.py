@@ -93,6 +93,7 @@ class LoopHooks:
     backup: Save  # the same, for the short-lived backup
     requests: Callable[[int], Requests]  # what this worker asks for
     section: Callable[[str], AbstractContextManager]  # tells the watchdog what is being done
+    on_nan: str = "stop"  # what the run does with bad numbers, for the sentence with which it stops
     # Maps a bad step, and the end of its period, to (a good one, its iterators); None: stop
     rollback: Callable[[int, int], tuple[int, Sequence]] | None = None
     # Before an evaluation: brings the state to where that finds it; None: it is there

@@ -70,9 +70,11 @@ def peak_flops(config: Config) -> float:
 
 def baseline(text: str) -> float:
     """--scaling_baseline as samples per second; 0 for none. Raises ConfigError."""
+    if not text:
+        return 0.0
     with contextlib.suppress(ValueError):
-        speed = float(text or 0)
-        if 0 <= speed < math.inf:
+        speed = float(text)
+        if 0 < speed < math.inf:
             return speed
     try:
         summary = json.loads((Path(text) / "summary.json").read_text(encoding="utf-8"))
@@ -80,7 +82,7 @@ def baseline(text: str) -> float:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
             f"--scaling_baseline={text} is neither a number nor the folder of a finished run: give samples per second"
-            " of one worker, or the --run_dir of a run of one worker."
+            " of one worker, above 0, or the --run_dir of a run of one worker."
         ) from None
     if workers != 1:
         raise ConfigError(

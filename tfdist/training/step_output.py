@@ -6,6 +6,7 @@ its tf.function (`Totals`), and what the loop gets (`StepOutput`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,17 +54,19 @@ class StepOutput:
     call: Call | None = None  # where the seconds of this call went on this worker
     news: tuple[str, ...] = ()  # sentences for the user
 
-    def why_not_finite(self, before: int) -> str:
-        """A sentence about the steps since step `before`."""
+    def why_not_finite(self, before: int, on_nan: str = "stop") -> str:
+        """A sentence about the steps since step `before`. on_nan: what the run does already."""
         if self.weight < 0:
             return (
                 f"--objective gave negative weights between step {before} and {self.step}: losses are means by weights"
                 " from 0 on; multiply the losses by an advantage."
             )
+        loss = self.means["loss"]
+        what = "A gradient or a weight, though not the loss," if math.isfinite(loss) else "Loss, gradients or weights"
+        others = " or ".join(f"--on_nan={other}" for other in ("skip", "rollback") if other != on_nan)
         return (
-            f"Loss, gradients or weights became NaN or infinite between step {before} and {self.step} (loss"
-            f" {self.means['loss']}): lower --learning_rate, set --clip_norm, or use --on_nan=skip or"
-            " --on_nan=rollback."
+            f"{what} became NaN or infinite between step {before} and {self.step} (loss {loss}): lower --learning_rate,"
+            f" set --clip_norm, or use {others}."
         )
 
 

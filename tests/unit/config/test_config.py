@@ -1,10 +1,12 @@
 """The configuration: checks, digest, batch arithmetic."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+from tfdist import train
 from tfdist.config import BatchConfig, Config, iter_options, parse_args
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan, plan_batch
@@ -36,7 +38,17 @@ def test_option_names_are_unique_and_documented():
         ({"source": "text", "data_dir": "s3://a/b", "backup_dir": "s3://a/b/c"}, ["--backup_dir=s3://a/b/c", "beside"]),
         ({"run_dir": "a", "backup_dir": "a/checkpoints"}, ["--backup_dir=a/checkpoints", "--run_dir=a", "of its own"]),
         ({"model_args": "size:tiny"}, ["--model_args=size:tiny", "key=value"]),
+        ({"run_dir": "a", "backup_dir": "./a/"}, ["--backup_dir=./a/", "--run_dir=a", "of its own"]),
         ({"ema": 1.0}, ["--ema=1"]),
+        ({"seed": 2**32}, ["--seed=4294967296", "at most 4294967295"]),
+        ({"prometheus_port": 70000}, ["--prometheus_port=70000", "at most 65535"]),
+        ({"inter_op_threads": 10**6}, ["--inter_op_threads=1000000", "at most 4096"]),
+        ({"intra_op_threads": 4097}, ["--intra_op_threads=4097", "at most 4096"]),
+        ({"steps": 0, "epochs": 1e300}, ["--epochs=1e+300", "at most 1000000000"]),
+        ({"loss_scale_initial": 1e39}, ["--loss_scale_initial=1e+39", "at most 1.7"]),
+        ({"clip_norm": 1e39}, ["--clip_norm=1e+39", "at most 1.7"]),
+        ({"clip_norm": 1e-38}, ["--clip_norm=1e-38", "float32", "0 for no clipping"]),
+        ({"run_dir": ""}, ["--run_dir=", "empty", "--run_dir=runs/first"]),
         ({"run_dir": "runs/a "}, ["--run_dir='runs/a '", "ends with a space"]),
         ({"run_dir": "runs\n/a"}, [r"--run_dir='runs\n/a'", "line break"]),
         ({"jit_compile": True, "jit_tune": True}, ["--jit_compile", "--jit_tune", "give one"]),
@@ -62,6 +74,32 @@ def test_a_run_stays_where_it_is_when_the_working_directory_changes(tmp_path, mo
     assert (config.run.run_dir, config.checkpoint.backup_dir) == (f"{tmp_path}/runs/a", f"{tmp_path}/backup")
     elsewhere = Config().replace(run_dir="s3://bucket/a", backup_dir="")
     assert elsewhere.with_absolute_folders() == elsewhere
+
+
+def test_a_working_folder_whose_name_is_no_text_here_is_told(monkeypatch):
+    monkeypatch.setattr(os, "getcwd", lambda: "/x/\udcc3\udcbc")  # as where the locale is C and Python's UTF-8 mode off
+    with pytest.raises(ConfigError, match=r"--run_dir=/x/.*runs/a' is not text in UTF-8: .*LC_ALL=C.UTF-8"):
+        Config().replace(run_dir="runs/a").with_absolute_folders()
+    assert Config().replace(run_dir="/y/ü").with_absolute_folders().run.run_dir == "/y/ü"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence", "other"),
+    [
+        ({"pipe_schedule": "gpipe"}, "--pipe_schedule=gpipe does", {"strategy": "mesh", "mesh": "pipe=2"}),
+        ({"max_rollbacks": 5}, "--max_rollbacks=5 does nothing without --on_nan=rollback", {"on_nan": "rollback"}),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused_where_a_training_starts(changes, sentence, other):
+    flags = [f"--{name}={value}" for name, value in changes.items()]
+    with pytest.raises(ConfigError, match=f"^{sentence}.*: add that, or drop it.$"):
+        train.main(["--steps=1", "--global_batch=8", "--dry_run", *flags])
+    GOOD.replace(**changes).validate()  # as the run of an earlier version, which is evaluated
+    GOOD.replace(**{**changes, **other}).check_used()
+
+
+def test_the_largest_values_are_taken():
+    GOOD.replace(seed=2**32 - 1, prometheus_port=65535, clip_norm=2.0**-126, intra_op_threads=4096).validate()
 
 
 def test_unknown_option_is_refused():

@@ -267,6 +267,11 @@ def test_flag_files_are_read_where_the_job_is_written(capsys):
         (["slurm", "--time=1\n2", "--", *TRAIN], ["--time", "line break"]),
         (["slurm", "--steps=3"], ["--steps=3"]),
         (["slurm", "--time=tomorrow", "--", *TRAIN], ["--time=tomorrow", "2-12:00:00"]),
+        (["slurm", "--time=99:99:99", "--", *TRAIN], ["--time=99:99:99", "less than 60 minutes"]),
+        (["slurm", "--time=1-24", "--", *TRAIN], ["--time=1-24", "24 hours behind days"]),
+        (["slurm", "--grace=65536", "--", *TRAIN], ["--grace=65536", "at most 65535"]),
+        (["kubernetes", "--image=", "--", *TRAIN], ["--image=", "one word"]),
+        (["dockerfile", "--base="], ["--base=", "one word"]),
         (["slurm", "--memory=lots", "--", *TRAIN], ["--memory=lots", "64G"]),
         (["kubernetes", *POD, "--memory=lots", "--", *TRAIN], ["--memory=lots", "16Gi"]),
         (["kubernetes", *POD, "--claim=C_!", "--", *TRAIN], ["--claim=C_!", "small letters"]),
@@ -390,3 +395,8 @@ def test_a_keras_script_is_run_by_what_gives_it_exit_codes(capsys):
         containers = [container for document in pods for container in _containers(document)]
         wanted = ["python", "-m", "tfdist.script", "train it.py", "--epochs=3", "--name=$$HOME"]
         assert containers and all(container["command"][-len(wanted) :] == wanted for container in containers)
+
+
+@pytest.mark.parametrize("time", ["90", "99:59", "99:59:59", "2-12", "2-12:30", "2-23:00:00", "UNLIMITED"])
+def test_times_of_slurm_are_taken(time, capsys):
+    assert f"#SBATCH --time={time}\n" in written(capsys, "slurm", f"--time={time}", "--grace=65535")

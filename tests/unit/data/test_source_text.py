@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sysconfig
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.data.sources import text
+from tfdist.data.sources import text, text_files
 from tfdist.data.sources.load_split import load_split
 
 
@@ -128,3 +130,78 @@ def test_unreadable_file_is_counted(folder):
     (folder / "part0" / "broken.txt").symlink_to(folder / "gone.txt")
     text._corpora.cache_clear()
     assert load(folder).info["skipped_files"] == 2
+
+
+def found_bytes(folder) -> dict[str, tuple[str, set[int]]]:
+    """split -> the digest, the bytes"""
+    text._corpora.cache_clear()
+    splits = {name: load(folder, name) for name in ("train", "eval")}
+    return {name: (split.info["digest"], set(windows(split)[0].ravel().tolist())) for name, split in splits.items()}
+
+
+def test_a_file_is_read_once_whatever_links_lead_to_it(tmp_path):
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (data / "in", elsewhere):
+        folder.mkdir(parents=True)
+    for i in range(1, 41):
+        (data / "in" / f"{i}.txt").write_bytes(bytes([i]) * 300)
+    (elsewhere / "x.txt").write_bytes(bytes([99]) * 300)
+    (data / "to").symlink_to(elsewhere)
+    before = found_bytes(data)
+    assert before["eval"][1] - {0} and not before["train"][1] & before["eval"][1] - {0}
+    assert 99 in before["train"][1] | before["eval"][1]
+    (data / "loop").symlink_to(".")
+    (data / "in" / "up").symlink_to("..")
+    (data / "a").symlink_to("in")
+    (data / "a.txt").symlink_to("in/3.txt")
+    (data / "to.2").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(data)
+    (elsewhere / "y.txt").symlink_to("x.txt")
+    assert found_bytes(data) == before
+    names = [name for name, _ in text._files(str(data), ())]
+    assert names == sorted([f"in/{i}.txt" for i in range(1, 41)] + ["to/x.txt"])
+
+
+def test_a_link_has_its_own_name(tmp_path):
+    """As those of volumes of Kubernetes, and of caches: to files of hidden folders, or without a suffix."""
+    hidden = tmp_path / "..2024"
+    hidden.mkdir()
+    (hidden / "a.txt").write_text("a" * 500)
+    (hidden / "blob").write_text("b" * 500)
+    (tmp_path / "..data").symlink_to("..2024")
+    (tmp_path / "a.txt").symlink_to("..data/a.txt")
+    (tmp_path / "b.txt").symlink_to("..data/blob")
+    (tmp_path / "c.txt").symlink_to("c.txt")  # to itself
+    assert [name for name, _ in text._files(str(tmp_path), ())] == ["a.txt", "b.txt", "c.txt"]
+    assert load(tmp_path).info["skipped_files"] == 1
+
+
+def test_a_pipe_is_left_out(folder):
+    before = found_bytes(folder)
+    os.mkfifo(folder / "part0" / "pipe.txt")
+    (folder / "part0" / "link.txt").symlink_to("pipe.txt")
+    assert found_bytes(folder) == before
+    with pytest.raises(DataError, match="pipe.txt is no plain file"):
+        load(folder / "part0" / "pipe.txt")
+
+
+def test_a_file_that_cannot_be_read_ends_the_run(folder):
+    (folder / "part0" / "broken.txt").symlink_to("/proc/self/mem")  # of which the first byte cannot be read
+    text._corpora.cache_clear()
+    with pytest.raises(DataError, match=r"part0/broken.txt cannot be read \(Input/output error\)"):
+        load(folder)
+
+
+def test_a_folder_that_cannot_be_read_ends_the_run(folder, monkeypatch):
+    (folder / "lost+found").mkdir()
+    scan = os.scandir
+
+    def refusing(path):
+        if Path(path).name in ("part1", "lost+found"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(text_files.os, "scandir", refusing)
+    text._corpora.cache_clear()
+    with pytest.raises(DataError, match=r"folder .*part1 cannot be read \(Permission denied\)"):
+        load(folder)

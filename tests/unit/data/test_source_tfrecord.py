@@ -319,6 +319,27 @@ def test_compressed_stream(tmp_path):
     assert len(list(split.stream(0, 1))) == 7
     with pytest.raises(DataError, match="compression=GZIP"):
         load(tmp_path)
+    with pytest.raises(DataError, match="train.gz is no TFRecord file.*compression=GZIP"):
+        load(tmp_path, source_args=SPEC + ",stream=True")
+
+
+@pytest.mark.parametrize("name", ["d[1]", "d?", "d*", "d\\1", "d[!x]"])
+def test_a_folder_is_no_pattern(tmp_path, name):
+    """Beside it lies one that its name would match."""
+    for each, count in ((name, 7), ("d1", 11)):
+        (tmp_path / each / "more").mkdir(parents=True)
+        write(tmp_path / each / "a-train", examples(0, count))
+        write(tmp_path / each / "more" / "a-train", examples(0, count + 1))
+    assert load(tmp_path / name).size == 7
+    assert load(tmp_path / name, source_args=SPEC + ",train=mor?/*").size == 8
+
+
+def test_folders_that_match_are_no_files(folder):
+    (folder / "train").mkdir()
+    write(folder / "train" / "x-0", examples(0, 3))
+    assert load(folder).size == 30 and load(folder, source_args=SPEC + ",train=train/*").size == 3
+    with pytest.raises(DataError, match="no file train for train: .*train=FOLDER/PATTERN"):
+        load(folder, source_args=SPEC + ",train=train")
 
 
 @pytest.mark.parametrize(

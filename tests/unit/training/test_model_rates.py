@@ -63,7 +63,7 @@ def test_the_baseline_is_a_number_or_a_run_of_one_worker(tmp_path):
         baseline(str(tmp_path))
     with pytest.raises(ConfigError, match="neither a number nor the folder"):
         baseline(str(tmp_path / "none"))
-    for wrong in ("-5", "nan", "inf"):
+    for wrong in ("-5", "nan", "inf", "0", "0.0"):
         with pytest.raises(ConfigError, match=f"--scaling_baseline={wrong} is neither a number nor"):
             baseline(wrong)
     (tmp_path / "summary.json").write_text("[1]")

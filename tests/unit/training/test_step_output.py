@@ -62,3 +62,25 @@ def test_why_a_run_ends(weight, words):
     step = one_step(math.nan, weight, 0.0, LAYOUT.signals_of(0, NOTHING, 0.25, 0.125), gradient_norm=1.0)
     found = output(Totals.of_no_step(LAYOUT).plus(step), 1, bad=True)
     assert not found.finite and re.search(words, found.why_not_finite(3))
+
+
+@pytest.mark.parametrize(
+    ("loss", "on_nan", "sentence"),
+    [
+        (
+            2.5,
+            "skip",
+            "A gradient or a weight, though not the loss, became NaN or infinite between step 3 and 7 (loss 2.5): lower"
+            " --learning_rate, set --clip_norm, or use --on_nan=rollback.",
+        ),
+        (
+            math.inf,
+            "stop",
+            "Loss, gradients or weights became NaN or infinite between step 3 and 7 (loss inf): lower --learning_rate,"
+            " set --clip_norm, or use --on_nan=skip or --on_nan=rollback.",
+        ),
+    ],
+)
+def test_what_is_advised_is_not_set_yet(loss, on_nan, sentence):
+    found = output(one_step(loss, 1.0, 0.0, LAYOUT.signals_of(0, NOTHING, 0.25, 0.125)), 1, bad=True)
+    assert found.why_not_finite(3, on_nan) == sentence

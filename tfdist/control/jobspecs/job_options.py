@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Any
 
-from tfdist.control.command_parser import CommandParser, check_least
+from tfdist.control.command_parser import CommandParser, check_least, check_most
 from tfdist.control.exit_codes import ConfigError
 
 _NAME = (r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", "small letters, digits, - and ., as Kubernetes wants names")
@@ -16,13 +16,18 @@ _WORD = (r"[^\s\"'$`\\]+", "one word, such as registry/tfdist:latest")
 # kind of file -> flag -> (what it must look like, in words)
 _FORMS = {
     "slurm": {
-        "time": (r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", "minutes, 12:00:00 or 2-12:00:00"),
+        "time": (
+            r"(\d+|\d+-([01]?\d|2[0-3]))(:[0-5]?\d){0,2}|UNLIMITED|INFINITE",
+            "minutes, 12:00:00 or 2-12:00:00, with less than 60 minutes and seconds, and 24 hours behind days",
+        ),
         "memory": (r"\d+[KMGT]?", "an amount such as 64G"),
     },
     "kubernetes": {"namespace": _NAMESPACE, "claim": _NAME, "memory": _QUANTITY, "image": _WORD},
     "tfjob": {"namespace": _NAMESPACE, "claim": _NAME, "memory": _QUANTITY, "image": _WORD},
     "dockerfile": {"base": _WORD, "image": _WORD},
 }
+_NEEDED = ("image", "base")
+_MOST_SIGNAL_SECONDS = 65535  # of sbatch's --signal
 
 
 class _Parser(CommandParser):
@@ -85,12 +90,14 @@ def _check(options: argparse.Namespace) -> None:
         ("max_restarts", 0),
     ):
         check_least(name, getattr(options, name, least), least)
+    if options.kind == "slurm":
+        check_most("grace", options.grace, _MOST_SIGNAL_SECONDS)
     for name, value in vars(options).items():
         if isinstance(value, str) and "\n" in value and name != "setup":
             raise ConfigError(f"--{name} holds a line break: write it in one line.")
     for name, (form, words) in _FORMS[options.kind].items():
         value = getattr(options, name)
-        if value and not re.fullmatch(form, value):
+        if (value or name in _NEEDED) and not re.fullmatch(form, value):
             raise ConfigError(f"--{name}={value}: give {words}.")
 
 

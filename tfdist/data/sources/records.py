@@ -101,6 +101,12 @@ def _scan(path: str, named: Callable[[str], str]) -> np.ndarray:
         return offsets_of(named(path), size, lambda offset, _: data[offset : offset + HEADER_BYTES])
 
 
+def check_begin(path: str) -> None:
+    """Raises DataError if a file that is not empty does not begin with a record."""
+    with open(path, "rb") as file:
+        data_bytes(path, os.path.getsize(path), 0, file.read(HEADER_BYTES))
+
+
 def offsets_of(path: str, size: int, read: Callable[[int, int], bytes]) -> np.ndarray:
     """Offsets of the records of a file of so many bytes, int64 [records]. Raises DataError.
 

@@ -9,6 +9,9 @@ of the corpus that fills no window is not used. x, y int32 [T] in 0..255.
 of the Python that runs, without site-packages, tests and generated tables: 10 MB of real text on every machine.
 (Another Python version is another corpus: compare `info["digest"]` between workers.)
 
+Links are followed, and each file is read once, whatever leads to it: under the name where it lies, else under that of a
+link. Links to nothing are skipped, as empty files are; a file that is there and cannot be read ends the run.
+
 About 5 % of the files are held out for evaluation: those whose path's SHA-256 says so, so that a file stays where it is
 when others are added. If that leaves a split without a window (few files, or one), the last 5 % of the bytes are held
 out.
@@ -20,6 +23,7 @@ twentieth of it for evaluation (0: all).
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import functools
 import hashlib
@@ -37,6 +41,7 @@ from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.sources.source_facts import BYTES
 from tfdist.data.sources.split import SPLITS, Sample, Split, on_host, read_options
+from tfdist.data.sources.text_files import plain_files
 from tfdist.storage.data_cache import cache_of
 
 PATTERNS = (
@@ -69,6 +74,7 @@ STANDARD_LIBRARY_SKIPS = (
 )
 HELD_OUT = 0.05
 SEPARATOR = b"\0"
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def load(config: DataConfig, split: str) -> Split:
@@ -103,7 +109,7 @@ def load(config: DataConfig, split: str) -> Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The bytes of one split. data uint8 [bytes]; skipped: files of both splits that are not readable or empty."""
+    """The bytes of one split. data uint8 [bytes]; skipped: files of both splits that are empty, links to nothing."""
 
     data: np.ndarray
     files: int
@@ -164,29 +170,33 @@ def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
         paths = [os.path.join(data_dir, name) for name in found]
         cache.bring(paths)
         return sorted(zip(found, paths, strict=True))
-    if data_dir and not tf.io.gfile.exists(data_dir):
+    if data_dir and not os.path.exists(data_dir):
         raise DataError(f"--data_dir={data_dir} does not exist: give a folder of text files or one file.")
-    if data_dir and not tf.io.gfile.isdir(data_dir):
+    if data_dir and os.path.isfile(data_dir):
         return [(posixpath.basename(data_dir), data_dir)]
+    if data_dir and not os.path.isdir(data_dir):
+        raise DataError(f"--data_dir={data_dir} is no plain file: give a folder of text files or one file.")
     skips = () if data_dir else STANDARD_LIBRARY_SKIPS
     root = data_dir or sysconfig.get_path("stdlib")
     accepted = pattern or (PATTERNS if data_dir else ("*.py",))
-    found = []
-    for folder, inner, names in tf.io.gfile.walk(root):
-        # The walk does not enter what is taken out of this list.
-        inner[:] = [name for name in inner if name not in skips and not name.startswith(".")]
-        inside = folder[len(root) :].replace(os.sep, "/").strip("/")
-        matching = [name for name in names if _matches(name, accepted)]
-        found += [(posixpath.join(inside, name), os.path.join(folder, name)) for name in matching]
-    return sorted(found)
+    return plain_files(
+        root,
+        accepts=lambda name: _matches(name, accepted),
+        enters=lambda name: name not in skips and not name.startswith("."),
+    )
 
 
 def _read(path: str) -> bytes:
+    """The text of a file; none of one that is not there, such as where a link leads nowhere."""
     try:
-        with tf.io.gfile.GFile(path, "rb") as file:
+        with open(path, "rb") as file:
             return file.read()
-    except tf.errors.OpError:
-        return b""
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return b""
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): make it readable, or keep it out of what --source=text reads."
+        ) from None
 
 
 def _joined(parts: list[bytes]) -> np.ndarray:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -36,9 +35,9 @@ from tfdist.config import DataConfig
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data.checksums import SAMPLED, checksum_of, sampled_rows
 from tfdist.data.reading import as_is
-from tfdist.data.sources import images
 from tfdist.data.sources.equal_shards import counted
-from tfdist.data.sources.records import RecordFiles, read_in_graph
+from tfdist.data.sources.record_field import RecordField
+from tfdist.data.sources.records import RecordFiles, check_begin, read_in_graph
 from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.data.sources.stored_streams import first_of, stored_records
@@ -59,15 +58,13 @@ DEFAULTS = {
 PATTERNS = {"train": ("*train*",), "eval": ("*eval*", "*val*", "*test*")}
 _CYCLE = 4  # files of a stream that are read at a time, and brought from a store at a time
 _HEAD_BYTES, _MOST_HEADS = 1 << 14, 4096
-_LISTS = {"float32": tf.float32, "int64": tf.int64, "int32": tf.int64}
-_RAW = ("uint8", "int8", "uint16", "int16", "float16", "float64", "raw_float32", "raw_int32", "raw_int64")
 
 
 def load(config: DataConfig, split: str) -> Split:
     """Loads a split as described above. Raises ConfigError for a wrong option, DataError if files are missing, damaged,
     or do not fit x and y."""
     options = read_options(config, DEFAULTS)
-    x, y = (_Field.parse(name, options[name]) for name in ("x", "y"))
+    x, y = (RecordField.parse(name, options[name]) for name in ("x", "y"))
     _check(options, y)
     folder = _Folder(config.data_dir)
     compression, paths = options["compression"], folder.paths(options, split)
@@ -120,7 +117,7 @@ def load(config: DataConfig, split: str) -> Split:
     )
 
 
-def _check(options: dict[str, Any], y: _Field) -> None:
+def _check(options: dict[str, Any], y: RecordField) -> None:
     if y.spec.dtype.is_integer and not options["classes"]:
         raise ConfigError(
             f"--source_args: y={options['y']} is an integer, so the number of classes is needed: add classes=N."
@@ -130,58 +127,6 @@ def _check(options: dict[str, Any], y: _Field) -> None:
         raise ConfigError(f"--source_args: compression={compression} must be GZIP or ZLIB, together with stream=True.")
     if options["by_file"] and not options["stream"]:
         raise ConfigError("--source_args: by_file=True is for files that are read from front to back: add stream=True.")
-
-
-@dataclass(frozen=True)
-class _Field:
-    """One feature of the records: its name, how it is stored, its shape."""
-
-    feature: str
-    kind: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, option: str, text: str) -> _Field:
-        match = re.fullmatch(r"([^:]+):(\w+)(?:\[([\d, ]*)\])?", text)
-        if not match or match[2] not in (*_LISTS, *_RAW, "image"):
-            raise ConfigError(
-                f"--source_args: {option}={text!r} must be FEATURE:KIND[SHAPE], for example"
-                f" {option}=image:uint8[28,28,1], with KIND one of {', '.join((*_LISTS, *_RAW, 'image'))}."
-            )
-        shape = tuple(int(n) for n in (match[3] or "").split(",") if n.strip())
-        if match[2] == "image" and (len(shape) != 3 or shape[0] != shape[1]):
-            raise ConfigError(
-                f"--source_args: {option}={text}: an image needs its size and channels, for example image[224,224,3]."
-            )
-        return cls(match[1], match[2], shape)
-
-    @property
-    def spec(self) -> tf.TensorSpec:
-        dtype = "float32" if self.kind == "image" else self.kind.removeprefix("raw_")
-        return tf.TensorSpec(self.shape, tf.as_dtype(dtype))
-
-    @property
-    def spec_of_x(self) -> tf.TensorSpec:
-        image = self.kind == "uint8" and len(self.shape) == 3
-        return tf.TensorSpec(self.shape, tf.float32) if image else self.spec
-
-    @property
-    def parser(self) -> tf.io.FixedLenFeature:
-        stored = _LISTS.get(self.kind, tf.string)
-        return tf.io.FixedLenFeature(self.shape if self.kind in _LISTS else [], stored)
-
-    def decode(self, parsed: dict[str, tf.Tensor], seeds: tf.Tensor | None) -> tf.Tensor:
-        """The parsed feature as a tensor [n, *shape]."""
-        value = parsed[self.feature]
-        if self.kind in _LISTS:
-            return tf.cast(value, self.spec.dtype)
-        if self.kind == "image":
-            size, channels = self.shape[1:]
-            if seeds is None:
-                return images.decode(value, size, channels)
-            return images.decode_cropped(value, seeds, size, channels)
-        # With the number of rows, and not -1: records that are too long by a whole factor must not become more rows.
-        return tf.reshape(tf.io.decode_raw(value, self.spec.dtype), [tf.shape(value)[0], *self.shape])
 
 
 class _Folder:
@@ -204,18 +149,21 @@ class _Folder:
     def _matching(self, options: dict, split: str, required: bool = True) -> list[str]:
         patterns = (options[split],) if options[split] else PATTERNS[split]
         for pattern in patterns:
-            found = (
-                self._cache.glob(pattern) if self._cache else tf.io.gfile.glob(os.path.join(self._data_dir, pattern))
-            )
+            found = self._cache.glob(pattern) if self._cache else self._of_this_machine(pattern)
             if found:
                 return sorted(path for path in found if not os.path.basename(path).startswith("."))
         if required:
             place, wanted = self._cache.url if self._cache else self._data_dir, " or ".join(patterns)
             raise DataError(
                 f"--data_dir={place} has no file {wanted} for {split}: check the folder, or set"
-                f" --source_args={split}=PATTERN."
+                f" --source_args={split}=PATTERN (of files in a folder there, {split}=FOLDER/PATTERN)."
             )
         return []
+
+    def _of_this_machine(self, pattern: str) -> list[str]:
+        """The files that match. What a pattern would read otherwise is a mere letter in the folder's name."""
+        folder = re.sub(r"[*?\[\\]", r"\\\g<0>", self._data_dir)
+        return [path for path in tf.io.gfile.glob(os.path.join(folder, pattern)) if not os.path.isdir(path)]
 
     def size(self, path: str) -> int:
         return self._cache.size(path) if self._cache else tf.io.gfile.stat(path).length
@@ -253,6 +201,8 @@ class _Folder:
         if self._cache and not compression:
             self._cache.must_copy("stream=True")
             return first_of(self._cache, paths)
+        if not compression:
+            check_begin(paths[0])
         return next(iter(self.records(paths, compression, at_a_time=1).take(1)), None)
 
     def every_nth(self, paths: list[str], compression: str, first: int, n: int) -> tf.data.Dataset:
