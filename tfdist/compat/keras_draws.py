@@ -23,22 +23,23 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def seeds_changed(change: Change) -> Iterator[None]:
-    """A context in which, in this thread, `change(seed, dims)` takes the place of each seed that a generator gives, on
-    top of what contexts around it do. dims: of what is drawn with it; None: not known, as nothing of keras.random
-    draws it.
+def seeds_changed(change: Change, owner: object) -> Iterator[None]:
+    """A context in which, in this thread, `change(seed, dims)` takes the place of each seed that a generator gives; in
+    the place of what contexts around it do, or on top of it if they have the same owner. dims: of what is drawn with
+    the seed; None: not known, as nothing of keras.random draws it.
     """
-    outer = getattr(_thread, "change", None)
-    with _set("change", (lambda seed, dims: change(outer(seed, dims), dims)) if outer else change):
+    outer, around = getattr(_thread, "change", None), getattr(_thread, "owner", None)
+    chained = (lambda seed, dims: change(outer(seed, dims), dims)) if outer and around is owner else change
+    with _set("change", chained), _set("owner", owner):
         yield
 
 
 @contextlib.contextmanager
-def constant_draws() -> Iterator[None]:
+def constant_draws(moved: int = 0) -> Iterator[None]:
     """A context in which keras.random gives this thread constants, whatever the shape; what would be dropped or
-    shuffled stays as it is.
+    shuffled stays as it is. moved: what is added to seeds with which something else draws.
     """
-    with _set("constant", True):
+    with _set("constant", True), _set("moved", moved):
         yield
 
 
@@ -60,7 +61,8 @@ def _changeable(draw_seed: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]
     @tf.autograph.experimental.do_not_convert
     def changeable(generator: keras.random.SeedGenerator, *args: Any, **options: Any) -> tf.Tensor:
         seed, change = draw_seed(generator, *args, **options), getattr(_thread, "change", None)
-        return change(seed, getattr(_thread, "dims", None)) if change else seed
+        seed = change(seed, getattr(_thread, "dims", None)) if change else seed
+        return seed + tf.cast(_thread.moved, seed.dtype) if getattr(_thread, "moved", 0) else seed
 
     vars(changeable).update(vars(draw_seed), is_changeable=True)  # and with what keras_random.py knows its own by
     return changeable
@@ -117,7 +119,10 @@ def _beta(shape: Any, alpha: Any, beta: Any, dtype: Any = None, seed: Any = None
 
 
 def _undropped(inputs: tf.Tensor, rate: float, noise_shape: Any = None, seed: Any = None) -> tf.Tensor:
-    return inputs
+    # Whose shapes must suit each other.
+    return (
+        inputs if noise_shape is None else inputs + tf.zeros(tf.shape(_noise(inputs, rate, noise_shape)), inputs.dtype)
+    )
 
 
 def _unshuffled(x: tf.Tensor, axis: int = 0, seed: Any = None) -> tf.Tensor:

@@ -16,6 +16,8 @@ from keras.src.models.functional import Functional
 from keras.src.ops.core import Cast
 from keras.src.ops.nn import Softmax
 
+from tfdist.compat.temporary_attributes import attribute_replaced
+
 
 def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
     """The model's layers at any depth, each once. Relies on `Layer._flatten_layers`; without it no layer is found that
@@ -204,3 +206,15 @@ def keep_message(error: Exception) -> Exception:
     """
     error._keras_call_info_injected = True  # pyright: ignore[reportAttributeAccessIssue] - how Keras marks errors
     return error
+
+
+@contextlib.contextmanager
+def in_float32(layers: Sequence[keras.Layer]) -> Iterator[None]:
+    """A context in which layers whose policy has them compute in half precision do so in float32. Relies on
+    `Layer._dtype_policy`; without it they compute as ever."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            policy = getattr(layer, "_dtype_policy", None)
+            if type(policy) is keras.DTypePolicy and policy.compute_dtype in ("float16", "bfloat16"):
+                stack.enter_context(attribute_replaced(layer, "_dtype_policy", keras.DTypePolicy("float32")))
+        yield

@@ -33,7 +33,7 @@ def test_draws_tell_their_dims_and_take_other_seeds(draw, dims):
         return seed + 100
 
     plain, moved = (np.asarray(draw(keras.random.SeedGenerator(seed))) for seed in (3, 103))
-    with seeds_changed(change):
+    with seeds_changed(change, None):
         changed = np.asarray(draw(keras.random.SeedGenerator(3)))
     if np.asarray(plain).dtype.kind == "f" and changed.size > 4:  # few numbers may be the same
         assert (changed != plain).any()
@@ -66,10 +66,13 @@ def test_dims_of_unknown_rows_and_nested_changes():
 
     @tf.function(input_signature=[tf.TensorSpec([None, 6])])
     def drawn(x):
-        with asked_before_draws(asked.append), seeds_changed(noting("outer")), seeds_changed(noting("inner")):
+        with asked_before_draws(asked.append), seeds_changed(noting("outer"), 1), seeds_changed(noting("inner"), 1):
             generator.next()
-            return keras.random.normal((keras.ops.shape(x)[0], 1), seed=generator)
+            drawn = keras.random.normal((keras.ops.shape(x)[0], 1), seed=generator)
+            with seeds_changed(lambda seed, _: seed, 2):  # of another
+                generator.next()
+        return drawn
 
     drawn(X)
     assert met == [("outer", None), ("inner", None), ("outer", (None, 1)), ("inner", (None, 1))]
-    assert len(asked) == 2
+    assert len(asked) == 3

@@ -68,6 +68,45 @@ def test_all_workers_add_up_whatever_one_of_them_finds(monkeypatch):
     assert len(summed) == 2
 
 
+class Summed(keras.layers.Layer):
+    """Adds a loss: a mean over what it sees, or of half of that twice the mean over half of it."""
+
+    halves = False
+
+    def call(self, x):
+        parts = keras.ops.split(x, 2, -1) if self.halves else [x]
+        means = [keras.ops.mean(keras.ops.square(each)) for each in parts]
+        # The value stays, of a part of it.
+        self.add_loss(sum(means) / len(means) + (len(means) - 1) * (means[0] - keras.ops.stop_gradient(means[0])))
+        return x
+
+
+def test_gradients_of_added_losses_are_looked_at():
+    model = _model(Summed())
+    trial = _trial(model)
+    assert trial.check({}, frozenset()) == 0
+    model.layers[-2].halves = True
+    with pytest.raises(ConfigError, match=r"the gradient of the losses that layers add of \S*up/kernel is another"):
+        trial.check({}, frozenset())
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_nothing_hides_behind_an_initial_0_nor_in_half_precision(policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = _model(Centered())
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.get_layer("down").kernel.assign(np.zeros([6, 3]))
+    trial, centered = _trial(model), model.layers[-2]
+    assert trial.check({}, frozenset()) == 0
+    assert not model.get_layer("down").kernel.numpy().any()
+    inner = centered.call
+    centered.call = lambda x, training=False: 1.002 * inner(x, training=training)
+    with pytest.raises(ConfigError, match="its outputs are other numbers"):
+        trial.check({}, frozenset())
+
+
 class Centered(keras.layers.Layer):
     """In training, and where what it draws says so."""
 

@@ -4,7 +4,8 @@ tensor.py and expert.py cut layers by their names. They count on what stands bet
 tfdist: what treats every channel on its own. A softmax, a norm or a gate between the `mlp_up` and the `mlp_down` of
 somebody else sees a part of the channels, and computes another number, without a word. So the model is called with a
 few rows while it is whole, and once it is cut: outputs, added losses and gradients must be the same, but for rounding;
-in inference, and as in training, where constants take the place of what is drawn, and moving moments of a batch's.
+in inference, and as in training, where constants take the place of what is drawn, and moving moments of a batch's. It
+computes in float32, with weights that are disturbed: behind an initial 0 nothing would be seen.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tensorflow as tf
 from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat import keras_layers
 from tfdist.compat.keras_draws import constant_draws
+from tfdist.compat.keras_layers import in_float32
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.decisions import any_worker, every_worker
 from tfdist.runtime.host import known_dims
@@ -28,11 +30,14 @@ from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.tensor import VariablePart, share
 from tfdist.training.row_checks.calm_layers import moving_moments_taken
 from tfdist.training.row_checks.trial_scope import generators_kept
-from tfdist.training.row_checks.trial_values import differ_beyond_noise
+from tfdist.training.row_checks.trial_values import differ_beyond_noise, disturbed
 
 ROWS = 2
-# What is wrong is wrong by a large part; what is right is summed in another order.
-_TOLERANCE, _TOLERANCE_HALF = 0.02, 0.2  # of the largest number of an output, or of a variable's gradient
+_HALF = (tf.float16, tf.bfloat16)
+_DISTURBED = 1.0  # by as much as the spread of each weight
+# What is right is summed in another order. Of the largest number of an output, or of a variable's gradient; of half
+# precision where a layer asks for it in spite of its policy.
+_TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.2
 _NOISE, _NOISE_HALF = 1e-5, 1e-2  # of the largest number of all gradients: one may be 0 but for rounding
 
 
@@ -42,6 +47,8 @@ class Computed(NamedTuple):
     outputs: Sequence[np.ndarray]
     added: np.ndarray  # the sum of the losses that layers add, []
     gradients: Sequence[np.ndarray]  # of the outputs, all numbers weighted at random, by the trainable variables
+    gradients_of_added: Sequence[np.ndarray]  # none if nothing is added
+    half: bool  # whether some of it was computed in half precision
 
 
 class CutTrial:
@@ -57,9 +64,7 @@ class CutTrial:
         self._also = " with --sequence_parallel" if sequence_parallel else ""
         self._rows = keras.tree.map_structure(tf.convert_to_tensor, rows)
         self._variables = list(model.trainable_variables)
-        types = {layer.compute_dtype for layer in keras_layers.all_layers(model)}
-        half = bool(types & {"float16", "bfloat16"})
-        self._tolerance, self._noise = (_TOLERANCE_HALF, _NOISE_HALF) if half else (_TOLERANCE, _NOISE)
+        self._changes = _changes(model)
         # training -> results of the whole model; none if it cannot be run here, or is random: it is not tried
         self._whole: dict[bool, Computed] = {}
         for training in (False, True):
@@ -69,9 +74,7 @@ class CutTrial:
 
     def _repeatable(self, training: bool) -> Computed | None:
         with contextlib.suppress(Exception):
-            with self._looking():
-                traced = self._traced(training)
-            whole, repeated = self._computed(traced), self._computed(traced)
+            whole, repeated = (self._computed(self._traced(training, {}, moved), {}) for moved in range(2))
             if not self._difference(whole, repeated, {}):
                 return whole
         return None
@@ -85,74 +88,86 @@ class CutTrial:
         """
         found = None
         for training, whole in self._whole.items():
-            computed = self._cut(training)
-            gradients = zip(self._variables, computed.gradients, strict=True)
+            computed = self._cut(training, parts)
             # On all workers, whatever each of them finds then: the sum is a collective.
-            summed = [self._summed(each) if id(variable) in partial else each for variable, each in gradients]
-            when = " in training" if training else ""
-            self._refuse(self._difference(whole, computed._replace(gradients=summed), parts), when)
+            summed = computed._replace(
+                gradients=self._with_sums(computed.gradients, partial),
+                gradients_of_added=self._with_sums(computed.gradients_of_added, partial),
+            )
+            self._refuse(self._difference(whole, summed, parts), " in training" if training else "")
             if not training:
                 shape, part = whole.outputs[0].shape, computed.outputs[0].shape
                 found = shape[-1] if shape != part else 0
         return found
 
-    def _cut(self, training: bool) -> Computed:
+    def _cut(self, training: bool, parts: Mapping[int, VariablePart]) -> Computed:
         """The results of the cut model. Raises ConfigError on all workers if it cannot be called."""
         traced, problem = None, ""
         try:
-            with self._looking():
-                traced = self._traced(training)
+            traced = self._traced(training, parts)
         except ConfigError:  # of a layer that is refused on all workers
             raise
         except Exception as error:  # noqa: BLE001 - of Keras, where a shape does not fit
             problem = f"its layers no longer fit ({_said(error)})"
         self._refuse(problem, " in training" if training else "")
         assert traced is not None
-        return self._computed(traced)
+        return self._computed(traced, parts)
 
     # -- running the model -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
-        """A context in which layers draw nothing, and states are restored at the end."""
-        held = [*self._model.non_trainable_variables, *hidden_state(self._model)]
+    def _looking(self, parts: Mapping[int, VariablePart], moved: int = 0) -> Iterator[None]:
+        """A context in which weights are disturbed, layers draw nothing by keras.random and compute in float32, and all
+        is restored at the end. parts: of the variables of which there is a part here. moved: see constant_draws.
+        """
+        held = [*self._model.variables, *hidden_state(self._model)]
         states = [(variable, variable.numpy()) for variable in held]
         layers = keras_layers.all_layers(self._model)
         try:
-            with generators_kept(), constant_draws(), moving_moments_taken(layers):
+            for variable in self._model.variables:
+                if (change := self._changes.get(id(variable))) is not None:
+                    part, value = parts.get(id(variable)), variable.numpy()
+                    variable.assign(value + (part.cut(change) if part and change.shape != value.shape else change))
+            with generators_kept(), constant_draws(moved), moving_moments_taken(layers), in_float32(layers):
                 yield
         finally:
             for variable, value in states:
                 variable.assign(value)
 
-    def _traced(self, training: bool) -> Any:
+    def _traced(self, training: bool, parts: Mapping[int, VariablePart], moved: int = 0) -> Any:
         """The model's forward and backward pass, as a graph: all workers fail to make it, or none waits for another."""
 
         def forward_and_backward() -> Any:
-            with tf.GradientTape() as tape:
+            with tf.GradientTape(persistent=True) as tape:
                 outputs = keras.tree.flatten(self._model(self._rows, training=training))
                 total: Any = sum(
                     tf.reduce_sum(tf.cast(leaf, tf.float32) * self._upstream(place, leaf, training))
                     for place, leaf in enumerate(outputs)
                     if leaf.dtype.is_floating
                 )
-            added: Any = tf.constant(0.0)
-            for loss in self._model.losses:
-                added += tf.reduce_sum(tf.cast(loss, tf.float32))
-            sources = [variable.value for variable in self._variables]
-            found: Any = tape.gradient(total, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-            return outputs, added, [tf.convert_to_tensor(gradient) for gradient in found]
+                added: Any = tf.constant(0.0)
+                for loss in self._model.losses:
+                    added += tf.reduce_sum(tf.cast(loss, tf.float32))
+            of_added = self._gradients(tape, added) if self._model.losses else []
+            return outputs, added, self._gradients(tape, total), of_added
 
-        return tf.function(forward_and_backward, autograph=False).get_concrete_function()
+        with self._looking(parts, moved):
+            return tf.function(forward_and_backward, autograph=False).get_concrete_function()
 
-    def _computed(self, traced: Any) -> Computed:
-        with self._looking():
-            outputs, added, gradients = traced()
+    def _gradients(self, tape: tf.GradientTape, target: Any) -> list[tf.Tensor]:
+        sources = [variable.value for variable in self._variables]
+        found: Any = tape.gradient(target, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return [tf.convert_to_tensor(gradient) for gradient in found]
+
+    def _computed(self, traced: Any, parts: Mapping[int, VariablePart]) -> Computed:
+        with self._looking(parts):
+            outputs, added, gradients, of_added = traced()
 
         def numbers(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
             return [tf.cast(each, tf.float64).numpy() for each in tensors]
 
-        return Computed(numbers(outputs), numbers([added])[0], numbers(gradients))
+        half = any(tensor.dtype in _HALF for node in traced.graph.get_operations() for tensor in node.outputs)
+        return Computed(numbers(outputs), numbers([added])[0], numbers(gradients), numbers(of_added), half)
 
     def _upstream(self, place: int, output: tf.Tensor, training: bool) -> tf.Tensor:
         """The weights of an output's numbers; where there is a part of it here, theirs."""
@@ -173,6 +188,12 @@ class CutTrial:
 
     def _difference(self, whole: Computed, computed: Computed, parts: Mapping[int, VariablePart]) -> str:
         """What differs between the whole and the cut model, as a phrase; "" if nothing does. No collective."""
+        half = whole.half or computed.half
+        tolerance, relative_noise = (_TOLERANCE_HALF, _NOISE_HALF) if half else (_TOLERANCE, _NOISE)
+
+        def differ(one: np.ndarray, other: np.ndarray, noise: float = 0.0) -> bool:
+            return one.shape != other.shape or differ_beyond_noise(one, other, tolerance, noise)
+
         cut = [a.shape != b.shape for a, b in zip(whole.outputs, computed.outputs, strict=True)]
         if any(cut) and len(cut) > 1:
             return "one of its several outputs comes in parts"
@@ -180,24 +201,29 @@ class CutTrial:
             expected = self._own(a, b.shape)
             if expected.shape != b.shape:
                 return f"its outputs have another shape, {b.shape} in place of {a.shape}"
-            if self._differ(expected, b):
+            if differ(expected, b):
                 return "its outputs are other numbers"
-        if self._differ(whole.added, computed.added):
+        if differ(whole.added, computed.added):
             return "the losses that its layers add are other numbers"
-        noise = self._noise * max((np.max(np.abs(each), initial=0.0) for each in whole.gradients), default=0.0)
-        for variable, a, b in zip(self._variables, whole.gradients, computed.gradients, strict=True):
-            part = parts.get(id(variable))
-            if part is not None and part.axis != "model":
-                continue  # the sum over what all of them have sent there
-            if self._differ(part.cut(a) if part else a, b, noise):
-                return f"the gradient of {variable.path} is another"
+        of_what = {"": (whole.gradients, computed.gradients)}
+        of_what[" of the losses that layers add"] = (whole.gradients_of_added, computed.gradients_of_added)
+        for words, (before, after) in of_what.items():
+            noise = relative_noise * max((np.max(np.abs(each), initial=0.0) for each in before), default=0.0)
+            for variable, a, b in zip(self._variables, before, after, strict=False):
+                part = parts.get(id(variable))
+                if part is not None and part.axis != "model":
+                    continue  # the sum over what all of them have sent there
+                if differ(part.cut(a) if part else a, b, noise):
+                    return f"the gradient{words} of {variable.path} is another"
         return ""
 
-    def _summed(self, gradient: np.ndarray) -> np.ndarray:
-        return self._runtime.group("model").all_reduce(tf.constant(gradient, tf.float32)).numpy()
-
-    def _differ(self, one: np.ndarray, other: np.ndarray, noise: float = 0.0) -> bool:
-        return one.shape != other.shape or differ_beyond_noise(one, other, self._tolerance, noise)
+    def _with_sums(self, gradients: Sequence[np.ndarray], partial: frozenset[int]) -> list[np.ndarray]:
+        """The gradients, of those in `partial` the sums over `model`."""
+        group = self._runtime.group("model")
+        return [
+            group.all_reduce(tf.constant(each, tf.float32)).numpy() if id(variable) in partial else each
+            for variable, each in zip(self._variables, gradients, strict=False)
+        ]
 
     def _refuse(self, problem: str, when: str) -> None:
         """Raises ConfigError on all workers if one of them has a problem. when: the end of a phrase."""
@@ -214,6 +240,15 @@ class CutTrial:
             f"--mesh={self._runtime.mesh.describe()}{self._also} cuts layers of {self._model.name} by their names, but"
             f" then it computes something else{when} than whole: {problem or 'another worker has found out'}. {why}"
         )
+
+
+def _changes(model: keras.Model) -> dict[int, np.ndarray]:
+    """id of a variable -> what is added to it in a trial; to those that are not trained something above 0, as a
+    variance must not become negative."""
+    floating = [each for each in model.variables if tf.as_dtype(each.dtype).is_floating]
+    values = [each.numpy() for each in floating]
+    changes = [other - value for value, other in zip(values, disturbed(values, _DISTURBED), strict=True)]
+    return {id(each): change if each.trainable else abs(change) for each, change in zip(floating, changes, strict=True)}
 
 
 def _said(error: Exception) -> str:

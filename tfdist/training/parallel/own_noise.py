@@ -3,7 +3,8 @@ numbers for it than the others. Ranks along `model` share the states of seed gen
 it: on parts they would drop the same units, unit k together with k + F / m and so on, which is another distribution.
 
 What has the same dims as in the whole model is drawn alike on all ranks: a number for each row, which all units share,
-is one number. These dims are noted before the cut.
+is one number. So the model is traced before and after it is cut, and the dims of what it draws are compared, one draw
+after the other. Where they do not tell, a sentence refuses.
 
 Legend. F units of a layer, m ranks along `model`.
 """
@@ -11,9 +12,9 @@ Legend. F units of a layer, m ranks along `model`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -26,35 +27,40 @@ from tfdist.compat.tensorflow_graphs import draws_anew, kinds_made_here
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 
-_ROWS = 7919  # in the trace: prime, so that dims which count rows are known by it
+_ROWS = 7919  # in a trace: prime, so that dims which count rows are known by it
+
+
+class Draw(NamedTuple):
+    """The dims of what a layer draws; those that count rows are negative: how many times their number."""
+
+    drawn: Dims | None  # None: not known, as nothing of keras.random draws it
+    inputs: Dims  # of the layer's first input, without the first
 
 
 @dataclass
-class DrawnDims:
-    """Dims that a layer has in the whole model; None: of rows."""
+class Draws:
+    """What the layers of a model draw, and inputs of those that draw by tf.random.
 
-    drawn: set[Dims] = field(default_factory=set)
-    inputs: set[Dims] = field(default_factory=set)  # of its first input
-    by_tensorflow: bool = False  # it, or one inside it, draws by tf.random
+    of_layer: (id of the layer, whether in training) -> one after the other.
+    """
+
+    of_layer: dict[tuple[int, bool], list[Draw]] = field(default_factory=dict)
+    by_tensorflow: dict[tuple[int, bool], list[Dims]] = field(default_factory=dict)
 
 
-def own_noise(
-    layer: keras.Layer, group: Group, is_part: Callable[[Dims | None, Dims], bool] = lambda drawn, inputs: True
-) -> dict:
+def own_noise(layer: keras.Layer, group: Group, is_part: Callable[[Dims | None], bool] = lambda drawn: True) -> dict:
     """A layer whose draws are of a part: other ranks draw other numbers. is_part: takes the dims of a draw, None if
-    they are not known, and of the layer's first input. Returns {}: no variable is cut.
+    they are not known. Returns {}: no variable is cut.
 
     The states of generators are the same on all ranks behind it.
     """
     inner = layer.call
 
+    def own(seed: tf.Tensor, drawn: Dims | None) -> tf.Tensor:
+        return _folded(seed, group.index) if is_part(drawn) else seed
+
     def call(*args: Any, **options: Any) -> Any:
-        inputs = _dims(args, options)
-
-        def own(seed: tf.Tensor, drawn: Dims | None) -> tf.Tensor:
-            return _folded(seed, group.index) if is_part(drawn, inputs) else seed
-
-        with seeds_changed(own):
+        with seeds_changed(own, layer):
             return inner(*args, **options)
 
     layer.call = call
@@ -66,15 +72,19 @@ def _folded(seed: tf.Tensor, number: int) -> tf.Tensor:
     return tf.cast(fold_in(seed, number), seed.dtype)
 
 
-def drawn_dims(model: keras.Model, rows: Any = None) -> dict[int, DrawnDims]:
-    """id of a layer that draws -> what it draws in the whole model, in training and without; nothing of what comes
-    after a call that fails. rows: x of some samples; None: as the model's inputs. No collective.
+# -- looking at what is drawn --------------------------------------------------------------------------------------
+
+
+def draws_of(model: keras.Model, rows: Any = None) -> Draws:
+    """The draws in inference and in training; none of what comes after a call that fails. rows: x of some samples;
+    None: as the model's inputs. No collective.
     """
-    found: dict[int, DrawnDims] = {}
-    with contextlib.ExitStack() as stack:
-        for layer in keras_layers.all_layers(model):
-            stack.enter_context(attribute_replaced(layer, "call", _noting(layer, found)))
-        for training in (False, True):
+    found = Draws()
+    layers = keras_layers.all_layers(model)
+    for training in (False, True):
+        with contextlib.ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(attribute_replaced(layer, "call", _noting(layer, training, found)))
             with contextlib.suppress(Exception):
                 inputs = keras.tree.map_structure(
                     lambda each: tf.TensorSpec([_ROWS, *each.shape[1:]], each.dtype),
@@ -83,82 +93,112 @@ def drawn_dims(model: keras.Model, rows: Any = None) -> dict[int, DrawnDims]:
                 tf.function(
                     lambda x, training=training: model(x, training=training), autograph=False
                 ).get_concrete_function(inputs)
-        for layer in keras_layers.all_layers(model):  # tensors of those graphs
-            keras_layers.record_losses(layer, [])
+    for layer in layers:  # tensors of those graphs
+        keras_layers.record_losses(layer, [])
     return found
 
 
-def _noting(layer: keras.Layer, found: dict[int, DrawnDims]) -> Callable:
-    inner = layer.call
+def _noting(layer: keras.Layer, training: bool, found: Draws) -> Callable:
+    inner, key = layer.call, (id(layer), training)
 
     def call(*args: Any, **options: Any) -> Any:
-        inputs = _dims(args, options)
+        inputs = _dims_of_first(args, options)
 
         def note(seed: tf.Tensor, drawn: Dims | None) -> tf.Tensor:
-            dims = found.setdefault(id(layer), DrawnDims())
-            dims.inputs.add(inputs)
-            if drawn is not None:
-                dims.drawn.add(_without_rows(drawn))
+            dims = None if drawn is None else _in_rows(drawn)
+            found.of_layer.setdefault(key, []).append(Draw(dims, inputs))
             return seed
 
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
-        with seeds_changed(note):
+        with seeds_changed(note, layer):
             result = inner(*args, **options)
         if any(map(draws_anew, kinds_made_here(graph, before))):
-            dims = found.setdefault(id(layer), DrawnDims())
-            dims.inputs.add(inputs)
-            dims.by_tensorflow = True
+            found.by_tensorflow.setdefault(key, []).append(inputs)
         return result
 
     return call
 
 
-def _dims(args: tuple, options: dict[str, Any]) -> Dims:
-    """Of the first tensor, without those of rows."""
+def _dims_of_first(args: tuple, options: dict[str, Any]) -> Dims:
     tensors = [leaf for leaf in keras.tree.flatten((args, options)) if isinstance(leaf, tf.Tensor | keras.KerasTensor)]
-    return _without_rows(tuple(tensors[0].shape)[1:]) if tensors else ()
+    return _in_rows(tuple(tensors[0].shape)[1:]) if tensors else ()
 
 
-def _without_rows(dims: Dims) -> Dims:
-    return tuple(None if dim and dim % _ROWS == 0 else dim for dim in dims)
+def _in_rows(dims: Dims) -> Dims:
+    return tuple(-dim // _ROWS if dim and dim % _ROWS == 0 else dim for dim in dims)
 
 
-def own_noise_on_parts(model: keras.Model, whole: dict[int, DrawnDims], group: Group) -> None:
-    """Makes the layers of the cut model draw numbers of their own where these have none of the dims that they had in
-    the `whole` one; or, where these are not known, the layer's input has not. Those that draw by tf.random on a part
-    raise ConfigError when they are called.
+# -- deciding ------------------------------------------------------------------------------------------------------
+
+
+def own_noise_on_parts(model: keras.Model, whole: Draws, cut: Draws, group: Group, known: Set[int]) -> None:
+    """Makes layers draw numbers of their own for what has other dims in the cut model than in the whole one. known: ids
+    of layers which have rules of their own.
+
+    Raises ConfigError for a layer of which that cannot be told.
     """
     for layer in keras_layers.all_layers(model):
-        if dims := whole.get(id(layer)):
-            own_noise(layer, group, lambda drawn, inputs, dims=dims: _is_part(dims, drawn, inputs))
-            if dims.by_tensorflow:
-                _refuse_parts(layer, dims)
+        if id(layer) in known:
+            continue
+        pairs, inputs = [], []
+        for key in ((id(layer), False), (id(layer), True)):
+            pairs += zip(whole.of_layer.get(key, ()), cut.of_layer.get(key, ()), strict=False)
+            inputs += zip(whole.by_tensorflow.get(key, ()), cut.by_tensorflow.get(key, ()), strict=False)
+        if any(one != other for one, other in inputs):
+            _refuse(layer, "draws by tf.random, the same numbers on every worker for its part")
+        if pairs:
+            own_noise(layer, group, _rule(layer, pairs))
 
 
-def _refuse_parts(layer: keras.Layer, whole: DrawnDims) -> None:
-    inner = layer.call
-
-    def call(*args: Any, **options: Any) -> Any:
-        if _is_part(whole, None, _dims(args, options)):
-            raise keep_message(
-                ConfigError(
-                    f"--mesh cuts the layers around {layer.name}, which draws by tf.random: every worker would draw the"
-                    " same numbers for its part; draw by keras.random, as keras.random.normal(shape) for"
-                    " tf.random.normal(shape), or give the workers to data=."
-                )
-            )
-        return inner(*args, **options)
-
-    layer.call = call
+def _rule(layer: keras.Layer, pairs: Sequence[tuple[Draw, Draw]]) -> Callable[[Dims | None], bool]:
+    """`is_part` of own_noise. pairs: (in the whole model, in the cut one)."""
+    parts = [cut.drawn for whole, cut in pairs if _differ(whole, cut)]
+    others = [cut.drawn for whole, cut in pairs if not _differ(whole, cut)]
+    for whole, cut in pairs:
+        if not _differ(whole, cut) and not _is_shared_by_units(whole, cut):
+            _refuse(layer, f"draws {_words(cut.drawn)} numbers whatever part of its input it sees")
+    if not parts or not others:
+        return lambda drawn: bool(parts)
+    if any(_fits(one, other) for one in parts for other in others):
+        _refuse(layer, f"draws {_words(parts[0])} numbers for a part, and as many for something whole")
+    return lambda drawn: any(_fits(drawn, each) for each in parts)
 
 
-def _is_part(whole: DrawnDims, drawn: Dims | None, inputs: Dims) -> bool:
-    dims, others = (inputs, whole.inputs) if drawn is None else (drawn, whole.drawn)
-    return not any(_fits(dims, each) for each in others)
+def _differ(whole: Draw, cut: Draw) -> bool:
+    return whole.inputs != cut.inputs if cut.drawn is None else whole.drawn != cut.drawn
 
 
-def _fits(dims: Dims, shape: Dims) -> bool:
-    return len(dims) == len(shape) and all(
-        None in (dim, other) or dim == other for dim, other in zip(dims, shape, strict=True)
+def _is_shared_by_units(whole: Draw, cut: Draw) -> bool:
+    """Whether a draw of the same dims is right on a part: it has one number for all units, and others along rows and
+    dims that are whole only."""
+    if whole.inputs == cut.inputs or cut.drawn is None:
+        return True
+    kept = {one for one, other in zip(whole.inputs, cut.inputs, strict=False) if one == other}
+    return all(dim is None or dim < 0 or dim == 1 or dim in kept for dim in cut.drawn[1:]) and (
+        len(cut.drawn) != 1 or cut.drawn[0] is None or cut.drawn[0] not in whole.inputs
+    )
+
+
+def _fits(dims: Dims | None, pattern: Dims | None) -> bool:
+    """Whether dims may be those of a pattern, in which rows are any number."""
+    if dims is None or pattern is None:
+        return dims is pattern
+    return len(dims) == len(pattern) and all(
+        one is None or other is None or one < 0 or other < 0 or one == other
+        for one, other in zip(dims, pattern, strict=True)
+    )
+
+
+def _words(dims: Dims | None) -> str:
+    return " x ".join("rows" if dim is None or dim < 0 else str(dim) for dim in dims or ()) or "some"
+
+
+def _refuse(layer: keras.Layer, what: str) -> None:
+    raise keep_message(
+        ConfigError(
+            f"--mesh cuts the layers around {layer.name}, which {what}: draw in a layer that is called there alone, by"
+            " keras.random, and in the shape of its input (or one number for all units, as (rows, 1)), or give the"
+            " workers to data=."
+        )
     )

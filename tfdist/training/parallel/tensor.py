@@ -30,7 +30,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.models import missing_rows
 from tfdist.runtime.collectives import Group
 from tfdist.training.objectives import Objective, Scores, weights_like
-from tfdist.training.parallel.own_noise import drawn_dims, own_noise, own_noise_on_parts
+from tfdist.training.parallel.own_noise import Draws, draws_of, own_noise, own_noise_on_parts
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,8 @@ def parallelize_layers(
     rows: x of some samples, for another.
     """
     parts: dict[int, VariablePart] = {}
-    matched, whole = False, {} if is_known else drawn_dims(model, rows)
+    known = set[int]()  # layers with rules
+    matched, whole = False, Draws() if is_known else draws_of(model, rows)
     for layer in keras_layers.all_layers(model, include_self=False):
         for pattern, rule in rules:
             if re.search(pattern, layer.name):
@@ -212,14 +213,15 @@ def parallelize_layers(
                         " or the workers to data=."
                     ) from None
                 matched = True
-                whole.pop(id(layer), None)
+                known.add(id(layer))
                 break
     if not matched:
         raise ConfigError(
             f"--mesh has {axis}={group.size}, but no layer of {model.name} can be spread over it: {fix}, or give the"
             " workers to data=."
         )
-    own_noise_on_parts(model, whole, group)
+    if whole.of_layer or whole.by_tensorflow:
+        own_noise_on_parts(model, whole, draws_of(model, rows), group, known)
     return parts
 
 

@@ -128,6 +128,60 @@ def test_what_all_units_share_is_drawn_alike_on_all_ranks(between):
     assert (first == first[:, :1]).all()
 
 
+class Drawing(layers.Layer):
+    """Adds what a function of (x, its generator) draws."""
+
+    def __init__(self, draw):
+        super().__init__(name="between")
+        self.draw, self.seed = draw, keras.random.SeedGenerator(3)
+
+    def call(self, x, training=False):
+        return x + self.draw(x, self.seed) if training else x
+
+
+def flat(x, seed):
+    rows, units = keras.ops.shape(x)
+    return keras.ops.reshape(keras.random.normal((rows * units,), seed=seed), (rows, units))
+
+
+def sliced(x, seed):
+    return keras.random.normal((keras.ops.shape(x)[0], 64), seed=seed)[:, : x.shape[1]]
+
+
+def grouped(x, seed):
+    drawn = keras.random.normal((keras.ops.shape(x)[0], 4), seed=seed)
+    return keras.ops.repeat(drawn, x.shape[1] // 4, axis=1)
+
+
+def one_too_many(x, seed):
+    return keras.random.normal((keras.ops.shape(x)[0] + 1, 1), seed=seed)[:-1]
+
+
+def test_rows_times_units_are_drawn_for_the_part():
+    (first, second) = (between_cut_ones(rank, Drawing(flat)) for rank in range(2))
+    assert (first != second).any()
+
+
+def test_another_number_of_rows_is_drawn_alike():
+    (first, second) = (between_cut_ones(rank, Drawing(one_too_many)) for rank in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("draw", [sliced, grouped])
+def test_what_is_drawn_for_all_units_whatever_the_part_is_refused(draw):
+    with pytest.raises(ConfigError, match="layers around between, which draws rows x .* whatever part of its input"):
+        between_cut_ones(0, Drawing(draw))
+
+
+def test_a_layer_that_draws_alike_for_a_part_and_for_something_whole_is_refused():
+    x = keras.Input((32,))
+    dropout = layers.Dropout(0.5, name="shared")
+    up, down = layers.Dense(64, name="block_00_mlp_up"), layers.Dense(6, name="block_00_mlp_down")
+    model = keras.Model(x, down(dropout(up(dropout(x)))))
+    with pytest.raises(ConfigError, match="around shared, which draws rows x 32 numbers for a part, and as many for"):
+        parallelize_layers(model, types.SimpleNamespace(size=2, index=0, all_reduce=tf.identity))
+
+
 class WithoutGenerator(layers.Layer):
     def call(self, x, training=False):
         return x + keras.random.normal(keras.ops.shape(x)) if training else x
