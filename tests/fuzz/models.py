@@ -93,6 +93,10 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "float16": ("rows", 'x = layers.Dense({width}, activation="tanh", dtype="{low_float16}", name="{name}")(x)'),
     "residual": ("rows steps", 'x = layers.Add(name="{name}_add")([x, layers.Dense({width}, name="{name}")(x)])'),
     "twins": ("rows steps", 'x = own.twins(x, {width}, "{name}")'),  # drawn in the place of the one before it
+    "column": (  # in the place of the one before it
+        "rows steps",
+        'x = layers.Add(name="{name}_add")([x, layers.Dense(1, name="{name}")(x)])',
+    ),
     "conv": (
         "grid",
         'x = layers.Conv2D({width}, 3, padding="same", use_bias=False, activation="tanh", name="{name}")(x)',

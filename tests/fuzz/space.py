@@ -49,6 +49,7 @@ INSTEAD = {  # drawn in their place
     "frozen": "idle",
     "shared": "in_function",
     "residual": "twins",
+    "twins": "column",
     "running_mean": "keeps",
     "louder": "draws",
     "draws": "resting",

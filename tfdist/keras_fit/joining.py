@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
+from tfdist.compat.keras_addition import add_rows_to_rows
 from tfdist.config import Config, check_option, iter_options
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
@@ -60,6 +61,7 @@ def init(*, local_gpus: str = "all", **options: float | str) -> Runtime:
     if _runtime is None:
         fuse_attention()
         compile_functions()
+        add_rows_to_rows()
         for name in options:
             if name not in _OPTIONS:
                 raise ConfigError(f"tfdist.init({name}=...) is not an option: use local_gpus, {', '.join(_OPTIONS)}.")

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
+from tfdist.compat.keras_addition import add_rows_to_rows
 from tfdist.compat.keras_tensors import outputs_of
 from tfdist.config import ModelConfig, parse_args
 from tfdist.control.exit_codes import ConfigError
@@ -51,6 +52,7 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
     """
     fuse_attention()
     compile_functions()
+    add_rows_to_rows()
     builder = resolve("model", config.model, MODELS)
     input_shape = tuple(x_spec.shape) if isinstance(x_spec, tf.TensorSpec) else None
     arguments = _arguments(config, builder, {"x_spec": x_spec, "input_shape": input_shape, "num_outputs": num_outputs})
