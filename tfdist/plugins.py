@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, TfdistError
-from tfdist.control.passing_errors import reading_failed
+from tfdist.control.passing_errors import may_pass, reading_failed
 from tfdist.control.user_errors import failure
 
 
@@ -35,8 +35,9 @@ def own_code(flag: str, name: str) -> Iterator[None]:
         if type(error).__name__ == "ResourceExhaustedError":  # TensorFlow's, which is not imported for this
             raise
         words = f"--{flag}={name} {failure(error)}"
-        is_missing = flag == "source" and isinstance(error, OSError)  # a file, or what it lies on
-        raise (reading_failed(words, error) if is_missing else ConfigError(words)) from error
+        # A file, or what it lies on.
+        of_data = flag == "source" and (isinstance(error, OSError) or may_pass(error))
+        raise (reading_failed(words, error) if of_data else ConfigError(words)) from error
 
 
 def check_name(flag: str, name: str, known: Mapping[str, Any]) -> None:

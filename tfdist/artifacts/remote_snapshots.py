@@ -24,6 +24,7 @@ from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
 from tfdist.control.run_address import SNAPSHOTS
+from tfdist.control.terminal import say
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
 
@@ -33,15 +34,17 @@ _DAMAGED = "damaged-manifest.json"  # the name that the manifest of a damaged sn
 
 
 def bring_for_reading(objects: ObjectStore | None, store: SnapshotFolder, step: int = -1) -> None:
-    """Brings a run's newest snapshot, or that of a step, if the run is in an object store and it is not in `store`.
-    Raises TfdistError.
+    """Brings a run's newest snapshot, or that of a step, if the run is in an object store and it is not in `store`;
+    tells of those that are passed over. Raises TfdistError.
     """
     if objects is None:
         return
     with as_sentence():
         stored = RemoteSnapshots(objects, store, Retention(1))
+        stored.forget_others()
         if step < 0:
-            stored.bring_newest()
+            for message in stored.bring_newest():
+                say(message)
         elif step not in store.steps():
             must_be_of(step, stored.steps(), objects.url)
             stored.bring(step)
@@ -124,6 +127,16 @@ class RemoteSnapshots:
                 messages.append(f"passed over a snapshot of {self._objects.url}: {error}")
                 self.damaged_there.add(step)
         return messages
+
+    def forget_others(self) -> None:
+        """Removes copies of snapshots that are others in the store by now, or newer than all there. Raises
+        StoreError."""
+        newest = max(self.steps(), default=-1)
+        for step in self._store.steps():
+            text = self._objects.text(f"{step_folder(step)}/{MANIFEST}")
+            folder = Path(self._store.path(step))
+            if step > newest or (text is not None and text != (folder / MANIFEST).read_text(encoding="utf-8")):
+                remove_tree(folder)
 
     def bring(self, step: int) -> None:
         """Brings one. Raises CheckpointError if it is damaged, StoreError."""

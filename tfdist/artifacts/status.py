@@ -10,11 +10,9 @@ from typing import Any
 
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import written_whole
-from tfdist.control.run_address import is_url
+from tfdist.control.run_address import STATUS_FILE, is_url
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
-
-STATUS_FILE = "status.json"
 
 
 def write_status(run_dir: Path, status: str, run_id: str) -> None:

@@ -31,6 +31,7 @@ _NUMBERS = {
 # Python's own names and those of requests, urllib3, httpx, aiohttp and botocore.
 _NAME = re.compile(
     r"^(?:[\w.]+\.)?(?:HTTPError: (?:HTTP Error )?(?:429|5\d\d)\b|"
+    r"URLError: <urlopen error (?:[^>]* )?timed out>|"
     r"(?:\w*Connect(?:ion)?(?:Reset|Refused|Aborted|Closed|Timeout)?Error|\w*Timeout(?:Error|Exception)?"
     r"|(?:Remote|Server)Disconnected(?:Error)?|BrokenPipeError|ProtocolError|ChunkedEncodingError|IncompleteRead"
     r"|MaxRetryError):)"
@@ -44,14 +45,15 @@ def reading_failed(sentence: str, error: BaseException | str, passes: bool = Fal
 
     error: what was raised, or TensorFlow's text about it. passes: it is known that it may pass.
     """
-    if not (passes or (_text_may_pass(error) if isinstance(error, str) else _may_pass(error))):
+    if not (passes or (_text_may_pass(error) if isinstance(error, str) else may_pass(error))):
         return DataError(sentence)
     return StartupError(
         f"{sentence.rstrip('.')}; this may pass: start the job again (the launcher does it with --max_restarts=N)."
     )
 
 
-def _may_pass(error: BaseException) -> bool:
+def may_pass(error: BaseException) -> bool:
+    """Whether it is an error of a network or a file server that may pass."""
     return any(_what_may_pass(f"{kind.__name__}: {said(error)}") for kind in type(error).__mro__)
 
 

@@ -20,6 +20,8 @@ from tfdist.storage.store_lease import FILE as LEASE
 
 _PERIOD_SECONDS = 20.0
 
+_WRITTEN_ANEW = (".json", ".txt")  # which may say something else in as many bytes; others grow
+
 
 class FolderMirror:
     """Sends those files of `folder` whose names `owns` says are this process's.
@@ -111,7 +113,7 @@ def files_below(folder: Path, inner: str = "") -> Iterator[str]:
 def bring_files(objects: ObjectStore, folder: Path, wanted: Callable[[str], bool], longer: bool = False) -> None:
     """Brings the objects whose names are `wanted` to a folder. Raises StoreError.
 
-    longer: only those that are not there, or longer than there; else all whose sizes differ, and JSON.
+    longer: only those that are not there, or longer than there; else all whose sizes differ, and what is written anew.
     """
 
     def differs(name: str, size: int) -> bool:
@@ -119,7 +121,7 @@ def bring_files(objects: ObjectStore, folder: Path, wanted: Callable[[str], bool
             here = (folder / name).stat().st_size
         except FileNotFoundError:
             return True
-        return size > here if longer else size != here or name.endswith(".json")
+        return size > here if longer else size != here or name.endswith(_WRITTEN_ANEW)
 
     found = {name: size for name, size in objects.names().items() if name != LEASE and is_plain(name) and wanted(name)}
     wanted_now = [(name, folder / name, size) for name, size in found.items() if differs(name, size)]

@@ -4,10 +4,12 @@ which belongs to the run alone. Of a run in a folder that folder itself.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tfdist.control.run_address import cache_folder, check_address, is_url, working_folder
+from tfdist.control.own_files import remove_tree
+from tfdist.control.run_address import STATUS_FILE, cache_folder, check_address, is_url, working_folder
 from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import as_sentence
@@ -36,8 +38,19 @@ class ReadRun:
         """The folder, its files as they are now, without snapshots and exports. Raises TfdistError."""
         if self.objects:
             with as_sentence(self._flag):
+                self._forget_another_run(self.objects)
                 bring_files(self.objects, self.folder, lambda name: not name.startswith(_NOT_BROUGHT))
         return self.folder
+
+    def _forget_another_run(self, objects: ObjectStore) -> None:
+        """Removes the copy of a run that lay in the store before, with its snapshots."""
+        here = _run_id((self.folder / STATUS_FILE).read_text("utf-8", "replace") if self._has_status() else "")
+        if here and here != _run_id(objects.text(STATUS_FILE) or ""):
+            for entry in self.folder.iterdir():
+                remove_tree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+
+    def _has_status(self) -> bool:
+        return (self.folder / STATUS_FILE).exists()
 
     def text(self, name: str) -> str:
         """The text of a file as it is now; "" if it is not there. Raises TfdistError."""
@@ -56,3 +69,11 @@ class ReadRun:
                 FolderMirror(self.objects, self.folder, made, last="", on_round=lambda trouble: None).finish(
                     with_last=False
                 )
+
+
+def _run_id(status: str) -> str:
+    """Of a status file; "" of one that is damaged or not there."""
+    try:
+        return str(json.loads(status)["run_id"])
+    except (ValueError, KeyError, TypeError):
+        return ""

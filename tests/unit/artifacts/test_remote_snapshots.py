@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -305,6 +306,27 @@ def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_p
     last = local(tmp_path, "last")
     sender(last).bring_newest()
     assert last.steps() == [newest] and is_right(last, newest)
+
+
+def test_an_evaluator_forgets_what_the_store_has_in_another_form_or_no_more(s3, tmp_path):
+    """The run that it has read was removed, and another one is at its place."""
+    there = local(tmp_path, "there")
+    for steps in ((10, 20, 40), (20, 30)):
+        s3.empty()
+        send(local(tmp_path, f"run of {steps[-1]}"), *steps)
+        for step in (20, -1):
+            bring_for_reading(ObjectStore(URL), there, step)
+        assert there.steps() == sorted({20, steps[-1]}) and is_right(there, steps[-1])
+        text = s3.content(f"{FOLDER}/step-00000020/manifest.json")
+        assert text == (Path(there.path(20)) / "manifest.json").read_bytes()
+
+
+def test_an_evaluator_is_told_of_damaged_snapshots(s3, tmp_path, capfd):
+    send(local(tmp_path, "here"), 10, 20)
+    name = next(name for name in s3.names(f"{FOLDER}/step-00000020") if "data-00000" in name)
+    s3.change(name, bytes(len(s3.content(name))))
+    bring_for_reading(ObjectStore(URL), local(tmp_path, "there"))
+    assert "passed over a snapshot of s3://" in capfd.readouterr().err
 
 
 def test_an_evaluator_brings_the_step_that_it_is_asked_for(s3, tmp_path):

@@ -3,11 +3,13 @@
 import errno
 import http.client
 import socket
+import urllib.error
 
 import pytest
 
-from tfdist.control.exit_codes import DataError, StartupError
+from tfdist.control.exit_codes import ConfigError, DataError, StartupError
 from tfdist.control.passing_errors import reading_failed
+from tfdist.plugins import own_code
 
 
 class Gone(ConnectionError):
@@ -30,6 +32,8 @@ PASSING = [
     ReadTimeout("Read timed out."),
     HTTPError("503 Server Error: Service Unavailable for url: http://a"),
     HTTPError("HTTP Error 502: Bad Gateway"),
+    urllib.error.URLError("timed out"),
+    urllib.error.URLError(TimeoutError("the handshake operation timed out")),
     http.client.RemoteDisconnected("Remote end closed connection without response"),
     socket.gaierror(-3, "Temporary failure in name resolution"),
     *(OSError(number, "words") for number in (errno.EIO, errno.ESTALE, errno.EHOSTUNREACH, errno.ENETUNREACH)),
@@ -41,6 +45,7 @@ STAYING = [
     HTTPError("404 Client Error: Not Found for url: http://a/503"),
     ValueError("a ConnectionError is in the text: TimeoutError"),
     KeyError("timeout"),
+    urllib.error.URLError("unknown url type: s4"),
 ]
 
 
@@ -57,6 +62,13 @@ def test_which_errors_may_pass(error, kind, form):
     assert type(found) is kind
     told = "It cannot be read; this may pass: start the job again (the launcher does it with --max_restarts=N)."
     assert str(found) == (told if kind is StartupError else "It cannot be read.")
+
+
+def test_what_a_source_raises_may_pass_also_if_it_is_no_error_of_the_system():
+    with pytest.raises(StartupError, match="this may pass"), own_code("source", "mine:data"):
+        raise http.client.IncompleteRead(b"half", 8)
+    with pytest.raises(ConfigError), own_code("model", "mine:model"):
+        raise http.client.IncompleteRead(b"half", 8)
 
 
 def test_a_file_that_tensorflow_cannot_read():
