@@ -9,7 +9,7 @@ of the corpus that fills no window is not used. x, y int32 [T] in 0..255.
 of the Python that runs, without site-packages, tests and generated tables: 10 MB of real text on every machine.
 (Another Python version is another corpus: compare `info["digest"]` between workers.)
 
-Links are followed, and each file is read once, whatever leads to it: under the name where it lies, else under that of a
+Symbolic links are followed, and each file is read once, whatever of them lead to it: under the name where it lies, else under that of a
 link. Links to nothing are skipped, as empty files are; a file that is there and cannot be read ends the run.
 
 About 5 % of the files are held out for evaluation: those whose path's SHA-256 says so, so that a file stays where it is
