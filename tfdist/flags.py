@@ -32,6 +32,7 @@ from tfdist.control.exit_codes import ConfigError  # noqa: E402
 from tfdist.control.own_files import written_whole  # noqa: E402
 
 FLAGS_FILE = "flags.txt"
+_WRITTEN = "# Written by tfdist"  # in which values stand as they are
 _MOST_BYTES = 2**20  # of a flag file; a device has no end
 
 
@@ -124,7 +125,7 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"--flagfile={path} cannot be read ({reason}): check the path.") from None
-    arguments = []
+    arguments, is_ours = [], bool(lines) and lines[0].startswith(_WRITTEN)
     for number, line in enumerate(lines, 1):
         line = line.strip()
         if not line or line.startswith(("#", "//")):
@@ -134,9 +135,9 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
                 f"{path}, line {number}: {line!r} is not a flag; write --name=value, or # before a comment."
             )
         name, equals, value = line.lstrip("-").partition("=")
-        if re.search(r"\s#", value):
+        if re.search(r"\s#", value) and not is_ours:
             raise ConfigError(f"{path}, line {number}: {line!r}: a comment must stand on a line of its own.")
-        if re.fullmatch(r"(['\"]).*\1", value):
+        if re.fullmatch(r"(['\"]).*\1", value) and not is_ours:
             raise ConfigError(f"{path}, line {number}: {line!r}: quotes would be part of the value; leave them out.")
         if name == "flagfile":
             if not equals:
@@ -151,7 +152,7 @@ def write_flagfile(config: Config, path: Path, command: str) -> None:
     """Writes all flags, resolved, as a flag file that reproduces the run. Atomic: a temporary name, flush, rename."""
     lines = [
         (
-            f"# Written by tfdist at the start of the run; `python -m tfdist.train --flagfile={FLAGS_FILE}"
+            f"{_WRITTEN} at the start of the run; `python -m tfdist.train --flagfile={FLAGS_FILE}"
             " --run_dir=ELSEWHERE` repeats it."
         ),
         f"# Configuration digest {config.digest()}. Python {platform.python_version()}, "

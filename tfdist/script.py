@@ -26,8 +26,8 @@ def main(argv: list[str]) -> int:
         return 0
     if not argv:
         raise ConfigError("No script is given: name a Python file that calls tfdist.fit.")
-    name, program = _program(argv)
     token.read(os.environ)  # before the program, and what it starts, can see it there
+    name, program = _program(argv)
     try:
         program()
     except SystemExit as end:

@@ -94,6 +94,13 @@ def test_a_flag_file_without_an_end_is_refused_and_a_pipe_is_read(tmp_path):
     assert (config.run.steps, config.run.seed) == (4, 5)
 
 
+def test_a_written_flag_file_holds_any_value(tmp_path):
+    for value in ("runs/exp #3", "'quoted'"):
+        config = Config().replace(run_dir=value, steps=7)
+        flags.write_flagfile(config, tmp_path / "flags.txt", command="python -m tfdist.train")
+        assert flags.parse([f"--flagfile={tmp_path / 'flags.txt'}"]).config == config
+
+
 def test_a_flag_file_may_begin_with_a_mark_and_hold_json(tmp_path):
     file = tmp_path / "x.flags"
     file.write_text('--steps=3\n--source_args={"seed": 1, "name": "a#b"}\n', encoding="utf-8-sig")

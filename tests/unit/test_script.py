@@ -23,11 +23,11 @@ raise PeerLostError("worker 1 is gone.")
 """
 
 
-def run(folder, *arguments):
+def run(folder, *arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "tfdist.script", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
     )
@@ -48,6 +48,12 @@ def test_a_program_has_its_arguments_and_the_exit_codes(project, program):
     assert (ended.returncode, ended.stdout) == (ExitCode.PEER_LOST, "__main__ found --epochs=3 -m\n"), ended.stderr
     assert "worker 1 is gone." in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_package_does_not_see_the_token(project):
+    (project / "mine" / "__init__.py").write_text("import os\nprint(os.environ.get('TFDIST_JOB_TOKEN'))\n")
+    token = {"TFDIST_JOB_TOKEN": "a" * 64}
+    assert run(project, "-m", "mine.train", **token).stdout.startswith("None\n__main__ found")
 
 
 @pytest.mark.parametrize(

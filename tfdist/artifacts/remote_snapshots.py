@@ -41,7 +41,7 @@ def bring_for_reading(objects: ObjectStore | None, store: SnapshotFolder, step: 
         return
     with as_sentence():
         stored = RemoteSnapshots(objects, store, Retention(1))
-        stored.forget_others()
+        stored.forget_others(step)
         if step < 0:
             for message in stored.bring_newest():
                 say(message)
@@ -128,15 +128,17 @@ class RemoteSnapshots:
                 self.damaged_there.add(step)
         return messages
 
-    def forget_others(self) -> None:
-        """Removes copies of snapshots that are others in the store by now, or newer than all there. Raises
-        StoreError."""
+    def forget_others(self, step: int) -> None:
+        """Removes the copy of this snapshot (-1: of the newest in the store) if it is another there by now, and copies
+        of newer ones than all there. Raises StoreError."""
+        here = self._store.steps()  # first: what comes later is none of ours
         newest = max(self.steps(), default=-1)
-        for step in self._store.steps():
-            text = self._objects.text(f"{step_folder(step)}/{MANIFEST}")
-            folder = Path(self._store.path(step))
-            if step > newest or (text is not None and text != (folder / MANIFEST).read_text(encoding="utf-8")):
-                remove_tree(folder)
+        for each in here:
+            if each > newest or each == (newest if step < 0 else step):
+                text, folder = self._objects.text(f"{step_folder(each)}/{MANIFEST}"), Path(self._store.path(each))
+                with contextlib.suppress(FileNotFoundError):  # another reader has removed it
+                    if each > newest if text is None else text.encode() != (folder / MANIFEST).read_bytes():
+                        shutil.rmtree(folder, ignore_errors=True)
 
     def bring(self, step: int) -> None:
         """Brings one. Raises CheckpointError if it is damaged, StoreError."""

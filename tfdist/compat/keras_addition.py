@@ -20,6 +20,8 @@ def add_rows_to_rows() -> None:
 
 def _of_rows(add: Any) -> Any:
     def added(x1: Any, x2: Any) -> Any:
+        if any(getattr(getattr(each, "shape", None), "rank", 0) is None for each in (x1, x2)):
+            return add(x1, x2)
         other, (rows, *rest) = tuple(getattr(x1, "shape", ())), tuple(getattr(x2, "shape", ())) or (None,)
         is_of_rows = len(rest) + 1 == len(other) and rest and rows not in (None, 1) and set(rest) == {1}
         return add(x2, x1) if is_of_rows else add(x1, x2)  # what looks like a bias comes second there

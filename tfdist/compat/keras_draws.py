@@ -1,6 +1,7 @@
 """What layers draw by keras.random: with other seeds for a time, or constants in its place.
 
-Relies on `SeedGenerator.next`, which gives all seeds, and on the module of the backend whose functions draw.
+Relies on `SeedGenerator.next`, which gives all seeds but those that are whole numbers, and on the module of the backend
+whose functions draw.
 """
 
 from __future__ import annotations
@@ -23,21 +24,25 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def seeds_changed(change: Change, owner: object) -> Iterator[None]:
+def seeds_changed(
+    change: Change, owner: object, fixed: Callable[[Dims | None], object] | None = None
+) -> Iterator[None]:
     """A context in which, in this thread, `change(seed, dims)` takes the place of each seed that a generator gives; in
     the place of what contexts around it do, or on top of it if they have the same owner. dims: of what is drawn with
-    the seed; None: not known, as nothing of keras.random draws it.
+    the seed; None: not known, as nothing of keras.random draws it. fixed: is called with the dims of what is drawn with
+    a whole number, always the same.
     """
     outer, around = getattr(_thread, "change", None), getattr(_thread, "owner", None)
     chained = (lambda seed, dims: change(outer(seed, dims), dims)) if outer and around is owner else change
-    with _set("change", chained), _set("owner", owner):
+    with _set("change", chained), _set("owner", owner), _set("fixed", fixed):
         yield
 
 
 @contextlib.contextmanager
 def constant_draws(moved: int = 0) -> Iterator[None]:
     """A context in which keras.random gives this thread constants, whatever the shape; what would be dropped or
-    shuffled stays as it is. moved: what is added to seeds with which something else draws.
+    shuffled stays as it is. Not where the seed is a whole number, which draws the same always. moved: what is added to
+    seeds with which something else draws.
     """
     with _set("constant", True), _set("moved", moved):
         yield
@@ -74,12 +79,18 @@ def _replaceable(name: str, draw: Callable[..., Any], constant: Callable[..., tf
 
     @tf.autograph.experimental.do_not_convert
     def replaceable(*args: Any, **options: Any) -> Any:
-        if getattr(_thread, "constant", None):
+        is_fixed = isinstance(options.get("seed"), int)
+        if getattr(_thread, "constant", None) and not is_fixed:
             return constant(*args, **options)
         if getattr(_thread, "change", None) is None:
             return draw(*args, **options)
-        shape = tf.TensorShape(shaped(*args, **options).shape)
-        with _set("dims", None if shape.rank is None else tuple(shape)):
+        dims = None
+        with contextlib.suppress(Exception):  # of arguments that it does not take
+            shape = tf.TensorShape(shaped(*args, **options).shape)
+            dims = None if shape.rank is None else tuple(shape)
+        if is_fixed and (fixed := getattr(_thread, "fixed", None)):
+            fixed(dims)
+        with _set("dims", dims):
             return draw(*args, **options)
 
     return replaceable

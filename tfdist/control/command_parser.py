@@ -81,7 +81,11 @@ def check_module(name: str) -> None:
     """Raises ConfigError if there is no module of this name."""
     try:
         found = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # what the package around it raises; no name of a module
+    except ModuleNotFoundError as error:  # of another one: its import says so itself when it is run
+        found = not f"{name}.".startswith(f"{error.name}.")
+    except ImportError:  # of the package around it
+        found = True
+    except ValueError:  # no name of a module
         found = False
     if not found:
         raise ConfigError(f"-m {name}: there is no such module on the Python path; set PYTHONPATH to its folder.")

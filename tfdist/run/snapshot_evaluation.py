@@ -118,15 +118,18 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     job = _compose(run_configuration(config, argv or [], folder))
     store, done, target = _store(run), -1, job.config.run.steps
     was_running, has_warned, begun = False, False, time.monotonic()
-    log = folder / EVALUATOR_LOG
+    log, run_id = folder / EVALUATOR_LOG, _status(run).get("run_id", "")
     observers: list[JsonlObserver | TensorBoardObserver] = [
-        JsonlObserver(log, run_id=_status(run).get("run_id", ""), attempt=next_attempt(log), rank=-1)
+        JsonlObserver(log, run_id=run_id, attempt=next_attempt(log), rank=-1)
     ]
     if "tensorboard" in config.telemetry.trackers.split(","):
         observers.append(TensorBoardObserver(folder / EVALUATOR_EVENTS, 0, forgets=False))
     while True:
         # Read before looking: what is written afterwards is seen next time.
-        status = _status(run).get("status")
+        found = _status(run)
+        if (other := found.get("run_id", "")) and run_id and other != run_id:
+            raise CheckpointError(f"--run_dir={run.place} holds another run by now: start to follow it anew.")
+        status = found.get("status")
         was_running |= status == "running"
         # A run that is to go on says that it is finished until it has begun to.
         waited = time.monotonic() - begun > config.cluster.startup_timeout

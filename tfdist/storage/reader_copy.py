@@ -45,7 +45,8 @@ class ReadRun:
     def _forget_another_run(self, objects: ObjectStore) -> None:
         """Removes the copy of a run that lay in the store before, with its snapshots."""
         here = _run_id((self.folder / STATUS_FILE).read_text("utf-8", "replace") if self._has_status() else "")
-        if here and here != _run_id(objects.text(STATUS_FILE) or ""):
+        there = _run_id(objects.text(STATUS_FILE) or "")
+        if here and there and here != there:
             for entry in self.folder.iterdir():
                 remove_tree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
 

@@ -20,6 +20,7 @@ from tfdist.telemetry.verdict import Verdicts
 from tfdist.training.model_rates import memory
 from tfdist.training.step_output import StepOutput
 
+_SELDOM = "regularization"  # a sum that is there only where it is not 0
 _MOST_SKIPPED = 50  # steps in a row: the search for the loss scale of float16 takes up to 30
 
 
@@ -44,6 +45,8 @@ class IntervalSums:
 
     def add(self, out: StepOutput, n: int) -> None:
         """The output of a call of n steps."""
+        if self.sums and {*self.sums, _SELDOM} != {*out.sums, _SELDOM}:  # those of another objective
+            self.restore({})
         self.steps += n
         self.weight += out.weight
         self.skipped += out.skipped

@@ -30,6 +30,12 @@ def test_numbers_of_rows_are_added_to_their_rows(one, other):
     np.testing.assert_array_equal(keras.layers.Add()([a, b]) if other == one else keras.ops.add(b, a), a + b)
 
 
+def test_tensors_of_unknown_rank():
+    add_rows_to_rows()
+    added = tf.function(lambda x: keras.ops.add(x, 1.0), input_signature=[tf.TensorSpec(None)])
+    np.testing.assert_array_equal(added(tf.ones([2, 2])), 2 * np.ones([2, 2]))
+
+
 def test_a_model_computes_the_same_for_any_number_of_rows():
     add_rows_to_rows()
     x = keras.Input((4,))

@@ -27,6 +27,7 @@ def test_the_copy_of_a_run_that_is_no_more_is_forgotten(s3, tmp_path):
     (folder / "checkpoints" / "step-00000040").mkdir(parents=True)
     assert (ReadRun(URL, str(tmp_path)).bring() / "checkpoints" / "step-00000040").exists()
     s3.empty()
+    assert (ReadRun(URL, str(tmp_path)).bring() / "checkpoints" / "step-00000040").exists()  # nothing says so yet
     s3.change("run/status.json", status("b"))
     ReadRun(URL, str(tmp_path)).bring()
     assert sorted(path.name for path in folder.rglob("*")) == ["status.json"]

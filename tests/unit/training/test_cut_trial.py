@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
@@ -103,6 +104,46 @@ def test_nothing_hides_behind_an_initial_0_nor_in_half_precision(policy):
     assert not model.get_layer("down").kernel.numpy().any()
     inner = centered.call
     centered.call = lambda x, training=False: 1.002 * inner(x, training=training)
+    with pytest.raises(ConfigError, match="its outputs are other numbers"):
+        trial.check({}, frozenset())
+
+
+class InFunction(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        seed = keras.random.SeedGenerator(1)
+        self.seed, self.drop = (
+            seed,
+            tf.function(
+                lambda x: keras.random.dropout(x, 0.5, seed=seed),
+                input_signature=[tf.TensorSpec([None, 6])],
+                autograph=False,
+            ),
+        )
+
+    def call(self, x, training=False):
+        return self.drop(x) if training else x
+
+
+def test_functions_that_layers_hold_keep_nothing_of_a_trial():
+    model = _model(InFunction())
+    assert _trial(model).check({}, frozenset()) == 0
+    dropped = (model.layers[-2](tf.ones([32, 6]), training=True).numpy() == 0).sum()
+    assert 48 < dropped < 144
+
+
+def test_numbers_that_are_always_the_same_are_looked_at():
+    """As of a fixed projection."""
+
+    class Projected(keras.layers.Layer):
+        def call(self, x):
+            return x * keras.random.normal((x.shape[-1],), seed=self.seed)
+
+    layer = Projected()
+    layer.seed = 7
+    model = _model(layer)
+    trial = _trial(model)
+    layer.seed = 8  # as other numbers of a part
     with pytest.raises(ConfigError, match="its outputs are other numbers"):
         trial.check({}, frozenset())
 

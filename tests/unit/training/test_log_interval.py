@@ -82,6 +82,16 @@ def test_an_interval_that_is_gone_on_with_shows_means_over_all_of_it():
     assert event.values["train/loss"] == 7.0 and sums.steps == 0
 
 
+def test_an_interval_begins_anew_with_other_metrics():
+    """Those of an objective that has changed: their sums are of fewer steps."""
+    sums = IntervalSums()
+    sums.restore({"steps": 1, "weight": 8.0, "skipped": 0, "sums": {"loss": 80.0, "f1": 1.0}})
+    interval = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None, sums=sums)
+    interval.add(output(2, 1, 0, 0.5), 1)
+    (event,) = interval.events(2, {})
+    assert event.values["train/loss"] == 0.5 and "train/f1" not in event.values
+
+
 def test_a_run_that_only_skips_is_an_error():
     interval = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
     with pytest.raises(DivergedError, match="last 3 steps .* nothing was learned"):

@@ -9,8 +9,9 @@ of the corpus that fills no window is not used. x, y int32 [T] in 0..255.
 of the Python that runs, without site-packages, tests and generated tables: 10 MB of real text on every machine.
 (Another Python version is another corpus: compare `info["digest"]` between workers.)
 
-Symbolic links are followed, and each file is read once, whatever of them lead to it: under the name where it lies, else under that of a
-link. Links to nothing are skipped, as empty files are; a file that is there and cannot be read ends the run.
+Symbolic links are followed, and each file is read once, whatever of them lead to it: under the name where it lies, else
+under that of a link. Links to nothing are skipped, as empty files are; a file that is there and cannot be read ends the
+run.
 
 About 5 % of the files are held out for evaluation: those whose path's SHA-256 says so, so that a file stays where it is
 when others are added. If that leaves a split without a window (few files, or one), the last 5 % of the bytes are held

@@ -23,6 +23,7 @@ from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat import keras_layers
 from tfdist.compat.keras_draws import constant_draws
 from tfdist.compat.keras_layers import in_float32
+from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.decisions import any_worker, every_worker
 from tfdist.runtime.host import known_dims
@@ -151,7 +152,7 @@ class CutTrial:
             of_added = self._gradients(tape, added) if self._model.losses else []
             return outputs, added, self._gradients(tape, total), of_added
 
-        with self._looking(parts, moved):
+        with self._looking(parts, moved), functions_inline():  # which would keep what they are traced with
             return tf.function(forward_and_backward, autograph=False).get_concrete_function()
 
     def _gradients(self, tape: tf.GradientTape, target: Any) -> list[tf.Tensor]:

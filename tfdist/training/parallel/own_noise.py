@@ -23,18 +23,22 @@ from tfdist.compat import keras_layers
 from tfdist.compat.keras_draws import Dims, seeds_changed
 from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.temporary_attributes import attribute_replaced
+from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_graphs import draws_anew, kinds_made_here
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 
-_ROWS = 7919  # in a trace: prime, so that dims which count rows are known by it
+_ROWS = (840, 1680)  # in two traces: dims that differ between them count rows; divisible by what models may ask for
+
+Sizes = tuple[tuple[int | None, ...], ...]  # of each dim one in each trace
 
 
 class Draw(NamedTuple):
-    """The dims of what a layer draws; those that count rows are negative: how many times their number."""
+    """The dims of what a layer draws, in each trace."""
 
-    drawn: Dims | None  # None: not known, as nothing of keras.random draws it
-    inputs: Dims  # of the layer's first input, without the first
+    drawn: Sizes | None  # None: not known, as nothing of keras.random draws it
+    inputs: Sizes  # of the layer's first input, without the first
+    is_fixed: bool  # with a seed that is a whole number: the same numbers always
 
 
 @dataclass
@@ -46,6 +50,7 @@ class Draws:
 
     of_layer: dict[tuple[int, bool], list[Draw]] = field(default_factory=dict)
     by_tensorflow: dict[tuple[int, bool], list[Dims]] = field(default_factory=dict)
+    has_failed: bool = False  # the model could not be called
 
 
 def own_noise(layer: keras.Layer, group: Group, is_part: Callable[[Dims | None], bool] = lambda drawn: True) -> dict:
@@ -76,25 +81,49 @@ def _folded(seed: tf.Tensor, number: int) -> tf.Tensor:
 
 
 def draws_of(model: keras.Model, rows: Any = None) -> Draws:
-    """The draws in inference and in training; none of what comes after a call that fails. rows: x of some samples;
-    None: as the model's inputs. No collective.
-    """
+    """The draws in inference and in training. rows: x of some samples; None: as the model's inputs. No collective."""
     found = Draws()
     layers = keras_layers.all_layers(model)
     for training in (False, True):
-        with contextlib.ExitStack() as stack:
-            for layer in layers:
-                stack.enter_context(attribute_replaced(layer, "call", _noting(layer, training, found)))
-            with contextlib.suppress(Exception):
-                inputs = keras.tree.map_structure(
-                    lambda each: tf.TensorSpec([_ROWS, *each.shape[1:]], each.dtype),
-                    model.input if rows is None else rows,
-                )
-                tf.function(
-                    lambda x, training=training: model(x, training=training), autograph=False
-                ).get_concrete_function(inputs)
+        traces: list[Draws] = []
+        for count in _ROWS:
+            if not traces or traces[0].of_layer:  # else there is nothing to compare
+                traces.append(_traced(model, layers, training, count, rows))
+        for key in traces[0].of_layer:
+            some, others = (each.of_layer.get(key, []) for each in (traces[0], traces[-1]))
+            found.of_layer[key] = [_both(one, other) for one, other in zip(some, others, strict=False)]
+            found.has_failed |= len(some) != len(others)
+        found.by_tensorflow |= traces[0].by_tensorflow
+        found.has_failed |= any(each.has_failed for each in traces)
     for layer in layers:  # tensors of those graphs
         keras_layers.record_losses(layer, [])
+    return found
+
+
+def _both(one: Draw, other: Draw) -> Draw:
+    """Of a draw in two traces."""
+
+    def zipped(some: Sizes, others: Sizes) -> Sizes:
+        return tuple(a + b for a, b in zip(some, others, strict=True)) if len(some) == len(others) else some + others
+
+    drawn = None if one.drawn is None or other.drawn is None else zipped(one.drawn, other.drawn)
+    return Draw(drawn, zipped(one.inputs, other.inputs), one.is_fixed)
+
+
+def _traced(model: keras.Model, layers: Sequence[keras.Layer], training: bool, count: int, rows: Any) -> Draws:
+    """Of one trace, with so many rows."""
+    found = Draws()
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(attribute_replaced(layer, "call", _noting(layer, training, found)))
+        stack.enter_context(functions_inline())  # which would keep what they are traced with
+        try:
+            inputs = keras.tree.map_structure(
+                lambda each: tf.TensorSpec([count, *each.shape[1:]], each.dtype), model.input if rows is None else rows
+            )
+            tf.function(lambda x: model(x, training=training), autograph=False).get_concrete_function(inputs)
+        except Exception:  # noqa: BLE001 - whatever code of the user's raises
+            found.has_failed = True
     return found
 
 
@@ -104,14 +133,17 @@ def _noting(layer: keras.Layer, training: bool, found: Draws) -> Callable:
     def call(*args: Any, **options: Any) -> Any:
         inputs = _dims_of_first(args, options)
 
-        def note(seed: tf.Tensor, drawn: Dims | None) -> tf.Tensor:
-            dims = None if drawn is None else _in_rows(drawn)
-            found.of_layer.setdefault(key, []).append(Draw(dims, inputs))
+        def note(drawn: Dims | None, is_fixed: bool = True) -> None:
+            sizes = None if drawn is None else tuple((dim,) for dim in drawn)
+            found.of_layer.setdefault(key, []).append(Draw(sizes, tuple((dim,) for dim in inputs), is_fixed))
+
+        def unchanged(seed: tf.Tensor, drawn: Dims | None) -> tf.Tensor:
+            note(drawn, False)
             return seed
 
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
-        with seeds_changed(note, layer):
+        with seeds_changed(unchanged, layer, note):
             result = inner(*args, **options)
         if any(map(draws_anew, kinds_made_here(graph, before))):
             found.by_tensorflow.setdefault(key, []).append(inputs)
@@ -122,11 +154,7 @@ def _noting(layer: keras.Layer, training: bool, found: Draws) -> Callable:
 
 def _dims_of_first(args: tuple, options: dict[str, Any]) -> Dims:
     tensors = [leaf for leaf in keras.tree.flatten((args, options)) if isinstance(leaf, tf.Tensor | keras.KerasTensor)]
-    return _in_rows(tuple(tensors[0].shape)[1:]) if tensors else ()
-
-
-def _in_rows(dims: Dims) -> Dims:
-    return tuple(-dim // _ROWS if dim and dim % _ROWS == 0 else dim for dim in dims)
+    return tuple(tensors[0].shape)[1:] if tensors else ()
 
 
 # -- deciding ------------------------------------------------------------------------------------------------------
@@ -138,12 +166,20 @@ def own_noise_on_parts(model: keras.Model, whole: Draws, cut: Draws, group: Grou
 
     Raises ConfigError for a layer of which that cannot be told.
     """
+    if whole.has_failed and any(map(keras_layers.own_seed_generators, keras_layers.all_layers(model))):
+        raise ConfigError(
+            f"--mesh cuts layers of {model.name}, but it cannot be called with {_ROWS[0]} rows, so that what its random"
+            " layers draw is not known: let it take any number of rows, or give the workers to data=."
+        )
     for layer in keras_layers.all_layers(model):
         if id(layer) in known:
             continue
         pairs, inputs = [], []
         for key in ((id(layer), False), (id(layer), True)):
-            pairs += zip(whole.of_layer.get(key, ()), cut.of_layer.get(key, ()), strict=False)
+            before, after = whole.of_layer.get(key, []), cut.of_layer.get(key, [])
+            if len(before) != len(after) and not cut.has_failed:
+                _refuse(layer, f"draws {len(before)} times, and then {len(after)} times for a part of its input")
+            pairs += zip(before, after, strict=False)
             inputs += zip(whole.by_tensorflow.get(key, ()), cut.by_tensorflow.get(key, ()), strict=False)
         if any(one != other for one, other in inputs):
             _refuse(layer, "draws by tf.random, the same numbers on every worker for its part")
@@ -153,6 +189,8 @@ def own_noise_on_parts(model: keras.Model, whole: Draws, cut: Draws, group: Grou
 
 def _rule(layer: keras.Layer, pairs: Sequence[tuple[Draw, Draw]]) -> Callable[[Dims | None], bool]:
     """`is_part` of own_noise. pairs: (in the whole model, in the cut one)."""
+    if any(cut.is_fixed and _differ(whole, cut) for whole, cut in pairs):
+        _refuse(layer, "draws with a whole number as seed, the same numbers on every worker for its part")
     parts = [cut.drawn for whole, cut in pairs if _differ(whole, cut)]
     others = [cut.drawn for whole, cut in pairs if not _differ(whole, cut)]
     for whole, cut in pairs:
@@ -160,7 +198,7 @@ def _rule(layer: keras.Layer, pairs: Sequence[tuple[Draw, Draw]]) -> Callable[[D
             _refuse(layer, f"draws {_words(cut.drawn)} numbers whatever part of its input it sees")
     if not parts or not others:
         return lambda drawn: bool(parts)
-    if any(_fits(one, other) for one in parts for other in others):
+    if any(_may_be_equal(one, other) for one in parts for other in others):
         _refuse(layer, f"draws {_words(parts[0])} numbers for a part, and as many for something whole")
     return lambda drawn: any(_fits(drawn, each) for each in parts)
 
@@ -175,23 +213,36 @@ def _is_shared_by_units(whole: Draw, cut: Draw) -> bool:
     if whole.inputs == cut.inputs or cut.drawn is None:
         return True
     kept = {one for one, other in zip(whole.inputs, cut.inputs, strict=False) if one == other}
-    return all(dim is None or dim < 0 or dim == 1 or dim in kept for dim in cut.drawn[1:]) and (
-        len(cut.drawn) != 1 or cut.drawn[0] is None or cut.drawn[0] not in whole.inputs
+    return all(_size(dim) in (None, 1) or dim in kept for dim in cut.drawn[1:]) and (
+        len(cut.drawn) != 1 or cut.drawn[0] not in whole.inputs
     )
 
 
-def _fits(dims: Dims | None, pattern: Dims | None) -> bool:
+def _size(dim: tuple[int | None, ...]) -> int | None:
+    """Of a dim, the same in all traces; None if it counts rows."""
+    return dim[0] if len({*dim}) == 1 else None
+
+
+def _may_be_equal(one: Sizes | None, other: Sizes | None) -> bool:
+    """Whether dims may be the same for some number of rows."""
+    if one is None or other is None:
+        return one is other
+    return len(one) == len(other) and all(
+        None in (_size(a), _size(b)) or a == b for a, b in zip(one, other, strict=True)
+    )
+
+
+def _fits(dims: Dims | None, pattern: Sizes | None) -> bool:
     """Whether dims may be those of a pattern, in which rows are any number."""
     if dims is None or pattern is None:
         return dims is pattern
     return len(dims) == len(pattern) and all(
-        one is None or other is None or one < 0 or other < 0 or one == other
-        for one, other in zip(dims, pattern, strict=True)
+        None in (dim, _size(each)) or dim == _size(each) for dim, each in zip(dims, pattern, strict=True)
     )
 
 
-def _words(dims: Dims | None) -> str:
-    return " x ".join("rows" if dim is None or dim < 0 else str(dim) for dim in dims or ()) or "some"
+def _words(dims: Sizes | None) -> str:
+    return " x ".join("rows" if _size(dim) is None else str(_size(dim)) for dim in dims or ()) or "some"
 
 
 def _refuse(layer: keras.Layer, what: str) -> None:

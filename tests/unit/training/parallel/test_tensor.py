@@ -173,6 +173,36 @@ def test_what_is_drawn_for_all_units_whatever_the_part_is_refused(draw):
         between_cut_ones(0, Drawing(draw))
 
 
+def halved(x, seed):
+    rows, units = keras.ops.shape(x)
+    return keras.ops.repeat(keras.random.normal((rows // 2, units), seed=seed), 2, axis=0)
+
+
+def paired(x, seed):
+    """Which takes an even number of rows only, and draws a gate of rows beside."""
+    noise = keras.ops.reshape(keras.ops.reshape(x, (2, x.shape[0] // 2, x.shape[1])), keras.ops.shape(x)) * 0
+    noise += keras.random.normal(keras.ops.shape(x), seed=seed)
+    return noise * keras.random.uniform((keras.ops.shape(x)[0], 1), seed=seed)
+
+
+def in_function(x, seed):
+    return traced(x, seed)
+
+
+traced = tf.function(lambda x, seed: keras.random.normal(keras.ops.shape(x), seed=seed), autograph=False)
+
+
+@pytest.mark.parametrize("draw", [halved, paired, in_function])
+def test_other_ways_to_draw_for_a_part(draw):
+    (first, second) = (between_cut_ones(rank, Drawing(draw)) for rank in range(2))
+    assert (first != second).any()
+
+
+def test_numbers_that_are_always_the_same_are_refused_for_a_part():
+    with pytest.raises(ConfigError, match="layers around between, which draws with a whole number as seed"):
+        between_cut_ones(0, Drawing(lambda x, _: keras.random.normal(keras.ops.shape(x), seed=7)))
+
+
 def test_a_layer_that_draws_alike_for_a_part_and_for_something_whole_is_refused():
     x = keras.Input((32,))
     dropout = layers.Dropout(0.5, name="shared")
