@@ -6,6 +6,7 @@ Made from the environment by resolvers.py.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,7 +61,7 @@ class Cluster:
     def most_local_rank(self) -> int:
         """The largest `local_rank` of all training workers, as far as their addresses tell; else its own."""
         hosts = self.hosts
-        return max(map(hosts.count, hosts)) - 1 if hosts else self.local_rank
+        return max(Counter(hosts).values()) - 1 if hosts else self.local_rank
 
     @property
     def local_size(self) -> int:

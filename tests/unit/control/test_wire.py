@@ -205,11 +205,11 @@ def test_garbage_of_all_kinds_harms_nobody():
 
 def test_somebody_of_the_job_may_not_send_without_end():
     with Host() as host, host.raw() as member:
-        lock = SharedKey.of(SECRET, "test")
-        mine = lock.hello(1)
+        key = SharedKey.of(SECRET, "test")
+        mine = key.hello(1)
         member.sendall(mine)
         hello = member.recv(77, socket.MSG_WAITALL)[:45]
-        member.sendall(lock.proof_of_connecting(mine, hello) + struct.pack("!I", 2**32 - 1))
+        member.sendall(key.proof_of_connecting(mine, hello) + struct.pack("!I", 2**32 - 1))
         member.settimeout(2)  # it is not waited for
         assert is_closed(member) and host.is_well()
 

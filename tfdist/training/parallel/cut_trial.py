@@ -75,7 +75,7 @@ class CutTrial:
 
     def _repeatable(self, training: bool) -> Computed | None:
         with contextlib.suppress(Exception):
-            whole, repeated = (self._computed(self._traced(training, {}, moved), {}) for moved in range(2))
+            whole, repeated = (self._computed(self._traced(training, moved), {}) for moved in range(2))
             if not self._difference(whole, repeated, {}):
                 return whole
         return None
@@ -105,7 +105,7 @@ class CutTrial:
         """The results of the cut model. Raises ConfigError on all workers if it cannot be called."""
         traced, problem = None, ""
         try:
-            traced = self._traced(training, parts)
+            traced = self._traced(training)
         except ConfigError:  # of a layer that is refused on all workers
             raise
         except Exception as error:  # noqa: BLE001 - of Keras, where a shape does not fit
@@ -117,26 +117,23 @@ class CutTrial:
     # -- running the model -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _looking(self, parts: Mapping[int, VariablePart], moved: int = 0) -> Iterator[None]:
-        """A context in which weights are disturbed, layers draw nothing by keras.random and compute in float32, and all
-        is restored at the end. parts: of the variables of which there is a part here. moved: see constant_draws.
-        """
-        held = [*self._model.variables, *hidden_state(self._model)]
-        states = [(variable, variable.numpy()) for variable in held]
-        layers = keras_layers.all_layers(self._model)
+    def _disturbed(self, parts: Mapping[int, VariablePart]) -> Iterator[None]:
+        """A context in which weights are disturbed; all variables are restored at the end. parts: see `check`."""
+        states = [(variable, variable.numpy()) for variable in (*self._model.variables, *hidden_state(self._model))]
         try:
-            for variable in self._model.variables:
+            for variable, value in states:
                 if (change := self._changes.get(id(variable))) is not None:
-                    part, value = parts.get(id(variable)), variable.numpy()
+                    part = parts.get(id(variable))
                     variable.assign(value + (part.cut(change) if part and change.shape != value.shape else change))
-            with generators_kept(), constant_draws(moved), moving_moments_taken(layers), in_float32(layers):
-                yield
+            yield
         finally:
             for variable, value in states:
                 variable.assign(value)
 
-    def _traced(self, training: bool, parts: Mapping[int, VariablePart], moved: int = 0) -> Any:
-        """The model's forward and backward pass, as a graph: all workers fail to make it, or none waits for another."""
+    def _traced(self, training: bool, moved: int = 0) -> Any:
+        """The model's forward and backward pass, as a graph: all workers fail to make it, or none waits for another.
+        Layers draw nothing by keras.random, and compute in float32. moved: see constant_draws.
+        """
 
         def forward_and_backward() -> Any:
             with tf.GradientTape(persistent=True) as tape:
@@ -152,8 +149,16 @@ class CutTrial:
             of_added = self._gradients(tape, added) if self._model.losses else []
             return outputs, added, self._gradients(tape, total), of_added
 
-        with self._looking(parts, moved), functions_inline():  # which would keep what they are traced with
-            return tf.function(forward_and_backward, autograph=False).get_concrete_function()
+        layers = keras_layers.all_layers(self._model)
+        function = tf.function(forward_and_backward, autograph=False)
+        with (
+            generators_kept(),
+            constant_draws(moved),
+            moving_moments_taken(layers),
+            in_float32(layers),
+            functions_inline(),  # which would keep what they are traced with
+        ):
+            return function.get_concrete_function()
 
     def _gradients(self, tape: tf.GradientTape, target: Any) -> list[tf.Tensor]:
         sources = [variable.value for variable in self._variables]
@@ -161,7 +166,7 @@ class CutTrial:
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
     def _computed(self, traced: Any, parts: Mapping[int, VariablePart]) -> Computed:
-        with self._looking(parts):
+        with self._disturbed(parts), generators_kept():
             outputs, added, gradients, of_added = traced()
 
         def numbers(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
