@@ -766,9 +766,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "copies of snapshots": Fault(
         "an evaluator goes on from the copy of a snapshot that is another in the store by now",
-        "artifacts/remote_snapshots.py",
-        "            if each > newest or each == (newest if step < 0 else step):",
-        "            if False:",
+        "artifacts/read_snapshots.py",
+        "        if each > newest or each == (newest if step < 0 else step):",
+        "        if False:",
         ("tests/unit/artifacts/test_remote_snapshots.py",),
     ),
     "pattern in a folder's name": Fault(

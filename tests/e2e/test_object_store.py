@@ -18,7 +18,7 @@ from tests.e2e import job
 from tests.stores.faulty_proxy import faulty_proxy
 from tests.stores.s3_server import BUCKET
 from tests.unit.data.test_source_tfrecord import SPEC, examples, write
-from tfdist.artifacts.remote_snapshots import bring_for_reading
+from tfdist.artifacts.read_snapshots import bring_for_reading
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.control.run_address import working_folder
 from tfdist.storage.object_store import ObjectStore

@@ -19,35 +19,17 @@ from typing import Any
 from tfdist.artifacts.checkpoint_files import pointer
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import ALL_STEPS, Retention, ScheduledSteps
-from tfdist.artifacts.snapshot_folder import SnapshotFolder, must_be_of
+from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
 from tfdist.control.run_address import SNAPSHOTS
-from tfdist.control.terminal import say
 from tfdist.storage.object_store import ObjectStore
-from tfdist.storage.store_errors import StoreError, as_sentence
+from tfdist.storage.store_errors import StoreError
 
 _OBJECT = re.compile(rf"^{SNAPSHOTS}/step-(\d{{8,19}})/([^/]+)$")
 _SENDING = ".sending-"
 _DAMAGED = "damaged-manifest.json"  # the name that the manifest of a damaged snapshot is given
-
-
-def bring_for_reading(objects: ObjectStore | None, store: SnapshotFolder, step: int = -1) -> None:
-    """Brings a run's newest snapshot, or that of a step, if the run is in an object store and it is not in `store`;
-    tells of those that are passed over. Raises TfdistError.
-    """
-    if objects is None:
-        return
-    with as_sentence():
-        stored = RemoteSnapshots(objects, store, Retention(1))
-        stored.forget_others(step)
-        if step < 0:
-            for message in stored.bring_newest():
-                say(message)
-        elif step not in store.steps():
-            must_be_of(step, stored.steps(), objects.url)
-            stored.bring(step)
 
 
 def step_folder(step: int) -> str:
@@ -111,13 +93,13 @@ class RemoteSnapshots:
         """The steps of all snapshots in the store, whole or not. Raises StoreError."""
         return sorted(self._inventory())
 
-    def bring_newest(self, scheduled: ScheduledSteps = ALL_STEPS) -> list[str]:
+    def bring_newest(self, scheduled: ScheduledSteps = ALL_STEPS, there: Sequence[int] | None = None) -> list[str]:
         """Brings the newest whole snapshot of the `scheduled` steps, if the working copy has none that is as new.
-        Returns why others were passed over. Raises StoreError.
+        there: what `steps` returned. Returns why others were passed over. Raises StoreError.
         """
         messages: list[str] = []
         local, _ = self._store.newest_valid(scheduled)
-        for step in filter(scheduled, reversed(self.steps())):
+        for step in filter(scheduled, reversed(self.steps() if there is None else there)):
             if local and local.step >= step:
                 break
             try:
@@ -127,18 +109,6 @@ class RemoteSnapshots:
                 messages.append(f"passed over a snapshot of {self._objects.url}: {error}")
                 self.damaged_there.add(step)
         return messages
-
-    def forget_others(self, step: int) -> None:
-        """Removes the copy of this snapshot (-1: of the newest in the store) if it is another there by now, and copies
-        of newer ones than all there. Raises StoreError."""
-        here = self._store.steps()  # first: what comes later is none of ours
-        newest = max(self.steps(), default=-1)
-        for each in here:
-            if each > newest or each == (newest if step < 0 else step):
-                text, folder = self._objects.text(f"{step_folder(each)}/{MANIFEST}"), Path(self._store.path(each))
-                with contextlib.suppress(FileNotFoundError):  # another reader has removed it
-                    if each > newest if text is None else text.encode() != (folder / MANIFEST).read_bytes():
-                        shutil.rmtree(folder, ignore_errors=True)
 
     def bring(self, step: int) -> None:
         """Brings one. Raises CheckpointError if it is damaged, StoreError."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import written_whole
-from tfdist.control.run_address import STATUS_FILE, is_url
+from tfdist.control.run_address import is_url
+from tfdist.control.status_file import STATUS_FILE, parse_status
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 
@@ -52,16 +53,3 @@ def is_finished(run_dir: str, folder: Path, seconds: float = 30.0) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(1.0)
-
-
-def parse_status(text: str) -> dict[str, Any]:
-    """Parses a file's content for `read_status`; {} if it is damaged."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return (
-        {name: found[name] for name in ("status", "run_id") if isinstance(found.get(name), str)}
-        if isinstance(found, dict)
-        else {}
-    )

@@ -1,4 +1,4 @@
-"""What layers draw by keras.random: with other seeds for a time, or constants in its place.
+"""What is drawn by keras.random: asked about before, with other seeds for a time, or constants in its place.
 
 Relies on `SeedGenerator.next`, which gives all seeds but those that are whole numbers, and on the module of the backend
 whose functions draw.
@@ -21,6 +21,13 @@ Change = Callable[[tf.Tensor, Dims | None], tf.Tensor]
 _CONSTANT = 0.37  # of the range: no threshold that layers compare with
 # Of each thread. dims: of what is being drawn.
 _thread = threading.local()
+
+
+@contextlib.contextmanager
+def asked_before_draws(ask: Callable[[keras.random.SeedGenerator], None]) -> Iterator[None]:
+    """A context in which, in this thread, `ask` is called with each generator before something is drawn from it."""
+    with _set("ask", ask):
+        yield
 
 
 @contextlib.contextmanager
@@ -65,11 +72,13 @@ def _set(name: str, value: Any) -> Iterator[None]:
 def _changeable(draw_seed: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     @tf.autograph.experimental.do_not_convert
     def changeable(generator: keras.random.SeedGenerator, *args: Any, **options: Any) -> tf.Tensor:
+        if ask := getattr(_thread, "ask", None):
+            ask(generator)
         seed, change = draw_seed(generator, *args, **options), getattr(_thread, "change", None)
         seed = change(seed, getattr(_thread, "dims", None)) if change else seed
         return seed + tf.cast(_thread.moved, seed.dtype) if getattr(_thread, "moved", 0) else seed
 
-    vars(changeable).update(vars(draw_seed), is_changeable=True)  # and with what keras_random.py knows its own by
+    changeable.is_changeable = True
     return changeable
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
@@ -18,7 +15,6 @@ from keras.src.random import seed_generator
 # be replaced for a time. Without it workers begin with seeds of their own, and draw differently where they must not.
 SEEDS: ModuleType = seed_generator
 MAKE_DEFAULT_SEED = "make_default_seed"
-_asking = threading.local()  # .ask: what is called before each draw of this thread
 
 
 def make_default_seed() -> Callable[[], int]:
@@ -52,28 +48,3 @@ def global_seed_generator() -> keras.random.SeedGenerator | None:
     """The generator of all that is drawn without one, if it has been made. Relies on the global attribute
     GLOBAL_SEED_GENERATOR of keras.src.random.seed_generator."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-
-
-@contextlib.contextmanager
-def asked_before_draws(ask: Callable[[keras.random.SeedGenerator], None]) -> Iterator[None]:
-    """A context in which, in this thread, `ask` is called with each generator before something is drawn from it. Relies
-    on `SeedGenerator.next`, through which all draw."""
-    if not hasattr(keras.random.SeedGenerator.next, "asks"):  # for good: other threads may be inside, too
-        keras.random.SeedGenerator.next = _asking_first(keras.random.SeedGenerator.next)
-    before = getattr(_asking, "ask", None)
-    _asking.ask = ask
-    try:
-        yield
-    finally:
-        _asking.ask = before
-
-
-def _asking_first(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-    @tf.autograph.experimental.do_not_convert
-    def asking(generator: keras.random.SeedGenerator, *args: Any, **kwargs: Any) -> tf.Tensor:
-        if ask := getattr(_asking, "ask", None):
-            ask(generator)
-        return draw(generator, *args, **kwargs)
-
-    vars(asking).update(vars(draw), asks=True)  # and with what keras_draws.py knows its own by
-    return asking

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tfdist.control.exit_codes import ConfigError
 
-STATUS_FILE = "status.json"  # of a run, with its id
 SNAPSHOTS = "checkpoints"  # the folder of them in that of a run, and of a backup in a store
 _LONGEST_BYTES = 800  # of a URL without its scheme: S3 allows names of 1024, and those of files follow
 # scheme -> (package of its file system, what it is). pyproject.toml has extras for them.

@@ -9,12 +9,12 @@ from pathlib import Path
 from tfdist.artifacts import restore
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.manifest import CRC, SHA
-from tfdist.artifacts.status import STATUS_FILE
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import Lease, job_identity
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import SNAPSHOTS, backup_folder, is_url
+from tfdist.control.status_file import STATUS_FILE
 
 
 def folder(config: Config, writes: bool) -> BackupFolder:

@@ -17,7 +17,6 @@ from pathlib import Path
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.manifest import MANIFEST
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots
-from tfdist.artifacts.status import STATUS_FILE
 from tfdist.artifacts.upload_thread import sent_within
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
@@ -25,6 +24,7 @@ from tfdist.control.lease import job_identity
 from tfdist.control.lease_owner import end_worker
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import SNAPSHOTS
+from tfdist.control.status_file import STATUS_FILE
 from tfdist.control.terminal import say
 from tfdist.control.time_limit import for_at_most
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm

@@ -22,13 +22,14 @@ from tfdist.artifacts.remote_snapshots import RemoteSnapshots
 from tfdist.artifacts.run_folder import is_evaluators
 from tfdist.artifacts.shard_upload import PARTS
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
-from tfdist.artifacts.status import STATUS_FILE, parse_status, read_status
+from tfdist.artifacts.status import read_status
 from tfdist.artifacts.upload_thread import UploadThread, sent_within
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import SNAPSHOTS, is_url
+from tfdist.control.status_file import STATUS_FILE, parse_status
 from tfdist.control.terminal import say
 from tfdist.control.time_limit import for_at_most
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm

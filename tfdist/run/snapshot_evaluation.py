@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import flags
 from tfdist.artifacts.run_folder import EVALUATOR_EVENTS, EVALUATOR_LOG, is_evaluators
-from tfdist.artifacts.status import STATUS_FILE, parse_status
 from tfdist.config import Config, option
 from tfdist.control import versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
 from tfdist.control.run_address import is_url
+from tfdist.control.status_file import STATUS_FILE, parse_status
 from tfdist.control.terminal import say
 from tfdist.storage.reader_copy import ReadRun
 
@@ -69,7 +69,7 @@ def _evaluate(config: Config, options: EvaluateOptions, run: ReadRun) -> None:
     if options.model_file:
         _show(_evaluate_file(_compose(config), options.model_file), options.model_file)
         return
-    from tfdist.artifacts.remote_snapshots import bring_for_reading
+    from tfdist.artifacts.read_snapshots import bring_for_reading
 
     store = _store(run)
     bring_for_reading(run.objects, store, options.at_step)
@@ -107,7 +107,7 @@ def run_configuration(config: Config, argv: list[str], folder: Path) -> Config:
 
 def follow(config: Config, argv: list[str] | None = None) -> int:
     """Evaluates every new snapshot of a running job; returns when the job is over and its last snapshot is done."""
-    from tfdist.artifacts.remote_snapshots import bring_for_reading
+    from tfdist.artifacts.read_snapshots import bring_for_reading
     from tfdist.telemetry.events import Event
     from tfdist.telemetry.jsonl import JsonlObserver, next_attempt
     from tfdist.telemetry.tensorboard import TensorBoardObserver
@@ -117,7 +117,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     folder = run.bring()
     job = _compose(run_configuration(config, argv or [], folder))
     store, done, target = _store(run), -1, job.config.run.steps
-    was_running, has_warned, begun = False, False, time.monotonic()
+    was_running, has_warned, begun, told = False, False, time.monotonic(), set[str]()
     log, run_id = folder / EVALUATOR_LOG, _status(run).get("run_id", "")
     observers: list[JsonlObserver | TensorBoardObserver] = [
         JsonlObserver(log, run_id=run_id, attempt=next_attempt(log), rank=-1)
@@ -134,7 +134,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         # A run that is to go on says that it is finished until it has begun to.
         waited = time.monotonic() - begun > config.cluster.startup_timeout
         over = status == "finished" and (was_running or done >= (target or 0) or waited)
-        bring_for_reading(run.objects, store)
+        bring_for_reading(run.objects, store, told=told)
         snapshot, _ = store.newest_valid()
         if snapshot and snapshot.step > done:
             values = _evaluate_snapshot(job, store, snapshot)

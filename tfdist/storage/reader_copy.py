@@ -4,12 +4,12 @@ which belongs to the run alone. Of a run in a folder that folder itself.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from tfdist.control.own_files import remove_tree
-from tfdist.control.run_address import STATUS_FILE, cache_folder, check_address, is_url, working_folder
+from tfdist.control.run_address import cache_folder, check_address, is_url, working_folder
+from tfdist.control.status_file import STATUS_FILE, parse_status
 from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import as_sentence
@@ -44,14 +44,12 @@ class ReadRun:
 
     def _forget_another_run(self, objects: ObjectStore) -> None:
         """Removes the copy of a run that lay in the store before, with its snapshots."""
-        here = _run_id((self.folder / STATUS_FILE).read_text("utf-8", "replace") if self._has_status() else "")
-        there = _run_id(objects.text(STATUS_FILE) or "")
+        status = self.folder / STATUS_FILE
+        here = parse_status(status.read_text("utf-8", "replace")).get("run_id") if status.exists() else ""
+        there = parse_status(objects.text(STATUS_FILE) or "").get("run_id")
         if here and there and here != there:
             for entry in self.folder.iterdir():
                 remove_tree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
-
-    def _has_status(self) -> bool:
-        return (self.folder / STATUS_FILE).exists()
 
     def text(self, name: str) -> str:
         """The text of a file as it is now; "" if it is not there. Raises TfdistError."""
@@ -70,11 +68,3 @@ class ReadRun:
                 FolderMirror(self.objects, self.folder, made, last="", on_round=lambda trouble: None).finish(
                     with_last=False
                 )
-
-
-def _run_id(status: str) -> str:
-    """Of a status file; "" of one that is damaged or not there."""
-    try:
-        return str(json.loads(status)["run_id"])
-    except (ValueError, KeyError, TypeError):
-        return ""

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import tensorflow_random
+from tfdist.compat.keras_draws import asked_before_draws
 from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_random import (
-    asked_before_draws,
     global_seed_generator,
     is_seed_state,
     made_global_seed_generator,

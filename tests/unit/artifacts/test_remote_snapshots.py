@@ -17,7 +17,8 @@ from tests.stores.s3_server import BUCKET
 from tests.stores.webhdfs_server import webhdfs_server
 from tfdist.artifacts import remote_snapshots
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.remote_snapshots import RemoteSnapshots, bring_for_reading
+from tfdist.artifacts.read_snapshots import bring_for_reading
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.storage.object_store import ObjectStore

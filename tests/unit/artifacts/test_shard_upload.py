@@ -19,7 +19,8 @@ from tests.unit.artifacts.test_sharded_snapshots import box
 from tfdist.artifacts import partial_download
 from tfdist.artifacts.partial_download import PartialDownload
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.remote_snapshots import RemoteSnapshots, bring_for_reading, step_folder
+from tfdist.artifacts.read_snapshots import bring_for_reading
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder
 from tfdist.artifacts.shard_upload import PARTS, ShardUpload, left_parts, send_part
 from tfdist.artifacts.sharded_commit import ShardedCommit
 from tfdist.artifacts.sharded_snapshots import Shard, boxes_of_range, read_shards

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat.keras_draws import constant_draws, seeds_changed
-from tfdist.compat.keras_random import asked_before_draws
+from tfdist.compat.keras_draws import asked_before_draws, constant_draws, seeds_changed
 
 X = np.ones([4, 6], np.float32)
 DRAWS = {  # name -> (what draws, dims of it)

@@ -157,12 +157,17 @@ def raises_in_a_generator():
     raise RuntimeError("the file is gone")
 
 
-def test_the_users_own_line_where_tensorflow_called_it():
-    data = tf.data.Dataset.from_generator(raises_in_a_generator, output_signature=tf.TensorSpec([], tf.int32))
+def told_by_tensorflow(generator):
+    """The error of a dataset that reads it."""
+    data = tf.data.Dataset.from_generator(generator, output_signature=tf.TensorSpec([], tf.int32))
     with pytest.raises(tf.errors.OpError) as raised:
         list(data)
+    return raised.value
+
+
+def test_the_users_own_line_where_tensorflow_called_it():
     for cluster in (Cluster(), CLUSTER):
-        found = explain(raised.value, cluster)
+        found = explain(told_by_tensorflow(raises_in_a_generator), cluster)
         assert (
             isinstance(found, DataError)
             and str(found).startswith("A function of your own, which TensorFlow called, failed at ")
@@ -179,10 +184,7 @@ def loses_its_server():
 
 
 def test_what_the_data_come_from_may_answer_again():
-    data = tf.data.Dataset.from_generator(loses_its_server, output_signature=tf.TensorSpec([], tf.int32))
-    with pytest.raises(tf.errors.OpError) as raised:
-        list(data)
-    found = explain(raised.value, CLUSTER)
+    found = explain(told_by_tensorflow(loses_its_server), CLUSTER)
     assert isinstance(found, StartupError) and "ConnectionResetError: reset by storage; this may pass" in str(found)
     reading = "{{function_node __wrapped__IteratorGetNext_output_types_1}} Error executing an HTTP request"
     for kind, expected in ((tf.errors.UnavailableError, StartupError), (tf.errors.NotFoundError, DataError)):

@@ -24,6 +24,7 @@ from tfdist.compat import keras_layers
 from tfdist.compat.keras_draws import constant_draws
 from tfdist.compat.keras_layers import in_float32
 from tfdist.compat.tensorflow_functions import functions_inline
+from tfdist.compat.tensorflow_graphs import draws, kinds_of_operations
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.decisions import any_worker, every_worker
 from tfdist.runtime.host import known_dims
@@ -75,7 +76,11 @@ class CutTrial:
 
     def _repeatable(self, training: bool) -> Computed | None:
         with contextlib.suppress(Exception):
-            whole, repeated = (self._computed(self._traced(training, moved), {}) for moved in range(2))
+            traced = self._traced(training)
+            whole = self._computed(traced, {})
+            if any(map(draws, kinds_of_operations(traced.graph)[0])):  # with other seeds
+                traced = self._traced(training, moved=1)
+            repeated = self._computed(traced, {})
             if not self._difference(whole, repeated, {}):
                 return whole
         return None

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import hidden_state, metrics_held
-from tfdist.compat import keras_layers, keras_random, keras_variables, tensorflow_random
+from tfdist.compat import keras_draws, keras_layers, keras_variables, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.row_checks.calm_layers import calmed
@@ -120,7 +120,7 @@ class Probe:
         seeds = [(state, state.value + tf.cast(draw, state.dtype)) for state in (*states_beside(), *self._seeds_met)]
         beside = [*seeds, *((variable, tf.constant(value)) for variable, value in self._of_metrics)]
         redrawn = tensorflow_random.redrawn(draw if isinstance(draw, int) else 0)
-        with redrawn, keras_random.asked_before_draws(self._meet):
+        with redrawn, keras_draws.asked_before_draws(self._meet):
             return stateless_call(self.model, *given, x, conditions.training, beside).outputs
 
     def _meet(self, generator: keras.random.SeedGenerator) -> None:
