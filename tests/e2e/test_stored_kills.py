@@ -13,7 +13,7 @@ import pytest
 from tests.e2e import job
 from tests.e2e.test_object_store import URL, all_end_with, arrays, environment, on_machines, pace, same  # noqa: F401
 from tests.stores.faulty_proxy import faulty_proxy
-from tfdist.artifacts.remote_snapshots import bring_for_reading
+from tfdist.artifacts.read_snapshots import bring_for_reading
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.storage.object_store import ObjectStore
 

@@ -12,7 +12,7 @@ from tests.e2e import job
 from tests.e2e.test_object_store import URL, all_end_with, arrays, environment, on_machines, same  # noqa: F401
 from tests.stores.faulty_proxy import faulty_proxy
 from tests.stores.s3_server import BUCKET
-from tfdist.artifacts.remote_snapshots import bring_for_reading
+from tfdist.artifacts.read_snapshots import bring_for_reading
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.control.lease_owner import Owner
 from tfdist.storage.object_store import ObjectStore
