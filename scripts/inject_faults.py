@@ -764,6 +764,20 @@ FAULTS: dict[str, Fault] = {
         '_WRITTEN_ANEW = (".json",)',
         ("tests/unit/storage/test_reader_copy.py",),
     ),
+    "functions keep a trial": Fault(
+        "a function that a layer holds is called in training as a trial traced it: without dropout, with constants",
+        "training/row_checks/trial_scope.py",
+        "in_trials(), functions_inline(), tensorflow_random.state_kept()",
+        "in_trials(), tensorflow_random.state_kept()",
+        ("tests/unit/training/row_checks/test_row_mixing.py",),
+    ),
+    "one reader at a time": Fault(
+        "two readers on a machine bring a snapshot at once, each removes what the other has brought",
+        "artifacts/read_snapshots.py",
+        "    with as_sentence(), copies_changed(Path(store.directory).parent):",
+        "    with as_sentence():",
+        ("tests/unit/artifacts/test_remote_snapshots.py",),
+    ),
     "copies of snapshots": Fault(
         "an evaluator goes on from the copy of a snapshot that is another in the store by now",
         "artifacts/read_snapshots.py",

@@ -235,6 +235,22 @@ class InFunction(Idle):
         return (1.25 if training else 1.0) * ops.tanh(ops.matmul(x, self.kernel))
 
 
+class HoldsFunction(InFunction):
+    """Calls a tf.function of its own, with an `if` on a tensor in it."""
+
+    def __init__(self, width: int, **options):
+        super().__init__(width, **options)
+        self.times = tf.function(self._times)
+
+    def _times(self, x):
+        if tf.shape(x)[0] > 10**6:
+            x = -x
+        return ops.matmul(x, self.kernel)
+
+    def call(self, x, training=False):
+        return (1.25 if training else 1.0) * ops.tanh(self.times(x))
+
+
 class Between(keras.layers.Layer):
     """Between two layers that may be cut: draws a number for each row, and makes nothing of it. In training it does
     what each channel can do for itself, or, if it `mixes`, only all of them together.

@@ -60,6 +60,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "frozen": ("rows steps", 'x = layers.Dense({width}, activation="tanh", trainable=False, name="{name}")(x)'),
     "idle": ("rows steps", 'x = own.Idle({width}, name="{name}")(x)'),  # in the place of the one before it
     "in_function": ("rows steps", 'x = own.InFunction({width}, name="{name}")(x)'),  # in the place of the next
+    "holds_function": ("rows steps", 'x = own.HoldsFunction({width}, name="{name}")(x)'),  # in that one's place
     "shared": (
         "rows steps",
         (

@@ -48,6 +48,7 @@ INSTEAD = {  # drawn in their place
     "dense_l2": "grown",
     "frozen": "idle",
     "shared": "in_function",
+    "in_function": "holds_function",
     "residual": "twins",
     "twins": "column",
     "running_mean": "keeps",

@@ -13,6 +13,7 @@ from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder
 from tfdist.artifacts.snapshot_folder import SnapshotFolder, must_be_of
 from tfdist.control.terminal import say
 from tfdist.storage.object_store import ObjectStore
+from tfdist.storage.reader_copy import copies_changed
 from tfdist.storage.store_errors import as_sentence
 
 
@@ -25,7 +26,7 @@ def bring_for_reading(
     if objects is None:
         return
     told = set() if told is None else told
-    with as_sentence():
+    with as_sentence(), copies_changed(Path(store.directory).parent):
         stored = RemoteSnapshots(objects, store, Retention(1))
         there = stored.steps()
         _forget_others(objects, store, there, step)

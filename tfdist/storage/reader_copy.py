@@ -4,10 +4,11 @@ which belongs to the run alone. Of a run in a folder that folder itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tfdist.control.own_files import remove_tree
+from tfdist.control.own_files import lock, remove_tree
 from tfdist.control.run_address import cache_folder, check_address, is_url, working_folder
 from tfdist.control.status_file import STATUS_FILE, parse_status
 from tfdist.storage.mirror import FolderMirror, bring_files
@@ -15,6 +16,14 @@ from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import as_sentence
 
 _NOT_BROUGHT = ("checkpoints/", "export/")
+
+
+@contextlib.contextmanager
+def copies_changed(folder: Path) -> Iterator[None]:
+    """A context in which no other reader on this machine changes the copies in `folder`. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
+        yield
 
 
 class ReadRun:
@@ -37,7 +46,7 @@ class ReadRun:
     def bring(self) -> Path:
         """The folder, its files as they are now, without snapshots and exports. Raises TfdistError."""
         if self.objects:
-            with as_sentence(self._flag):
+            with as_sentence(self._flag), copies_changed(self.folder):
                 self._forget_another_run(self.objects)
                 bring_files(self.objects, self.folder, lambda name: not name.startswith(_NOT_BROUGHT))
         return self.folder

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -320,6 +321,16 @@ def test_an_evaluator_forgets_what_the_store_has_in_another_form_or_no_more(s3, 
         assert there.steps() == sorted({20, steps[-1]}) and is_right(there, steps[-1])
         text = s3.content(f"{FOLDER}/step-00000020/manifest.json")
         assert text == (Path(there.path(20)) / "manifest.json").read_bytes()
+
+
+def test_readers_on_one_machine_bring_a_snapshot_once(s3, tmp_path, monkeypatch):
+    """Two at once removed each what the other had brought and was reading."""
+    send(local(tmp_path, "here"), 10)
+    there, brought, bring = local(tmp_path, "there"), [], RemoteSnapshots.bring
+    monkeypatch.setattr(RemoteSnapshots, "bring", lambda self, step: (brought.append(step), bring(self, step)))
+    with ThreadPoolExecutor(4) as readers:
+        list(readers.map(lambda step: bring_for_reading(ObjectStore(URL), there, step), (-1, 10, -1, 10)))
+    assert brought == [10] and is_right(there, 10)
 
 
 def test_an_evaluator_is_told_of_damaged_snapshots(s3, tmp_path, capfd):

@@ -23,7 +23,6 @@ from tfdist.artifacts.hidden_state import hidden_state
 from tfdist.compat import keras_layers
 from tfdist.compat.keras_draws import constant_draws
 from tfdist.compat.keras_layers import in_float32
-from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_graphs import draws, kinds_of_operations
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.decisions import any_worker, every_worker
@@ -161,7 +160,6 @@ class CutTrial:
             constant_draws(moved),
             moving_moments_taken(layers),
             in_float32(layers),
-            functions_inline(),  # which would keep what they are traced with
         ):
             return function.get_concrete_function()
 

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_functions import always_traced
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data import augment, input_pipeline, order
@@ -72,7 +73,7 @@ def _mixes(function: augment.Augmentation | None, split: Split, seed: int) -> bo
         `draw`."""
         if draw not in traced or not stateless:
             keras.utils.set_random_seed(draw)
-            traced[draw] = tf.function(function, autograph=False)
+            traced[draw] = always_traced(function)
         values = tf.nest.flatten(traced[draw](*take_rows(given, places)))
         return [tf.cast(value, tf.float64).numpy() for value in values if value.dtype.is_numeric or value.dtype.is_bool]
 

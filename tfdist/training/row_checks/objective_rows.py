@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_functions import always_traced
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
@@ -82,7 +83,7 @@ def _outputs(like: Any, scales: np.ndarray) -> Any:
 def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: Any) -> bool:
     # In a graph, as the step does: an `if` on a tensor becomes one of the graph there. And in one, which draws other
     # random numbers when it runs again.
-    traced = tf.function(objective, autograph=False)
+    traced = always_traced(objective)
 
     def scores(places: Sequence[int]) -> list[np.ndarray]:
         found = traced(*take_rows((outputs, y, w), places))

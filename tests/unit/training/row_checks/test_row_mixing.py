@@ -553,6 +553,40 @@ def test_what_a_layer_draws_while_it_is_tried_is_not_missed_later():
     assert float(drawn()) == wanted
 
 
+class HoldsFunction(layers.Layer):
+    """A Dropout in a function that the layer holds. If it `mixes` it looks at all rows, behind an `if` on a tensor."""
+
+    def __init__(self, mixes, **options):
+        super().__init__(**options)
+        self.mixes, self.dense, self.dropout = mixes, layers.Dense(5), layers.Dropout(0.5)
+        self.function = tf.function(self._function)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def _function(self, x, training):
+        x = self.dropout(self.dense(x), training=training)
+        if self.mixes and tf.reduce_sum(x) < 1e6:
+            x -= tf.reduce_mean(x, 0)
+        return x
+
+    def call(self, x, training=False):
+        return self.function(x, training)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_function_that_a_layer_holds_is_looked_into_and_keeps_nothing(mixes):
+    model = model_of(HoldsFunction(mixes))
+    assert row_mixing.found_together(OneDevice(), model, lambda: X) == mixes
+    added_losses.found_by_the_chief(OneDevice(), model, lambda: X)
+    if not mixes:
+        held = model.layers[1]
+        with tf.GradientTape() as tape:
+            dropped = held(X, training=True)
+        assert (dropped.numpy() == 0).any()  # a trial keeps Dropout from it
+        assert tape.gradient(dropped, held.dense.kernel.value) is not None  # and takes constants for weights
+
+
 def test_workers_that_try_and_workers_that_do_not_draw_the_same_later():
     """Also by operations with a seed of their own, of which TensorFlow counts how often they have drawn."""
     later = []
