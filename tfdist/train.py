@@ -49,6 +49,16 @@ def main(argv: list[str]) -> int:
 
         argv = wait_as_standby(sys.stdin)
     config = flags.parse(argv, usage=USAGE).config.validate()
+    try:
+        return _run(config, argv)
+    except SystemExit as end:  # else the run would end as if all were well, or with a code that means something else
+        raise ConfigError(
+            f"Code of your own ended the program before the run was over (sys.exit({end.code!r})): let it raise an"
+            " exception that says what is wrong."
+        ) from end
+
+
+def _run(config: Config, argv: list[str]) -> int:
     _check_early(config)
     if config.run.dry_run:
         print(dry_run(config, resolve_cluster(os.environ)))

@@ -230,3 +230,15 @@ def test_a_shell_without_completion_is_a_mistake():
     ended = run("completion", "tcsh")
     assert ended.returncode == ExitCode.CONFIG and "bash|zsh|fish" in ended.stderr
     assert flags.asked_help(["-h"]) == "key"
+
+
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_code_of_the_users_that_ends_the_program_is_no_end_of_the_run(code, monkeypatch):
+    """A layer's `sys.exit(0)` would else be a run that has done all its steps."""
+
+    def exits(*_):
+        sys.exit(code)
+
+    monkeypatch.setattr(train, "check_given", exits)
+    with pytest.raises(ConfigError, match=rf"ended the program before the run was over \(sys.exit\({code}\)\)"):
+        train.main(["--source=digits", "--model=mlp", "--steps=1", "--global_batch=8"])
