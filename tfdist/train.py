@@ -45,7 +45,6 @@ def main(argv: list[str]) -> int:
         versions.quiet()
         versions.prefer_cublas()
         versions.import_keras()
-        from tfdist.run import session
 
         argv = wait_as_standby(sys.stdin)
     config = flags.parse(argv, usage=USAGE).config.validate()
