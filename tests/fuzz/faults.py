@@ -77,8 +77,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "statistics": Fault(
         "runtime/batch_norm.py",
-        "share = tf.math.divide_no_nan(rows[:, :1], tf.reduce_sum(rows[:, :1]))",
-        "share = tf.ones_like(rows[:, :1]) / runtime.size",
+        "share = tf.math.divide_no_nan(counts, tf.reduce_sum(counts, 0))",
+        "share = tf.ones_like(counts) / runtime.size",
         "sockets,fit",
         "each worker's rows count alike in the statistics of BatchNormalization, however many they are",
     ),

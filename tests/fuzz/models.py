@@ -51,7 +51,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "hidden_loss": ("rows grid steps", 'x = own.HiddenLoss(0.3, name="{name}")(x)'),  # in the place of the next
     "floored_loss": ("rows grid steps", 'x = own.FlooredLoss(0.1, name="{name}")(x)'),
     "inner_metric": ("rows grid steps", 'x = own.InnerMetric(name="{name}")(x)'),
-    "batch_norm": ("rows grid steps", 'x = layers.BatchNormalization(momentum=0.8, name="{name}")(x)'),
+    "batch_norm": ("rows grid steps", 'x = layers.BatchNormalization({axis}, momentum=0.8, name="{name}")(x)'),
     "frozen_batch_norm": ("rows grid", 'x = layers.BatchNormalization(trainable=False, name="{name}")(x)'),
     "layer_norm": (
         "rows steps",
@@ -226,6 +226,7 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
     shape = shape_of(model["inputs"])
     words = {
         "width": CHANNELS if shape == "grid" else WIDTH,
+        "axis": 1 if model.get("places_normed") else -1,  # along which a mask runs
         "length": LENGTH,
         "side": SIDE,
         "channels": CHANNELS,

@@ -118,6 +118,9 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         masks = ["embedding_masked", *OTHER_MASKS]
         weights = [0.5, 0.4, 0.0 if alike else 0.1]
         case["model"]["embedding"] = random.Random(f"{seed}/{number}/masks").choices(masks, weights)[0]
+    if case["model"].get("inputs") == "steps" and "batch_norm" in flat_blocks(case):
+        if random.Random(f"{seed}/{number}/places normed").random() < 0.3:
+            case["model"]["places_normed"] = True
     for name, other in INSTEAD.items():
         _some_instead(case["model"]["blocks"], name, other, random.Random(f"{seed}/{number}/{other}"))
     if case["kind"] == "fit":
@@ -522,7 +525,9 @@ def features(case: Mapping[str, Any]) -> list[str]:
     model = case["model"]
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
-    found += [f"model:{name}" for name in ("withheld", "shared", "unlike", "frozen_first") if name in model]
+    found += [
+        f"model:{name}" for name in ("withheld", "shared", "unlike", "frozen_first", "places_normed") if name in model
+    ]
     found += [f"model:named_{what}" for what in model.get("named", ())]
     for data in (case["data"], *case.get("again", ())):
         found += [f"data:{name}" for name in data if name not in ("size", "source", "weights", "draw")] + [

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import random
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import tensorflow_random
+from tfdist.compat import keras_arrays, tensorflow_random
 from tfdist.control.exit_codes import DataError
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.runtime.base import Runtime
@@ -52,21 +53,28 @@ def shuffle_alike(
     if backup is not None:
         seed = backup.order = seed if backup.order is None else backup.order
     seed = int(runtime.broadcast([np.array(seed)])[0])
-    data = (x,) if y is None else (x, y) if arguments["sample_weight"] is None else (x, y, arguments["sample_weight"])
-    end = size
+    data = (x, y, arguments["sample_weight"])
     if arguments["validation_split"] and arguments["validation_data"] is None:
-        end = int(math.floor(size * (1.0 - arguments["validation_split"])))  # as Keras divides
-        arguments["validation_data"] = keras.tree.map_structure(lambda leaf: leaf[end:], data)
+        data, held_back = keras_arrays.split(data, arguments["validation_split"])
+        arguments["validation_data"] = keras.utils.pack_x_y_sample_weight(*held_back)
+    prepared = keras_arrays.prepared(*data, arguments["class_weight"])
+    size = next(len(leaf) for leaf in keras.tree.flatten(prepared) if leaf is not None)
     steps = arguments["steps_per_epoch"]
-    batch = arguments["batch_size"] or (math.ceil(end / steps) if steps else _DEFAULT_BATCH)  # as Keras does
+    batch = arguments["batch_size"] or (math.ceil(size / steps) if steps else _DEFAULT_BATCH)  # as Keras does
     arguments["validation_batch_size"] = arguments["validation_batch_size"] or arguments["batch_size"]
-    tensors = keras.tree.map_structure(tf.convert_to_tensor, data)
-    dataset = tf.data.Dataset.range(end).shuffle(end, seed=seed).batch(batch)
-    arguments.update(sample_weight=None, batch_size=None, validation_split=0.0, shuffle=False)
-    return (
-        dataset.map(lambda rows: keras.tree.map_structure(lambda tensor: tf.gather(tensor, rows), tensors)).prefetch(2),
-        None,
-    )
+    arguments.update(sample_weight=None, class_weight=None, batch_size=None, validation_split=0.0, shuffle=False)
+    return _in_drawn_order(prepared, size, batch, seed), None
+
+
+def _in_drawn_order(arrays: Any, size: int, batch: int, seed: int) -> tf.data.Dataset:
+    """Batches of the rows of all arrays, in another order in each epoch."""
+    tensors = _mapped(tf.convert_to_tensor, arrays)
+    order = tf.data.Dataset.range(size).shuffle(size, seed=seed).batch(batch)
+    return order.map(lambda rows: _mapped(lambda tensor: tf.gather(tensor, rows), tensors)).prefetch(2)
+
+
+def _mapped(function: Callable[[Any], Any], arrays: Any) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), arrays)
 
 
 def _draw_alike(runtime: Runtime) -> None:

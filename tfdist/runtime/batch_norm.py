@@ -85,16 +85,17 @@ def moments(
     """
     if mask is None:
         mean, variance = tf.nn.moments(x, axes, keepdims=keepdims)
-        count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(mean), x.dtype)
+        count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(mean), x.dtype)[tf.newaxis]
     else:
         count, mean, variance = _masked(x, axes, keepdims, mask)
     if _apart:
         return mean, variance
     if _weight is not None:
         count *= tf.cast(_weight, x.dtype)
-    rows = runtime.gather_row(tf.concat([[count], tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0))
-    share = tf.math.divide_no_nan(rows[:, :1], tf.reduce_sum(rows[:, :1]))
-    means, variances = tf.split(rows[:, 1:], 2, axis=1)
+    rows = runtime.gather_row(tf.concat([count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0))
+    counts = rows[:, : count.shape[0]]
+    share = tf.math.divide_no_nan(counts, tf.reduce_sum(counts, 0))
+    means, variances = tf.split(rows[:, count.shape[0] :], 2, axis=1)
     all_mean = tf.reduce_sum(share * means, 0)
     apart = means - all_mean
     between = tf.square(apart) if mask is not None else _square_of_first_order(apart, means)
@@ -116,8 +117,8 @@ def _square_of_first_order(apart: tf.Tensor, means: tf.Tensor) -> tf.Tensor:
 def _masked(
     x: tf.Tensor, axes: Sequence[int], keepdims: bool, mask: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """(count, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands
-    at the other places may be NaN."""
+    """(counts, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands
+    at the other places may be NaN. Each channel has a count of its own: they may be what the mask runs along."""
     # Keras' own moments with a mask hold no mean constant.
     chosen = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(x))
     x = tf.where(chosen, x, tf.zeros_like(x))
@@ -126,5 +127,7 @@ def _masked(
     mean = tf.reduce_sum(x, axes, keepdims=True) / divisor
     difference = tf.where(chosen, x - mean, tf.zeros_like(x))
     variance = tf.reduce_sum(tf.square(difference), axes, keepdims=True) / divisor
-    one = tf.reshape(count, [-1])[0]
-    return (one, mean, variance) if keepdims else (one, tf.squeeze(mean, list(axes)), tf.squeeze(variance, list(axes)))
+    counts = tf.reshape(count, [-1])
+    if not keepdims:
+        mean, variance = (tf.squeeze(each, list(axes)) for each in (mean, variance))
+    return counts, mean, variance

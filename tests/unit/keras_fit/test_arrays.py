@@ -1,4 +1,4 @@
-"""The order of a PyDataset's batches."""
+"""The order of a PyDataset's batches; arrays that are shuffled without a seed."""
 
 import random
 from types import SimpleNamespace
@@ -6,9 +6,13 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+from tfdist.compat import tensorflow_random
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.runtime.encoding import decode, encode
+from tfdist.runtime.one_device import OneDevice
 
 
 class Squares(keras.utils.PyDataset):
@@ -45,3 +49,77 @@ def test_workers_draw_the_order_of_the_chief():
     wanted = drawn(3, chief, digests, shuffle=True)
     assert drawn(4, chief, digests, shuffle=True) == wanted
     assert drawn(4, chief, [], shuffle=False) != wanted  # there is no order to draw
+
+
+ROWS = 7
+FLOATS, OTHERS = np.arange(ROWS * 2, dtype="float64").reshape(ROWS, 2), np.arange(ROWS * 3).reshape(ROWS, 3)
+CLASSES, WEIGHTS = np.arange(ROWS) % 3, np.linspace(0.5, 2.0, ROWS)
+GIVEN = {
+    "x alone": {"x": FLOATS},
+    "a list of one": {"x": [FLOATS], "y": CLASSES},
+    "a list of equal shapes": {"x": [FLOATS, -FLOATS], "y": [CLASSES, CLASSES + 1]},
+    "a list of unequal ones": {"x": [FLOATS, OTHERS], "y": (CLASSES, FLOATS)},
+    "names": {"x": {"a": FLOATS, "b": OTHERS}, "y": {"p": CLASSES, "q": FLOATS}},
+    "half precision": {"x": FLOATS.astype("float16"), "y": tf.constant(FLOATS, tf.float16)},
+    "weights": {"x": FLOATS, "y": CLASSES, "sample_weight": WEIGHTS},
+    "weights of some outputs": {"x": FLOATS, "y": [CLASSES, CLASSES], "sample_weight": [WEIGHTS, None]},
+    "the same weights of all": {"x": FLOATS, "y": {"p": CLASSES, "q": FLOATS}, "sample_weight": WEIGHTS},
+    "weights of some classes": {"x": FLOATS, "y": CLASSES, "class_weight": {1: 4.0}},
+    "weights of classes in columns": {"x": FLOATS, "y": np.eye(3)[CLASSES], "class_weight": {0: 2.0, 2: 4.0}},
+}
+
+
+def of_keras(given):
+    """One batch of all rows, in their order."""
+    return next(iter(ArrayDataAdapter(**given, batch_size=ROWS).get_tf_dataset()))
+
+
+def sorted_rows(batch):
+    """The rows of all leaves in the order of the first."""
+    order = np.argsort(keras.tree.flatten(batch)[0].numpy()[:, 0])
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf.numpy()[order], batch)
+
+
+def shuffled(given, monkeypatch, **options):
+    monkeypatch.setattr(tensorflow_random, "state_digest", lambda: 0)  # no seed was set
+    arguments = {
+        "shuffle": True,
+        **dict.fromkeys(["sample_weight", "class_weight", "batch_size", "steps_per_epoch"]),
+        **{"validation_split": 0.0, "validation_data": None, "validation_batch_size": None},
+        **{name: value for name, value in given.items() if name not in ("x", "y")},
+        **options,
+    }
+    x, y = shuffle_alike(OneDevice(), given["x"], given.get("y"), arguments, None)
+    assert y is None and arguments["sample_weight"] is None and arguments["class_weight"] is None
+    return x, arguments
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_arrays_without_a_seed_are_what_keras_makes_of_them(name, monkeypatch):
+    found, _ = shuffled(GIVEN[name], monkeypatch, batch_size=ROWS)
+    wanted = of_keras(GIVEN[name])
+    (batch,) = list(found)
+    if isinstance(wanted, tf.Tensor):
+        batch, wanted = (batch,), (wanted,)
+    keras.tree.assert_same_structure(batch, wanted)
+    for one, other in zip(*(keras.tree.flatten(sorted_rows(each)) for each in (batch, wanted)), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_held_back_to_validate_is_keras_last_part(monkeypatch):
+    given = {"x": FLOATS, "y": [CLASSES, FLOATS], "sample_weight": [WEIGHTS, None]}
+    found, arguments = shuffled(given, monkeypatch, validation_split=0.3, batch_size=2)
+    assert sorted(row[0] for x, *_ in found for row in x.numpy()) == FLOATS[:4, 0].tolist()
+    x, (one, two), (weights, none) = arguments["validation_data"]
+    assert none is None and x.dtype == two.dtype == weights.dtype == np.float32
+    for part, whole in ((x, FLOATS), (one, CLASSES), (two, FLOATS), (weights, WEIGHTS.astype("float32"))):
+        np.testing.assert_array_equal(part, whole[4:])
+
+
+def test_weights_of_classes_do_not_weigh_what_is_held_back(monkeypatch):
+    given = {"x": FLOATS, "y": CLASSES, "class_weight": {0: 3.0}}
+    _, arguments = shuffled(given, monkeypatch, validation_split=0.3)
+    assert len(arguments["validation_data"]) == 2

@@ -232,6 +232,7 @@ def test_without_a_seed(tmp_path, capsys, monkeypatch):
         arguments = {
             "shuffle": True,
             "sample_weight": None,
+            "class_weight": None,
             "validation_split": 0.0,
             "validation_data": None,
             "batch_size": None,

@@ -26,23 +26,23 @@ class Worker:
         return tf.stack(self.rows or [row])
 
 
-def of_workers(x, sizes, mask):
+def of_workers(x, sizes, mask, axes=AXES):
     starts = np.cumsum([0, *sizes])
     parts = [slice(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
 
     def of(part, rows):
         worker = Worker(rows)
-        found = batch_norm.moments(worker, x[part], AXES, mask=None if mask is None else tf.constant(mask[part]))
+        found = batch_norm.moments(worker, x[part], axes, mask=None if mask is None else tf.constant(mask[part]))
         return worker.own, found
 
     rows = [of(part, [])[0] for part in parts]
     return of(parts[0], rows)[1]
 
 
-def of_keras(x, mask):
+def of_keras(x, mask, axis=-1):
     if mask is None:
         return tf.nn.moments(x, AXES)
-    layer = keras.layers.BatchNormalization()
+    layer = keras.layers.BatchNormalization(axis=axis)
     layer.build(x.shape)
     return type(layer)._moments(layer, x, tf.constant(mask))
 
@@ -71,3 +71,15 @@ def test_derivatives_of_any_order_are_those_of_one_process(sizes, mask):
         np.testing.assert_allclose(
             found, wanted, rtol=1e-9 if mask is None else 1e-5, atol=1e-9 if mask is None else 1e-5
         )
+
+
+@pytest.mark.parametrize("sizes", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("nowhere", [0, 1, 2])
+def test_each_channel_counts_what_its_mask_lets_through(sizes, nowhere):
+    """The channels are what the mask runs along: one may be masked everywhere, another in all rows of a worker."""
+    mask = MASK.copy()
+    mask[:, nowhere] = False
+    mask[:5, (nowhere + 1) % 3] = False
+    found, wanted = of_workers(tf.constant(X), sizes, mask, [0, 2]), of_keras(tf.constant(X), mask, axis=1)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, tf.reshape(other, [-1]), rtol=1e-6)

@@ -1,0 +1,29 @@
+"""Arrays as `model.fit` prepares them, before it takes batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keras.src import tree
+from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
+
+
+def prepared(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
+    """What a dataset of Keras' has of them, as a nest of tuples, dicts, arrays, tensors and None, with all rows in each
+    leaf: numbers in Keras' precision, weights for each output, those of classes for each sample.
+
+    Relies on `ArrayDataAdapter._inputs` and `array_slicing.convert_to_sliceable`; without them arrays that are shuffled
+    without a seed cannot be used on several workers. Raises ValueError for what does not suit each other.
+    """
+    adapter = array_data_adapter.ArrayDataAdapter(x, y, sample_weight=sample_weight, class_weight=class_weight)
+    return tree.lists_to_tuples(array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow"))
+
+
+def split(arrays: Any, part: float) -> tuple[Any, Any]:
+    """(arrays to train on, the last `part` of the rows of each, to validate on); None stays.
+
+    Relies on `array_slicing.train_validation_split`; without it other rows than Keras' would be held back. Raises
+    ValueError if one of both would have no rows.
+    """
+    return array_slicing.train_validation_split(arrays, validation_split=part)
