@@ -118,9 +118,9 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         masks = ["embedding_masked", *OTHER_MASKS]
         weights = [0.5, 0.4, 0.0 if alike else 0.1]
         case["model"]["embedding"] = random.Random(f"{seed}/{number}/masks").choices(masks, weights)[0]
-    if case["model"].get("inputs") == "steps" and "batch_norm" in flat_blocks(case):
-        if random.Random(f"{seed}/{number}/places normed").random() < 0.3:
-            case["model"]["places_normed"] = True
+    normed = case["model"].get("inputs") == "steps" and "batch_norm" in flat_blocks(case)
+    if normed and random.Random(f"{seed}/{number}/places normed").random() < 0.3:
+        case["model"]["places_normed"] = True
     for name, other in INSTEAD.items():
         _some_instead(case["model"]["blocks"], name, other, random.Random(f"{seed}/{number}/{other}"))
     if case["kind"] == "fit":

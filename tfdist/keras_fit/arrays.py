@@ -53,11 +53,12 @@ def shuffle_alike(
     if backup is not None:
         seed = backup.order = seed if backup.order is None else backup.order
     seed = int(runtime.broadcast([np.array(seed)])[0])
-    data = (x, y, arguments["sample_weight"])
+    weight = arguments["sample_weight"]
     if arguments["validation_split"] and arguments["validation_data"] is None:
-        data, held_back = keras_arrays.split(data, arguments["validation_split"])
-        arguments["validation_data"] = keras.utils.pack_x_y_sample_weight(*held_back)
-    prepared = keras_arrays.prepared(*data, arguments["class_weight"])
+        (x, y, weight), held_back = keras_arrays.split((x, y, weight), arguments["validation_split"])
+        held_x, held_y, held_weight = held_back
+        arguments["validation_data"] = keras.utils.pack_x_y_sample_weight(held_x, held_y, held_weight)
+    prepared = keras_arrays.prepared(x, y, weight, arguments["class_weight"])
     size = next(len(leaf) for leaf in keras.tree.flatten(prepared) if leaf is not None)
     steps = arguments["steps_per_epoch"]
     batch = arguments["batch_size"] or (math.ceil(size / steps) if steps else _DEFAULT_BATCH)  # as Keras does

@@ -108,6 +108,72 @@ def test_nothing_hides_behind_an_initial_0_nor_in_half_precision(policy):
         trial.check({}, frozenset())
 
 
+def _beside(make_large, between):
+    """A model with a large number beside a small one, which is behind `between`."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((4,))
+    up, down = keras.layers.Dense(6, activation="tanh", name="up"), keras.layers.Dense(1, name="down")
+    return make_large(x, down(between(up(x))))
+
+
+LARGE = {
+    "channel": lambda x, y: keras.Model(
+        x, keras.layers.Concatenate()([keras.layers.Rescaling(1e6)(keras.layers.Dense(1)(x)), y])
+    ),
+    "output": lambda x, y: keras.Model(x, [keras.layers.Rescaling(1e6)(keras.layers.Dense(1)(x)), y]),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("of_gradients", [False, True])
+def test_nothing_hides_beside_large_numbers(name, of_gradients):
+    """A price in dollars beside a number of rooms, in other outputs or in channels of one."""
+    model = _beside(LARGE[name], layer := Centered())
+    trial = _trial(model)
+    assert trial.check({}, frozenset()) == 0
+    inner = layer.call
+
+    def other(x, training=False):
+        y = inner(x, training=training)
+        return 0.5 * y + keras.ops.stop_gradient(0.5 * y) if of_gradients else 1.002 * y
+
+    layer.call = other
+    with pytest.raises(ConfigError, match="gradient of \\S*up/kernel" if of_gradients else "its outputs are other"):
+        trial.check({}, frozenset())
+
+
+class LargeLoss(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(1e6 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def test_no_added_loss_hides_beside_a_large_one():
+    model = _model(Summed(), LargeLoss())
+    trial = _trial(model)
+    assert trial.check({}, frozenset()) == 0
+    model.layers[-3].halves = True
+    with pytest.raises(ConfigError, match=r"the gradient of the losses that layers add of \S*up/kernel is another"):
+        trial.check({}, frozenset())
+
+
+class Rounded(keras.layers.Layer):
+    """Casts to half precision by itself."""
+
+    def call(self, x):
+        return x + keras.ops.cast(keras.ops.tanh(keras.ops.cast(x, "bfloat16")), "float32")
+
+
+def test_a_cast_of_the_users_hides_no_five_percent():
+    model = _model(Rounded(), layer := Centered())
+    trial = _trial(model)
+    assert trial.check({}, frozenset()) == 0
+    inner = layer.call
+    layer.call = lambda x, training=False: 1.05 * inner(x, training=training)
+    with pytest.raises(ConfigError, match="its outputs are other numbers"):
+        trial.check({}, frozenset())
+
+
 class InFunction(keras.layers.Layer):
     def __init__(self):
         super().__init__()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -29,27 +29,13 @@ from tfdist.runtime.decisions import any_worker, every_worker
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.tensor import VariablePart, share
+from tfdist.training.parallel.trial_results import HALF, NEARBY, Comparison, Results, inverse_of_largest
 from tfdist.training.row_checks.calm_layers import moving_moments_taken
 from tfdist.training.row_checks.trial_scope import generators_kept
-from tfdist.training.row_checks.trial_values import differ_beyond_noise, disturbed
+from tfdist.training.row_checks.trial_values import disturbed, nearly
 
 ROWS = 2
-_HALF = (tf.float16, tf.bfloat16)
 _DISTURBED = 1.0  # by as much as the spread of each weight
-# What is right is summed in another order. Of the largest number of an output, or of a variable's gradient; of half
-# precision where a layer asks for it in spite of its policy.
-_TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.2
-_NOISE, _NOISE_HALF = 1e-5, 1e-2  # of the largest number of all gradients: one may be 0 but for rounding
-
-
-class Computed(NamedTuple):
-    """The results of a model for a few rows."""
-
-    outputs: Sequence[np.ndarray]
-    added: np.ndarray  # the sum of the losses that layers add, []
-    gradients: Sequence[np.ndarray]  # of the outputs, all numbers weighted at random, by the trainable variables
-    gradients_of_added: Sequence[np.ndarray]  # none if nothing is added
-    half: bool  # whether some of it was computed in half precision
 
 
 class CutTrial:
@@ -66,21 +52,21 @@ class CutTrial:
         self._rows = keras.tree.map_structure(tf.convert_to_tensor, rows)
         self._variables = list(model.trainable_variables)
         self._changes = _changes(model)
-        # training -> results of the whole model; none if it cannot be run here, or is random: it is not tried
-        self._whole: dict[bool, Computed] = {}
+        # training -> of the whole model; none if it cannot be run here, or is random: it is not tried
+        self._whole: dict[bool, Comparison] = {}
         for training in (False, True):
             whole = self._repeatable(training)
             if every_worker(runtime, whole is not None) and whole:
                 self._whole[training] = whole
 
-    def _repeatable(self, training: bool) -> Computed | None:
+    def _repeatable(self, training: bool) -> Comparison | None:
         with contextlib.suppress(Exception):
             traced = self._traced(training)
-            whole = self._computed(traced, {})
+            near = self._computed(traced, {}, NEARBY)
+            whole = Comparison(self._computed(traced, {}), near, self._variables, self._own)
             if any(map(draws, kinds_of_operations(traced.graph)[0])):  # with other seeds
                 traced = self._traced(training, moved=1)
-            repeated = self._computed(traced, {})
-            if not self._difference(whole, repeated, {}):
+            if not whole.difference(self._computed(traced, {}), {}):
                 return whole
         return None
 
@@ -99,13 +85,13 @@ class CutTrial:
                 gradients=self._with_sums(computed.gradients, partial),
                 gradients_of_added=self._with_sums(computed.gradients_of_added, partial),
             )
-            self._refuse(self._difference(whole, summed, parts), " in training" if training else "")
+            self._refuse(whole.difference(summed, parts), " in training" if training else "")
             if not training:
-                shape, part = whole.outputs[0].shape, computed.outputs[0].shape
+                shape, part = whole.whole.outputs[0].shape, computed.outputs[0].shape
                 found = shape[-1] if shape != part else 0
         return found
 
-    def _cut(self, training: bool, parts: Mapping[int, VariablePart]) -> Computed:
+    def _cut(self, training: bool, parts: Mapping[int, VariablePart]) -> Results:
         """The results of the cut model. Raises ConfigError on all workers if it cannot be called."""
         traced, problem = None, ""
         try:
@@ -121,14 +107,16 @@ class CutTrial:
     # -- running the model -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _disturbed(self, parts: Mapping[int, VariablePart]) -> Iterator[None]:
-        """A context in which weights are disturbed; all variables are restored at the end. parts: see `check`."""
+    def _disturbed(self, parts: Mapping[int, VariablePart], moved: float) -> Iterator[None]:
+        """A context in which weights are disturbed; all variables are restored at the end. parts: see `check`. moved:
+        by so much of itself each is another, too."""
         states = [(variable, variable.numpy()) for variable in (*self._model.variables, *hidden_state(self._model))]
         try:
             for variable, value in states:
                 if (change := self._changes.get(id(variable))) is not None:
                     part = parts.get(id(variable))
-                    variable.assign(value + (part.cut(change) if part and change.shape != value.shape else change))
+                    value = value + (part.cut(change) if part and change.shape != value.shape else change)
+                    variable.assign(nearly(value, moved))
             yield
         finally:
             for variable, value in states:
@@ -143,15 +131,16 @@ class CutTrial:
             with tf.GradientTape(persistent=True) as tape:
                 outputs = keras.tree.flatten(self._model(self._rows, training=training))
                 total: Any = sum(
-                    tf.reduce_sum(tf.cast(leaf, tf.float32) * self._upstream(place, leaf, training))
+                    tf.reduce_sum(
+                        tf.cast(leaf, tf.float32) * inverse_of_largest(leaf) * self._upstream(place, leaf, training)
+                    )
                     for place, leaf in enumerate(outputs)
                     if leaf.dtype.is_floating
                 )
-                added: Any = tf.constant(0.0)
-                for loss in self._model.losses:
-                    added += tf.reduce_sum(tf.cast(loss, tf.float32))
-            of_added = self._gradients(tape, added) if self._model.losses else []
-            return outputs, added, self._gradients(tape, total), of_added
+                losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in self._model.losses]
+                added: Any = sum(loss * inverse_of_largest(loss) for loss in losses)
+            of_added = self._gradients(tape, added) if losses else []
+            return outputs, losses, self._gradients(tape, total), of_added
 
         layers = keras_layers.all_layers(self._model)
         function = tf.function(forward_and_backward, autograph=False)
@@ -168,21 +157,21 @@ class CutTrial:
         found: Any = tape.gradient(target, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
-    def _computed(self, traced: Any, parts: Mapping[int, VariablePart]) -> Computed:
-        with self._disturbed(parts), generators_kept():
+    def _computed(self, traced: Any, parts: Mapping[int, VariablePart], moved: float = 0.0) -> Results:
+        with self._disturbed(parts, moved), generators_kept():
             outputs, added, gradients, of_added = traced()
 
         def numbers(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
             return [tf.cast(each, tf.float64).numpy() for each in tensors]
 
-        half = any(tensor.dtype in _HALF for node in traced.graph.get_operations() for tensor in node.outputs)
-        return Computed(numbers(outputs), numbers([added])[0], numbers(gradients), numbers(of_added), half)
+        half = any(tensor.dtype in HALF for node in traced.graph.get_operations() for tensor in node.outputs)
+        return Results(numbers(outputs), numbers(added), numbers(gradients), numbers(of_added), half)
 
     def _upstream(self, place: int, output: tf.Tensor, training: bool) -> tf.Tensor:
         """The weights of an output's numbers; where there is a part of it here, theirs."""
         own_shape = known_dims(output.shape)
         whole = self._whole.get(training)
-        shape = whole.outputs[place].shape if whole else own_shape
+        shape = whole.whole.outputs[place].shape if whole else own_shape
         drawn = np.random.default_rng(place).normal(size=shape).astype(np.float32)
         return tf.constant(self._own(drawn, own_shape))
 
@@ -194,37 +183,6 @@ class CutTrial:
             return whole
         first, last = share(whole.shape[-1], self._runtime.group("model"))
         return whole[..., first:last]
-
-    def _difference(self, whole: Computed, computed: Computed, parts: Mapping[int, VariablePart]) -> str:
-        """What differs between the whole and the cut model, as a phrase; "" if nothing does. No collective."""
-        half = whole.half or computed.half
-        tolerance, relative_noise = (_TOLERANCE_HALF, _NOISE_HALF) if half else (_TOLERANCE, _NOISE)
-
-        def differ(one: np.ndarray, other: np.ndarray, noise: float = 0.0) -> bool:
-            return one.shape != other.shape or differ_beyond_noise(one, other, tolerance, noise)
-
-        cut = [a.shape != b.shape for a, b in zip(whole.outputs, computed.outputs, strict=True)]
-        if any(cut) and len(cut) > 1:
-            return "one of its several outputs comes in parts"
-        for a, b in zip(whole.outputs, computed.outputs, strict=True):
-            expected = self._own(a, b.shape)
-            if expected.shape != b.shape:
-                return f"its outputs have another shape, {b.shape} in place of {a.shape}"
-            if differ(expected, b):
-                return "its outputs are other numbers"
-        if differ(whole.added, computed.added):
-            return "the losses that its layers add are other numbers"
-        of_what = {"": (whole.gradients, computed.gradients)}
-        of_what[" of the losses that layers add"] = (whole.gradients_of_added, computed.gradients_of_added)
-        for words, (before, after) in of_what.items():
-            noise = relative_noise * max((np.max(np.abs(each), initial=0.0) for each in before), default=0.0)
-            for variable, a, b in zip(self._variables, before, after, strict=False):
-                part = parts.get(id(variable))
-                if part is not None and part.axis != "model":
-                    continue  # the sum over what all of them have sent there
-                if differ(part.cut(a) if part else a, b, noise):
-                    return f"the gradient{words} of {variable.path} is another"
-        return ""
 
     def _with_sums(self, gradients: Sequence[np.ndarray], partial: frozenset[int]) -> list[np.ndarray]:
         """The gradients, of those in `partial` the sums over `model`."""

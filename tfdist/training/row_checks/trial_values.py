@@ -27,6 +27,14 @@ def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
     return result
 
 
+def nearly(weight: np.ndarray, moved: float) -> np.ndarray:
+    """The weight, each of its numbers larger or smaller by some `moved` of itself. The same if that is 0."""
+    if not moved:
+        return weight
+    noise = np.float32(moved) * np.random.default_rng(5).standard_normal(min(weight.size, _NOISE), np.float32)
+    return (weight * (1 + np.resize(noise, weight.shape))).astype(weight.dtype)
+
+
 def _some_of(weight: np.ndarray) -> np.ndarray:
     """A sample of a weight's numbers, enough to know their spread."""
     return weight.reshape(-1)[:: weight.size // _NOISE | 1]  # odd, so as not to stay in one column

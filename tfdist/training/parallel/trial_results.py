@@ -1,0 +1,130 @@
+"""What a model computes for a few rows, and whether it is the same but for rounding.
+
+Rounding is what becomes of weights that are moved by a millionth: what another order of a sum does is less. So a number
+that is a small difference of large ones may differ by more than one that is not, and a gradient may be 0 but for
+rounding. Each channel of an output is compared with its own largest number: in one of them the price of a house, in
+dollars, may stand beside its number of rooms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.training.parallel.tensor import VariablePart
+
+NEARBY = 1e-6  # of each weight: by how much it is moved to see what rounding may do
+_MOVES = 30.0  # times what that changes
+# In parts of the largest; where a layer of the user's own casts to half precision, one step of it may round the other
+# way.
+_TOLERANCE, _TOLERANCE_HALF = 1e-3, 2e-2
+_NOISE, _NOISE_HALF = 1e-7, 1e-3  # of the largest number of all gradients, where rounding shows nothing
+HALF = (tf.float16, tf.bfloat16)
+
+
+class Results(NamedTuple):
+    """The results of a model for a few rows.
+
+    added: the losses that layers add, each []. gradients: of the outputs, each of their numbers weighted at random in
+    parts of the largest of its channel; gradients_of_added: of those losses, each in parts of itself (none if there are
+    none); both by the trainable variables. half: whether some of it was computed in half precision.
+    """
+
+    outputs: Sequence[np.ndarray]
+    added: Sequence[np.ndarray]
+    gradients: Sequence[np.ndarray]
+    gradients_of_added: Sequence[np.ndarray]
+    half: bool
+
+
+def inverse_of_largest(values: tf.Tensor) -> tf.Tensor:
+    """1 / the largest size in each channel (the last dim) of a tensor, float32; 1 where that is 0 or not finite."""
+    sizes = tf.abs(tf.cast(tf.stop_gradient(values), tf.float32))
+    largest = tf.reduce_max(sizes, list(range(max((values.shape.rank or 0) - 1, 0))))
+    usable = tf.math.is_finite(largest) & (largest > 0)
+    return tf.where(usable, 1 / tf.where(usable, largest, 1.0), 1.0)
+
+
+class Comparison:
+    """Compares results of the whole model with others.
+
+    nearby: of the whole model with weights that are nearly the same. own: (of the whole, shape) -> the part of this
+    shape that is here.
+    """
+
+    def __init__(
+        self,
+        whole: Results,
+        nearby: Results,
+        variables: Sequence[keras.Variable],
+        own: Callable[[np.ndarray, Sequence[int]], np.ndarray],
+    ):
+        self.whole, self._nearby = whole, nearby
+        self._variables, self._own = variables, own
+
+    def difference(self, found: Results, parts: Mapping[int, VariablePart]) -> str:
+        """What differs, as a phrase; "" if nothing does. parts: id of a variable -> what is here of it."""
+        half = self.whole.half or found.half
+        return (
+            self._of_outputs(found, _TOLERANCE_HALF if half else _TOLERANCE)
+            or self._of_added(found, _TOLERANCE_HALF if half else _TOLERANCE)
+            or self._of_gradients("gradients", "", found, parts, half)
+            or self._of_gradients("gradients_of_added", " of the losses that layers add", found, parts, half)
+        )
+
+    def _of_outputs(self, found: Results, tolerance: float) -> str:
+        cut = [a.shape != b.shape for a, b in zip(self.whole.outputs, found.outputs, strict=True)]
+        if any(cut) and len(cut) > 1:
+            return "one of its several outputs comes in parts"
+        for a, near, b in zip(self.whole.outputs, self._nearby.outputs, found.outputs, strict=True):
+            expected = self._own(a, b.shape)
+            if expected.shape != b.shape:
+                return f"its outputs have another shape, {b.shape} in place of {a.shape}"
+            channels = tuple(range(max(a.ndim - 1, 0)))
+            if _differ(expected, self._own(near, b.shape), b, tolerance, axis=channels):
+                return "its outputs are other numbers"
+        return ""
+
+    def _of_added(self, found: Results, tolerance: float) -> str:
+        if len(self.whole.added) != len(found.added) or any(
+            _differ(a, near, b, tolerance)
+            for a, near, b in zip(self.whole.added, self._nearby.added, found.added, strict=True)
+        ):
+            return "the losses that its layers add are other numbers"
+        return ""
+
+    def _of_gradients(
+        self, name: str, words: str, found: Results, parts: Mapping[int, VariablePart], half: bool
+    ) -> str:
+        whole, nearby, others = (getattr(each, name) for each in (self.whole, self._nearby, found))
+        largest = max((np.max(np.abs(each), initial=0.0) for each in whole), default=0.0)
+        noise = (_NOISE_HALF if half else _NOISE) * largest
+        for variable, a, near, b in zip(self._variables, whole, nearby, others, strict=False):
+            part = parts.get(id(variable))
+            if part is not None and part.axis != "model":
+                continue  # the sum over what all of them have sent there
+            a, near = (part.cut(each) if part else each for each in (a, near))
+            if _differ(a, near, b, _TOLERANCE_HALF if half else _TOLERANCE, noise):
+                return f"the gradient{words} of {variable.path} is another"
+        return ""
+
+
+def _differ(
+    one: np.ndarray, nearby: np.ndarray, other: np.ndarray, tolerance: float, noise: float = 0.0, axis: Any = None
+) -> bool:
+    """Whether numbers are further apart than `tolerance`, in parts of the largest of `one` over `axis`, than what
+    `nearby` shows of rounding, and than `noise`. NaN tells nothing."""
+    if one.shape != other.shape:
+        return True
+    with np.errstate(invalid="ignore"):
+        moved = _largest(one - nearby, axis)
+        return bool(np.any(np.abs(one - other) > tolerance * _largest(one, axis) + _MOVES * moved + noise))
+
+
+def _largest(values: np.ndarray, axis: Any) -> np.ndarray:
+    """The largest finite size over `axis`."""
+    return np.max(np.abs(values), axis, initial=0.0, where=np.isfinite(values), keepdims=True)
