@@ -154,8 +154,8 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         config = composition_checks.with_xla(config, runtime, model)
         options = _step_options(config, runtime, plan, train_split)
         parameters = model.count_params()
-        composition_checks.check_added(runtime, model, options.weighted, spec[0])
         warnings = model_data_checks.check(config.model, model, train_split, eval_split, plan, spec)
+        composition_checks.check_added(runtime, model, options.weighted, spec[0])
         if limits:
             composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)

@@ -21,6 +21,7 @@ from tfdist.planner.shapes import Weight
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.training import same_model
+from tfdist.training.row_checks.trial_scope import generators_kept
 
 
 def check_best(config: Config, metrics: Sequence[str] | None) -> None:
@@ -111,7 +112,8 @@ def check_added(runtime: Runtime, model: keras.Model, weighted: bool, x: Any) ->
         model(x, training=True)
         found.append(len(model.losses))
 
-    tf.function(call, autograph=False).get_concrete_function(x)
+    with generators_kept():
+        tf.function(call, autograph=False).get_concrete_function(x)
     if any(found):
         raise ConfigError(
             "Losses that layers add, and regularizers, do not go with weighted samples, or an --objective of your"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfdist.compat import keras_layers
+from tfdist.compat.tensorflow_functions import functions_inline
 
 
 class Arguments(NamedTuple):
@@ -50,6 +51,7 @@ def stateless_call(
         *beside,
     ]
     scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True)
-    with keras_layers.outside_the_call(), scope:
+    # A function that a layer holds would keep the tensors, and take them for those of its next call.
+    with keras_layers.outside_the_call(), functions_inline(), scope:
         outputs, losses = model(*args, **kwargs, training=training), model.losses
     return Called(outputs, [scope.get_current_value(variable) for variable in model.non_trainable_variables], losses)

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.e2e.job import ENVIRONMENT
+from tests.fuzz.layers import HoldsFunction
 from tfdist import build
 from tfdist.compat.keras_random import made_global_seed_generator
 from tfdist.config import Config
@@ -357,3 +358,27 @@ def test_a_call_around_the_layers_is_not_left_out(kind):
     model = kind(x, keras.layers.Add(name="block_00_mlp_add")([x, hidden]), name="mine")
     with pytest.raises(ConfigError, match=f"^--recompute=block: {kind.__name__} mine has a call of its own"):
         recompute(model, "block", {})
+
+
+def test_a_function_that_a_layer_holds_has_the_weights_of_its_own_pass():
+    """It would keep the tensors of the forward pass, and its weights would have no gradient in the backward pass."""
+    gradients = []
+    for kind in ("", "block"):
+        keras.utils.set_random_seed(1)
+        x = inputs = keras.Input((4,))
+        for number in range(2):
+            x = block(number, x, HoldsFunction(4))
+        model = keras.Model(inputs, keras.layers.Dense(2)(x))
+        if kind:
+            recompute(model, kind, {})
+
+        @tf.function(autograph=False)
+        def run(model=model):
+            with tf.GradientTape() as tape:
+                y = model(tf.constant(np.random.default_rng(0).normal(size=[3, 4]), tf.float32), training=True)
+                loss = tf.reduce_sum(y * y)
+            return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+
+        gradients.append([gradient.numpy() for gradient in run()])
+    for kept, computed_again in zip(*gradients, strict=True):
+        np.testing.assert_allclose(computed_again, kept, rtol=1e-5, atol=1e-6)

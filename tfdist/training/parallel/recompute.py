@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_variables import autocast_dtype, autocast_to
+from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_graphs import draws_anew, kinds_made_here, sets_state
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.seeds import states_beside
@@ -127,7 +128,7 @@ class _Recomputed:
                 zip(self.parameters, values, strict=True) if self.bind is None else self.bind(values, is_second, first)
             ):
                 scope.add_update(update)
-            with scope:
+            with functions_inline(), scope:  # a function that a layer holds would keep the first forward pass's tensors
                 self.structure = self.function(tf.nest.pack_sequence_as(self.inputs, filled))
         self.losses = len(scope.losses)
         ends = [scope.get_current_value(state) for state in self.states]
