@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
 from tfdist.compat.keras_tensors import carry_mask, mask_of
+from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import unsaved_state
@@ -181,7 +182,7 @@ class DistributedCall:
     def _state_restored(self) -> Iterator[None]:
         """A context in which the forward pass may be traced for what can be learned from it."""
         layers = keras_layers.all_layers(self._model)
-        with keras_stateless.left(), keras_layers.in_the_call_as_it_is():
+        with keras_stateless.left(), keras_layers.in_the_call_as_it_is(), functions_inline():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
             try:
                 with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), batch_norm.each_alone():
