@@ -54,6 +54,8 @@ def check_option(field: dataclasses.Field, value: Any) -> None:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
     if isinstance(value, float) and math.isinf(value) or type(value) is int and abs(value) > _LARGEST:
         raise ConfigError(f"--{field.name}={value} is too large: give a number that can be counted to.")
+    if isinstance(value, str):
+        return
     if least is not None:
         check_least(field.name, value, least)
     if field.metadata["most"] is not None:
