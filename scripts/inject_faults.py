@@ -582,6 +582,13 @@ FAULTS: dict[str, Fault] = {
         "",
         (_PARTS,),
     ),
+    "lost status": Fault(
+        "a working copy whose status.json is lost is gone on with, whichever run lies in the store",
+        "artifacts/run_identity.py",
+        'or next(filter(None, _named_by_snapshots(folder)), "")',
+        'or ""',
+        ("tests/unit/run/test_remote_run.py",),
+    ),
     "range": Fault(
         "bytes of a snapshot are read from a store without a look at their checksum",
         "artifacts/partial_download.py",

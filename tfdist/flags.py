@@ -30,6 +30,7 @@ from tfdist.config import COMPONENTS, Config, check_option, check_utf8, is_switc
 from tfdist.control.command_parser import CommandParser  # noqa: E402
 from tfdist.control.exit_codes import ConfigError  # noqa: E402
 from tfdist.control.own_files import written_whole  # noqa: E402
+from tfdist.control.terminal import as_line  # noqa: E402
 
 FLAGS_FILE = "flags.txt"
 _WRITTEN = "# Written by tfdist"  # in which values stand as they are
@@ -70,7 +71,7 @@ def parse(
     try:
         rest = values(["tfdist", *expand_flagfiles(argv)])[1:]
     except (absl_flags.Error, ValueError) as error:  # ValueError: of a switch, "--noshuffle=maybe does not take ..."
-        raise error if isinstance(error, ConfigError) else ConfigError(_sentence(error, before)) from None
+        raise error if isinstance(error, ConfigError) else ConfigError(as_line(_sentence(error, before))) from None
     if rest:
         raise ConfigError(f"{rest[0]!r} is not a flag: every argument has the form --name=value.")
     for field in dataclasses.fields(command) if command else ():
@@ -261,7 +262,7 @@ def _sentence(error: Exception, before: CommandParser | None) -> str:
             else ""
         )
         return f"--{name}={value} is not {wanted}." if wanted else f"--{name}={value}: {reason.strip()}."
-    switch = re.match(r"--no(\w+)=.* does not take an argument", text)
+    switch = re.match(r"--no(\w+)=.* does not take an argument", text, re.DOTALL)
     if switch:
         name = switch.group(1)
         return f"{text.partition(' ')[0]} is a switch that takes no value: write --no{name} alone, or --{name}."

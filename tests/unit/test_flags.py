@@ -141,3 +141,18 @@ def test_answers_that_need_no_tensorflow_do_not_import_it(argv):
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "argument", ["--steps=a\nb", "--shuffle=a\nb", "--noshuffle=a\nb", "--stesp\nx=1", "--steps=\0"]
+)
+def test_a_line_break_in_what_is_refused_makes_no_second_line(argument):
+    with pytest.raises(ConfigError) as error:
+        flags.parse([argument])
+    assert str(error.value).isprintable() and str(error.value).startswith(argument[:5]), error.value
+
+
+def test_a_byte_of_a_flag_file_that_no_name_can_hold(tmp_path):
+    (tmp_path / "a.flags").write_bytes(b"--backup_dir=a\0b\n--steps=1\n--global_batch=8\n")
+    with pytest.raises(ConfigError, match=r"--backup_dir='a\\x00b' holds a byte of value 0"):
+        flags.parse([f"--flagfile={tmp_path / 'a.flags'}"]).config.validate()

@@ -62,14 +62,7 @@ def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict
 
     Raises CheckpointError.
     """
-    try:
-        manifest = json.loads(text)
-        if not isinstance(manifest, dict) or "sha256" not in manifest:
-            raise CheckpointError(f"{path} is damaged: it holds no checksum of its own.")
-        if manifest.pop("sha256") != self_digest(manifest):
-            raise CheckpointError(f"{path} is damaged: its checksum is not the one in it.")
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is damaged: it is not JSON, or was cut short.") from None
+    manifest = _unsealed(text, path)
     if manifest.get("format") != FORMAT or manifest.get("step") != step:
         raise CheckpointError(
             f"{path} is of format {_shown(manifest.get('format'))}, step {_shown(manifest.get('step'))}; expected"
@@ -79,6 +72,28 @@ def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict
         raise CheckpointError(f'{path} is damaged: it lacks "{missing[0]}".')
     if wrong := next(_wrong_entries(manifest, step), ""):
         raise CheckpointError(f"{path} is damaged: its {wrong}.")
+    return manifest
+
+
+def run_of(text: str) -> str:
+    """The id of the run that a manifest is of; "" if it is damaged, or does not say."""
+    try:
+        run_id = _unsealed(text, MANIFEST).get("run_id")
+    except CheckpointError:
+        return ""
+    return run_id if isinstance(run_id, str) else ""
+
+
+def _unsealed(text: str, path: str) -> dict[str, Any]:
+    """What `sealed` was given. Raises CheckpointError."""
+    try:
+        manifest = json.loads(text)
+        if not isinstance(manifest, dict) or "sha256" not in manifest:
+            raise CheckpointError(f"{path} is damaged: it holds no checksum of its own.")
+        if manifest.pop("sha256") != self_digest(manifest):
+            raise CheckpointError(f"{path} is damaged: its checksum is not the one in it.")
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is damaged: it is not JSON, or was cut short.") from None
     return manifest
 
 

@@ -1,4 +1,6 @@
-"""Snapshots of a run in an object store, for those who only read it: copies of them on this machine."""
+"""Snapshots of a run for those who only read it, while it goes on: copies here of those in an object store, and what is
+made of one that is removed meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.artifacts.manifest import MANIFEST
+import numpy as np
+
+from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder
-from tfdist.artifacts.snapshot_folder import SnapshotFolder, must_be_of
+from tfdist.artifacts.snapshot_folder import Snapshot, SnapshotFolder, must_be_of
+from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.terminal import say
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.reader_copy import copies_changed
@@ -51,3 +56,21 @@ def _forget_others(objects: ObjectStore, store: SnapshotFolder, there: Sequence[
             with contextlib.suppress(FileNotFoundError):  # another reader has removed it
                 if each > newest if text is None else text.encode() != (folder / MANIFEST).read_bytes():
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_if_there(store: SnapshotFolder, snapshot: Snapshot) -> dict[str, np.ndarray] | None:
+    """All arrays of a snapshot that was found valid; None if whoever writes there has removed or replaced it since."""
+    try:
+        return store.read(snapshot)
+    except Exception:  # TensorFlow says many things of files that vanish
+        if _is_as_found(snapshot):
+            raise
+        return None
+
+
+def _is_as_found(snapshot: Snapshot) -> bool:
+    file = Path(snapshot.path, MANIFEST)
+    try:
+        return parse(file.read_text(encoding="utf-8"), str(file), snapshot.step) == snapshot.manifest
+    except (OSError, ValueError, CheckpointError):
+        return False

@@ -175,12 +175,21 @@ def left_parts(folder: Path, run_id: str, newest: int) -> list[tuple[int, int, d
     """(step, rank, note) of parts below `folder` that earlier processes of a run have written, of steps newer than
     `newest`; the oldest first.
     """
+    return [
+        (step, rank, note)
+        for step, rank, note in notes_of_parts(folder, newest)
+        if note.get("run_id") == run_id and "error" not in note
+    ]
+
+
+def notes_of_parts(folder: Path, newest: int = -1) -> list[tuple[int, int, dict[str, Any]]]:
+    """(step, rank, note) of all parts below `folder`, whatever run they are of; else as `left_parts`."""
     found = []
     for step in (store := SnapshotFolder(str(folder / PARTS))).steps():
         for file in sorted(Path(store.path(step)).glob("part-*.json")):
             with contextlib.suppress(OSError, ValueError):
                 if step > newest and file.stat().st_size <= _LONGEST_NOTE:
                     note = json.loads(file.read_text(encoding="utf-8"))
-                    if isinstance(note, dict) and note.get("run_id") == run_id and "error" not in note:
+                    if isinstance(note, dict):
                         found.append((step, int(file.name[5:10]), note))
     return found

@@ -17,9 +17,9 @@ from tfdist.storage.store_errors import StoreError
 
 
 def write_status(run_dir: Path, status: str, run_id: str) -> None:
-    """`status`: "running" or "finished". A temporary name, then a rename. Raises CheckpointError."""
+    """`status`: "running" or "finished". On the disk when it has its name. Raises CheckpointError."""
     try:
-        with written_whole(run_dir / STATUS_FILE) as file:
+        with written_whole(run_dir / STATUS_FILE, flushed=True) as file:
             json.dump({"status": status, "run_id": run_id}, file)
     except OSError as error:
         raise CheckpointError(

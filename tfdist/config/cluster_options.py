@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tfdist.config.options import option
+from tfdist.control.time_limit import MOST_SECONDS
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """How workers find each other, and the threads of each."""
 
-    startup_timeout: float = option(300.0, "Seconds to wait for every peer to appear.", least=1)
-    heartbeat_timeout: float = option(10.0, "Seconds of silence after which a peer counts as dead.", least=1)
+    startup_timeout: float = option(300.0, "Seconds to wait for every peer to appear.", least=1, most=MOST_SECONDS)
+    heartbeat_timeout: float = option(
+        10.0, "Seconds of silence after which a peer counts as dead.", least=1, most=MOST_SECONDS
+    )
     job_token_file: str = option(
         "",
         "File (of mode 0600) with the secret by which the workers of a job know each other; without it TFDIST_JOB_TOKEN"
@@ -23,17 +26,21 @@ class ClusterConfig:
         "Seconds that one call of the training function (at most 100 steps) may take before the run counts as stuck. 0:"
         " no limit.",
         least=0,
+        most=MOST_SECONDS,
     )
-    first_step_timeout: float = option(1800.0, "The same for the first call, which also traces and compiles.", least=0)
-    eval_timeout: float = option(3600.0, "The same for one evaluation.", least=0)
+    first_step_timeout: float = option(
+        1800.0, "The same for the first call, which also traces and compiles.", least=0, most=MOST_SECONDS
+    )
+    eval_timeout: float = option(3600.0, "The same for one evaluation.", least=0, most=MOST_SECONDS)
     save_timeout: float = option(
-        1800.0, "The same for one save, as far as training waits for it, and for restoring.", least=0
+        1800.0, "The same for one save, as far as training waits for it, and for restoring.", least=0, most=MOST_SECONDS
     )
     grace_period: float = option(
         30.0,
         "Seconds that the platform gives between SIGTERM and SIGKILL: within it all is saved, or the process says that"
         " it is not.",
         least=1,
+        most=MOST_SECONDS,
     )
     preemption_notice: str = option(
         "none",
@@ -87,6 +94,7 @@ class StrategyConfig:
         "Seconds after which a collective that does not end is an error. Must exceed the longest save or evaluation. 0:"
         " never.",
         least=0,
+        most=MOST_SECONDS,
     )
     horovod_fusion_mb: float = option(
         64.0,

@@ -48,12 +48,13 @@ LARGEST_FLOAT32, SMALLEST_FLOAT32 = 2.0**127, 2.0**-126  # powers of 2 that are 
 def check_option(field: dataclasses.Field, value: Any) -> None:
     """Raises ConfigError if a flag's value is not among its choices, or too small, or too large."""
     choices, least = field.metadata["choices"], field.metadata["least"]
+    if isinstance(value, str):
+        _check_text(field.name, value)
     if choices and value not in choices:
         raise ConfigError(f"--{field.name}={value} is not one of {', '.join(choices)}.")
     if isinstance(value, float) and math.isinf(value) or type(value) is int and abs(value) > _LARGEST:
         raise ConfigError(f"--{field.name}={value} is too large: give a number that can be counted to.")
     if isinstance(value, str):
-        _check_text(field.name, value)
         return
     if least is not None:
         check_least(field.name, value, least)
@@ -72,6 +73,8 @@ def _check_text(name: str, text: str) -> None:
         raise ConfigError(
             f"--{name}={text!r} ends with a space or holds a line break, which no flag file can hold: take it out."
         )
+    if "\0" in text:
+        raise ConfigError(f"--{name}={text!r} holds a byte of value 0, which no name can hold: take it out.")
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:

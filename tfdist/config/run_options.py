@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tfdist.config.options import option
 from tfdist.control.run_address import is_url, working_folder
+from tfdist.control.time_limit import MOST_SECONDS
 
 MOST_PORT = 65535
 
@@ -29,6 +30,7 @@ class RunConfig:
         "Seconds at the end of a run for which what could not be sent to an object store is tried again. Training"
         " itself never waits for the store.",
         least=0,
+        most=MOST_SECONDS,
     )
     steps: int = option(0, "Optimizer steps to train in all. 0: taken from --epochs.", least=0, key=True)
     epochs: float = option(0.0, "Passes over the training data, instead of --steps.", least=0, most=1e9, key=True)
@@ -76,7 +78,9 @@ class CheckpointConfig:
     save_every: int = option(
         0, "Steps between two snapshots. 0: by --save_minutes and at the end only.", least=0, key=True
     )
-    save_minutes: float = option(15.0, "Minutes between two snapshots, by the chief's clock. 0: off.", least=0)
+    save_minutes: float = option(
+        15.0, "Minutes between two snapshots, by the chief's clock. 0: off.", least=0, most=MOST_SECONDS / 60
+    )
     save_final: bool = option(True, "Save when training ends.")
     keep: int = option(3, "Newest snapshots kept.", least=1)
     keep_every: int = option(0, "Every snapshot whose step is a multiple of this is kept for ever. 0: none.", least=0)

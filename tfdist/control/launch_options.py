@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from tfdist.control.command_parser import CommandParser, check_least
+from tfdist.control.command_parser import CommandParser, check_least, check_most
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.ranks import parse_ranks
+from tfdist.control.time_limit import MOST_SECONDS
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,8 @@ def _check_amounts(options: argparse.Namespace) -> None:
         ("grow_after", 0),
     ):
         check_least(name, getattr(options, name), least)
+    for name in ("placement_timeout", "grace", "grow_after"):
+        check_most(name, getattr(options, name), MOST_SECONDS)
 
 
 def _check_combinations(options: argparse.Namespace) -> None:

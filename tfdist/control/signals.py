@@ -48,6 +48,7 @@ class SignalRequests:
     def __init__(self) -> None:
         self.save = False
         self.stop = False
+        self.all_saved = False  # training is over: a request finds nothing to do
         self.on_stop: Callable[[], None] = lambda: None  # called once, in the handler
         self._signalled = False  # `stop` may have been set without a signal, by the platform's notice
         self._signals = StopSignals()
@@ -63,14 +64,18 @@ class SignalRequests:
 
     def _on_stop(self, number: int, *_) -> None:
         if self._signals.is_second(number):
-            say_at_once("tfdist: second SIGTERM: ending at once, without saving.")
+            how = "; training was over" if self.all_saved else ", without saving"
+            say_at_once(f"tfdist: second SIGTERM: ending at once{how}.")
             os._exit(128 + signal.SIGTERM)
         if self._signalled:
             return
         self._signalled = self.stop = True
-        self.on_stop()
-        what = "saving at the next boundary, if all workers answer, then ending with exit code"
-        say_at_once(f"tfdist: {signal.Signals(number).name}: {what} {ExitCode.PREEMPTED.value}.")
+        what = "training is over; what is left of its end goes on"
+        if not self.all_saved:
+            self.on_stop()
+            what = "saving at the next boundary, if all workers answer, then ending with exit code"
+            what = f"{what} {ExitCode.PREEMPTED.value}"
+        say_at_once(f"tfdist: {signal.Signals(number).name}: {what}.")
 
     def _on_usr1(self, *_) -> None:
         self.save = True

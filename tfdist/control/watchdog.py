@@ -78,16 +78,20 @@ class Watchdog:
         if self._stop_at is None:
             self._stop_at, self._stop_seconds = self._now() + seconds, seconds
 
+    def stop_in_any_time(self) -> None:
+        """Nothing is lost any more, however long the process takes to end."""
+        self._stop_at = None
+
     def seconds(self) -> float:
         """The seconds spent in the present section."""
         return self._now() - self.since
 
     def expired(self) -> tuple[str, float] | None:
         """(section, seconds) of what has outlasted its limit, or None."""
-        name, seconds = self.name, self.seconds()
+        name, seconds, stop_at = self.name, self.seconds(), self._stop_at
         if 0 < self.limits.get(name, 0) < seconds:
             return name, seconds
-        if self._stop_at is not None and self._now() > self._stop_at:
+        if stop_at is not None and self._now() > stop_at:
             return sections.STOPPING, self._stop_seconds
         return None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.artifacts.status import read_status
+from tfdist.artifacts.run_identity import run_of
 from tfdist.config import Config
 from tfdist.config.cluster_options import ParallelConfig
 from tfdist.control.exit_codes import ConfigError
@@ -67,7 +67,7 @@ def identify(runtime: Runtime, folder: Path) -> RunIdentity:
     """The identity of the run in `folder`, or a new one. A collective."""
     identity = {}
     if runtime.rank == 0:
-        run_id = read_status(folder).get("run_id") or uuid.uuid4().hex[:12]
+        run_id = run_of(folder) or uuid.uuid4().hex[:12]
         identity = asdict(RunIdentity(run_id, next_attempt(folder / "logs" / "rank-0.jsonl")))
     return RunIdentity(**runtime.broadcast_object(identity))
 

@@ -52,11 +52,17 @@ class HealthMonitor:
         The grace period is counted from the first SIGTERM.
         """
         margin = min(2.0, self.options.grace_period / 4)  # to say that it was not enough
-        requests = self._requests or take_signals(self.options)
+        requests = self._requests = self._requests or take_signals(self.options)
         requests.on_stop = lambda: self.watchdog.stop_within(self.options.grace_period - margin)
         if requests.stop:
             requests.on_stop()
         return requests
+
+    def all_saved(self) -> None:
+        """Training is over, and all that it leaves is written: from now on no request to stop can come too late."""
+        if self._requests:
+            self._requests.all_saved = True
+        self.watchdog.stop_in_any_time()
 
     def connect(self, runtime: Runtime) -> None:
         """Connects this worker's beacons with those of the others. A collective."""

@@ -8,15 +8,14 @@ store that is away is told of, and ends nothing: neither training, nor the run.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from tfdist.artifacts import manifest
 from tfdist.artifacts.backup_folder import BackupFolder
-from tfdist.artifacts.manifest import MANIFEST
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots
+from tfdist.artifacts.run_identity import run_of_snapshot
 from tfdist.artifacts.upload_thread import sent_within
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
@@ -80,12 +79,9 @@ class RemoteBackup:
         the run whose backup is in the store, or of the run that begins."""
         wanted = {self._run_id}
         for step in self._remote.steps()[-1:]:
-            wanted.add(_run_of(self._objects.text(f"{SNAPSHOTS}/step-{step:08d}/{MANIFEST}") or ""))
+            wanted.add(manifest.run_of(self._objects.text(f"{SNAPSHOTS}/step-{step:08d}/{manifest.MANIFEST}") or ""))
         for step in self._store.steps():
-            try:
-                run_id = _run_of(Path(self._store.path(step), MANIFEST).read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                run_id = ""
+            run_id = run_of_snapshot(self._store.path(step))
             if not run_id or run_id not in wanted:
                 self._store.delete(step)
 
@@ -131,13 +127,3 @@ class RemoteBackup:
     def _give_back(self) -> None:
         self._objects.patience = _GIVE_BACK_SECONDS / 2
         for_at_most(_GIVE_BACK_SECONDS, self._lease.give_back)
-
-
-def _run_of(manifest: str) -> str:
-    """The run that a manifest is of; "" if it does not say. It is believed only after its checksum was compared."""
-    try:
-        found = json.loads(manifest)
-    except ValueError:
-        return ""
-    run_id = found.get("run_id") if isinstance(found, dict) else None
-    return run_id if isinstance(run_id, str) else ""

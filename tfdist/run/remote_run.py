@@ -20,9 +20,9 @@ from typing import Self
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots
 from tfdist.artifacts.run_folder import is_evaluators
+from tfdist.artifacts.run_identity import run_of
 from tfdist.artifacts.shard_upload import PARTS
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
-from tfdist.artifacts.status import read_status
 from tfdist.artifacts.upload_thread import UploadThread, sent_within
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
@@ -92,7 +92,7 @@ class RemoteRun:
 
     def _adopt(self) -> None:
         """The store decides which run this is: what is here of another one is set aside."""
-        here, status = read_status(self.folder).get("run_id"), self.objects.text(STATUS_FILE)
+        here, status = run_of(self.folder), self.objects.text(STATUS_FILE)
         if status is None:
             self._must_hold_nothing_else()
         there = parse_status(status or "").get("run_id")

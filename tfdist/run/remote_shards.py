@@ -15,10 +15,10 @@ from typing import Any
 from tfdist.artifacts import restore
 from tfdist.artifacts.partial_download import PartialDownload
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots
+from tfdist.artifacts.run_identity import run_of
 from tfdist.artifacts.shard_upload import PARTS, ShardUpload, left_parts, send_part
 from tfdist.artifacts.sharded_commit import ShardedCommit
 from tfdist.artifacts.snapshot_folder import FolderOptions, Snapshot
-from tfdist.artifacts.status import read_status
 from tfdist.control.exit_codes import CheckpointError, StartupError
 from tfdist.control.own_files import lock
 from tfdist.run.remote_run import RemoteRun
@@ -71,11 +71,10 @@ class RemoteShards:
                 return {}
             with as_sentence():
                 newest = max(remote.steps(), default=-1)
-            run_id = read_status(self._stored.folder).get("run_id") or ""
             return {
                 "token": uuid.uuid4().hex[:8],
                 "lease": self._stored.lease_id,
-                "run_id": run_id,
+                "run_id": run_of(self._stored.folder),
                 "newest": newest,
             }
 

@@ -251,6 +251,8 @@ class Session:
             ended = {"stopped": result.stopped, "train_s": self.clock.seconds, **evaluation}
             self.observer(Event("end", result.step, ended))
             self.runtime.barrier()
+        if not unwritten:
+            self.monitor.all_saved()
         self.recovery.files.end_backup(finished=not result.stopped and not unwritten)
         self._close_together()
         if unwritten:

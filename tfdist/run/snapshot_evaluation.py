@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tfdist.build import Job
 
 _POLL_SECONDS = 1.0
+_CHOICES = 10  # of the newest snapshot, where the run removes each before it is read
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,22 @@ def _evaluate(config: Config, options: EvaluateOptions, run: ReadRun) -> None:
         return
     from tfdist.artifacts.read_snapshots import bring_for_reading
 
-    store = _store(run)
-    bring_for_reading(run.objects, store, options.at_step)
-    snapshot = _choose(store, options.at_step)  # before all that takes long
-    _show(_evaluate_snapshot(_compose(config), store, snapshot), store.directory)
+    store, step, job = _store(run), options.at_step, None
+    for _ in range(_CHOICES if step < 0 else 1):
+        bring_for_reading(run.objects, store, step)
+        snapshot = _choose(store, step)  # before all that takes long
+        job = job or _compose(config)
+        # The run may go on, and remove what it does not keep.
+        if snapshot and (values := _evaluate_snapshot(job, store, snapshot)):
+            _show(values, store.directory)
+            return
+    raise CheckpointError(
+        f"--at_step={step}: the run has removed {store.path(step)} before it was read: take a newer one, or let the run"
+        " keep it by --keep_every."
+        if step >= 0
+        else f"The run has removed {_CHOICES} snapshots in {store.directory} before they were read: let it keep more by"
+        " --keep, or save less often."
+    )
 
 
 def _check_folder(folder: Path, given: flags.Parsed) -> None:
@@ -138,6 +151,8 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         snapshot, _ = store.newest_valid()
         if snapshot and snapshot.step > done:
             values = _evaluate_snapshot(job, store, snapshot)
+            if values is None:  # there is a newer one
+                continue
             done = snapshot.step
             _show(values, snapshot.path)
             for observer in observers:
@@ -201,26 +216,34 @@ def _store(run: ReadRun) -> SnapshotFolder:
     return SnapshotFolder(str(run.folder / "checkpoints"))
 
 
-def _choose(store: SnapshotFolder, step: int) -> Snapshot:
+def _choose(store: SnapshotFolder, step: int) -> Snapshot | None:
+    """The snapshot of a step, or the newest (-1): None if all that there were have been removed meanwhile. Raises
+    CheckpointError."""
     from tfdist.artifacts.snapshot_folder import must_be_of
 
     if step >= 0:
         must_be_of(step, store.steps(), store.directory)
         return store.verify(step)
     snapshot, passed_over = store.newest_valid()
-    for reason in passed_over:
+    there = store.steps()
+    damaged = [reason for at, reason in zip(store.damaged, passed_over, strict=True) if at in there]
+    for reason in damaged:
         print(f"passed over a snapshot: {reason}", file=sys.stderr)
-    if snapshot is None:
+    if snapshot is None and len(damaged) == len(passed_over):
         raise CheckpointError(f"{store.directory} has no valid snapshot: check --run_dir.")
     return snapshot
 
 
-def _evaluate_snapshot(job: Job, store: SnapshotFolder, snapshot: Snapshot) -> dict[str, float]:
+def _evaluate_snapshot(job: Job, store: SnapshotFolder, snapshot: Snapshot) -> dict[str, float] | None:
+    """The scores of a snapshot; None if the run has removed it meanwhile."""
     from tfdist.artifacts import state
+    from tfdist.artifacts.read_snapshots import read_if_there
 
-    arrays = {
-        key: array for key, array in store.read(snapshot).items() if not key.startswith("train/compression_")
-    }  # for training only
+    found = read_if_there(store, snapshot)
+    if found is None:
+        return None
+    # What is left out is for training only.
+    arrays = {key: array for key, array in found.items() if not key.startswith("train/compression_")}
     state.assign(state.collect(job.model, job.optimizer, job.step.variables), arrays)
     return {**_scores(job), "step": snapshot.step}
 

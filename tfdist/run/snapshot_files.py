@@ -22,9 +22,9 @@ from tfdist.artifacts import restore
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.manifest import CRC, SHA
 from tfdist.artifacts.policy import ALL_STEPS, Retention, ScheduledSteps
+from tfdist.artifacts.run_identity import run_of
 from tfdist.artifacts.sharded_snapshots import ShardedSnapshotFolder
 from tfdist.artifacts.snapshot_folder import FolderOptions, Snapshot, SnapshotFolder
-from tfdist.artifacts.status import read_status
 from tfdist.artifacts.writer import SnapshotWriter
 from tfdist.config import Config
 from tfdist.control.faults import Faults
@@ -69,7 +69,7 @@ class SnapshotFiles:
         if config.backup_dir:
             self.backup = local_backup.folder(whole_config, writes)
             if writes and is_url(config.backup_dir):
-                self._stored_backup = RemoteBackup(whole_config, self.backup, read_status(folder).get("run_id") or "")
+                self._stored_backup = RemoteBackup(whole_config, self.backup, run_of(folder))
             elif writes:
                 self._backup_lease = local_backup.lease(config.backup_dir, folder)
         self._stored = stored

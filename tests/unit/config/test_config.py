@@ -1,6 +1,7 @@
 """The configuration: checks, digest, batch arithmetic."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -51,6 +52,10 @@ def test_option_names_are_unique_and_documented():
         ({"run_dir": ""}, ["--run_dir=", "empty", "--run_dir=runs/first"]),
         ({"run_dir": "runs/a "}, ["--run_dir='runs/a '", "ends with a space"]),
         ({"run_dir": "runs\n/a"}, [r"--run_dir='runs\n/a'", "line break"]),
+        ({"on_nan": "st\nop"}, [r"--on_nan='st\nop'", "line break"]),
+        ({"backup_dir": "a\0b"}, [r"--backup_dir='a\x00b'", "byte of value 0"]),
+        ({"heartbeat_timeout": 1e30}, ["--heartbeat_timeout=1e+30", "at most 100000000"]),
+        ({"save_minutes": 1e30}, ["--save_minutes=1e+30", "at most 1666666.6"]),
         ({"jit_compile": True, "jit_tune": True}, ["--jit_compile", "--jit_tune", "give one"]),
         ({"backup_workers": 1}, ["--backup_workers=1", "--ps_mode=sync"]),
         ({"ps_mode": "sync", "max_staleness": 3}, ["--max_staleness", "--ps_mode=async"]),
@@ -96,6 +101,13 @@ def test_a_flag_that_would_do_nothing_is_refused_where_a_training_starts(changes
         train.main(["--steps=1", "--global_batch=8", "--dry_run", *flags])
     GOOD.replace(**changes).validate()  # as the run of an earlier version, which is evaluated
     GOOD.replace(**{**changes, **other}).check_used()
+
+
+def test_every_number_of_seconds_has_a_limit():
+    """Beyond some of them TensorFlow, or the kernel, counts no further: it ended in a traceback."""
+    times = [field for _, field in iter_options() if re.match("Seconds|Minutes|The same for", field.metadata["help"])]
+    assert len(times) == 10 and all(field.metadata["most"] for field in times)
+    assert not [field.name for _, field in iter_options() if field.name.endswith("timeout") and field not in times]
 
 
 def test_the_largest_values_are_taken():

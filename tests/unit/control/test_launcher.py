@@ -663,6 +663,7 @@ def test_the_last_lines_of_a_hidden_worker_are_shown(tmp_path, capsys):
         (["--workers=x", "--"], ["--workers"]),
         (["--workers=2", "--gpus_per_worker=-1", "--"], ["--gpus_per_worker=-1"]),
         (["--workers=2", "--grace=nan", "--"], ["--grace=nan"]),
+        (["--workers=2", "--grace=1e30", "--"], ["--grace=1e+30", "at most 100000000"]),
         (["--workers=2", "--max_restarts=-1", "--"], ["--max_restarts=-1", "at least 0"]),
         (["--workers=2", "--", "--stesp=1"], ["--stesp"]),
         (["--workers=2", "--show_ranks=a", "--"], ["--show_ranks=a", "0 to 1"]),

@@ -55,6 +55,21 @@ def test_the_first_sigterm_is_no_second_one_whatever_came_before(requests, clock
     assert clock.ended
 
 
+def test_once_all_is_saved_no_signal_says_that_something_is_not(requests, clock, monkeypatch):
+    """A run that had finished, and was closing its trackers, ended with "Not saved" and 7."""
+    said = []
+    monkeypatch.setattr(signals, "say_at_once", said.append)
+    requests.all_saved = True
+    requests._on_stop(signal.SIGTERM)
+    clock.seconds += 10
+    requests._on_stop(signal.SIGTERM)
+    assert not requests.told and clock.ended == [128 + signal.SIGTERM]
+    assert said == [
+        "tfdist: SIGTERM: training is over; what is left of its end goes on.",
+        "tfdist: second SIGTERM: ending at once; training was over.",
+    ]
+
+
 def test_a_closed_terminal_asks_once_more_in_vain(requests, clock):
     for _ in range(3):
         requests._on_stop(signal.SIGHUP)

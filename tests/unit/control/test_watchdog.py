@@ -56,6 +56,15 @@ def test_stopping_has_a_limit_of_its_own():
     assert dog.expired() == ("stopping", 20.0)
 
 
+def test_a_process_that_has_saved_may_take_its_time_to_end():
+    clock = [0.0]
+    dog = Watchdog({"step": 100.0}, lambda *_: None, now=lambda: clock[0])
+    dog.stop_within(20.0)
+    dog.stop_in_any_time()
+    clock[0] = 21.0
+    assert dog.expired() is None
+
+
 def test_it_is_seen_where_the_main_thread_is():
     found = []
 

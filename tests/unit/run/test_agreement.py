@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from tests.unit.artifacts.test_run_identity import lose_status, snapshots
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.run.agreement import _TOGETHER, _first_unlike, check_same_identity, check_same_options
+from tfdist.run.agreement import _TOGETHER, _first_unlike, check_same_identity, check_same_options, identify
 
 
 class Rows:
@@ -118,3 +119,19 @@ def test_each_flag_is_compared_or_may_differ():
     compared = {*_TOGETHER, *config.identity()}
     assert not free & compared
     assert set(config.flat()) == free | compared
+
+
+def test_a_run_whose_status_is_lost_keeps_its_id(tmp_path):
+    """Its own backup was taken for another run's."""
+
+    class Alone:
+        rank = 0
+
+        def broadcast_object(self, value):
+            return value
+
+    new = identify(Alone(), tmp_path).run_id
+    assert len(new) == 12
+    snapshots(tmp_path, step_20=new)
+    lose_status(tmp_path, "empty")
+    assert identify(Alone(), tmp_path).run_id == new

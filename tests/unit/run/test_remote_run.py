@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.stores.s3_server import BUCKET
+from tests.unit.artifacts.test_run_identity import lose_status, snapshots
 from tfdist.artifacts.status import is_finished, write_status
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
@@ -88,6 +89,24 @@ def test_a_working_copy_of_another_run_is_set_aside(s3, tmp_path, capsys, there)
     said = capsys.readouterr().err
     assert URL in said and aside.name in said
     assert not any("set-aside" in name for name in s3.names())
+
+
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_a_working_copy_without_its_status_is_compared_by_its_snapshots(s3, tmp_path, capsys, how):
+    """It went on from the snapshot of another run, and put it in the place of the store's."""
+    snapshots(tmp_path / "here", step_60="abc")
+    lose_status(tmp_path / "here", how)
+    s3.change("runs/one/status.json", b'{"status": "running", "run_id": "def"}')
+    with stored(tmp_path / "here") as run:
+        assert not (run.folder / "checkpoints").exists()
+        assert json.loads((run.folder / "status.json").read_text())["run_id"] == "def"
+    assert "holds another run" in capsys.readouterr().err
+    s3.change("runs/one/status.json", b'{"status": "running", "run_id": "abc"}')
+    snapshots(tmp_path / "same", step_60="abc")
+    lose_status(tmp_path / "same", how)
+    with stored(tmp_path / "same") as run:
+        assert (run.folder / "checkpoints" / "step-00000060").exists()
+        assert json.loads((run.folder / "status.json").read_text())["run_id"] == "abc"
 
 
 @pytest.mark.parametrize("name", ["train-00.tfrecord", "one/status.json", "flags.txt"])

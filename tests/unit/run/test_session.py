@@ -124,6 +124,7 @@ class World:
             faults=None,
             signals=lambda: self.at("signals") or SimpleNamespace(save=False, stop=False),
             connect=lambda runtime: self.at("connect"),
+            all_saved=self.note("all saved"),
             failed=failed,
             explain_with=lambda explanation: None,
             close=lambda: self.say("close monitor"),
@@ -197,6 +198,8 @@ def test_a_run_that_ends_well(monkeypatch, tmp_path):
     assert world.closed() == ["trainer", "observer", "monitor", "runtime", "files", "lease"]
     assert [event.kind for event in world.events] == ["start", "end"]
     assert world.events[-1].values["eval/loss"] == 0.5 and "give up" not in world.said
+    order = [world.said.index(what) for what in ("status finished", "barrier", "all saved", "close trainer")]
+    assert order == sorted(order)
 
 
 @pytest.mark.parametrize("phase", PHASES)
