@@ -795,8 +795,8 @@ FAULTS: dict[str, Fault] = {
     "arrays in their own precision": Fault(
         "arrays that are shuffled without a seed are not cast as Keras casts them",
         "compat/keras_arrays.py",
-        '    return tree.lists_to_tuples(array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow"))',
-        "    return tree.lists_to_tuples(adapter._inputs)",
+        'array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")',
+        "adapter._inputs",
         ("tests/unit/keras_fit/test_arrays.py",),
     ),
     "recomputed functions": Fault(
@@ -808,10 +808,24 @@ FAULTS: dict[str, Fault] = {
     ),
     "functions keep a trial": Fault(
         "a function that a layer holds is called in training as a trial traced it: without dropout, with constants",
+        "training/stateless_call.py",
+        "with keras_layers.outside_the_call(), functions_inline(), scope:",
+        "with keras_layers.outside_the_call(), scope:",
+        ("tests/unit/training/row_checks/test_row_mixing.py",),
+    ),
+    "functions keep a cut": Fault(
+        "a function that a layer holds is called in training as a trial of the cut model traced it",
         "training/row_checks/trial_scope.py",
         "in_trials(), functions_inline(), tensorflow_random.state_kept()",
         "in_trials(), tensorflow_random.state_kept()",
-        ("tests/unit/training/row_checks/test_row_mixing.py",),
+        ("tests/unit/training/test_cut_trial.py",),
+    ),
+    "lent seed": Fault(
+        "the seed that workers agree on stays: arrays of later fits come in one order in all epochs",
+        "compat/tensorflow_random.py",
+        "    return 0 if _lent is not None and context.global_seed() == _lent else state_digest()",
+        "    return state_digest()",
+        ("tests/unit/compat/test_tensorflow_random.py",),
     ),
     "one reader at a time": Fault(
         "two readers on a machine bring a snapshot at once, each removes what the other has brought",

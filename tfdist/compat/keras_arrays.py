@@ -9,6 +9,14 @@ from keras.src import tree
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
 
 
+def are_arrays(*arrays: Any) -> bool:
+    """Whether Keras takes nests for arrays, of which it makes batches itself: NumPy's, tensors, pandas', JAX', torch's.
+
+    Relies on `array_data_adapter.can_convert_arrays`; without it arrays of some kinds come in one order in all epochs.
+    """
+    return array_data_adapter.can_convert_arrays(arrays)
+
+
 def prepared(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
     """What a dataset of Keras' has of them, as a nest of tuples, dicts, arrays, tensors and None, with all rows in each
     leaf: numbers in Keras' precision, weights for each output, those of classes for each sample.

@@ -14,6 +14,7 @@ from tensorflow.python.eager import context
 from tfdist.compat.temporary_attributes import attribute_replaced
 
 _BETWEEN_KEYS = 0x9E3779B97F4A7C1  # of replicas
+_lent: int | None = None  # the seed of `seed_lent`, within it
 
 
 def _context() -> Any:
@@ -34,6 +35,31 @@ def state_digest() -> int:
     """
     seed = context.global_seed()
     return 0 if seed is None else zlib.crc32(repr((seed, _context()._rng.getstate())).encode())
+
+
+def users_state_digest() -> int:
+    """`state_digest`, and 0 while the seed is one of `seed_lent`: the user has set none, or not on all workers alike."""
+    return 0 if _lent is not None and context.global_seed() == _lent else state_digest()
+
+
+@contextlib.contextmanager
+def seed_lent(seed: int) -> Iterator[None]:
+    """A context with this seed, as after tf.random.set_seed; the user's own state is back at its end. Relies on
+    `Context._seed`, `Context._rng` and `Context.clear_kernel_cache`; without them a seed that workers agree on would
+    stay, and the arrays of later calls would come in one order in all epochs."""
+    global _lent
+    this, before = _context(), _lent
+    has_own = this._seed is not None  # whose kernels have drawn, on each worker as often as it liked
+    with attribute_replaced(this, "_seed", seed), attribute_replaced(this, "_rng", random.Random(seed)):
+        _lent = seed
+        try:
+            if has_own:
+                this.clear_kernel_cache()
+            yield
+        finally:
+            _lent = before
+            if has_own:
+                this.clear_kernel_cache()
 
 
 @contextlib.contextmanager

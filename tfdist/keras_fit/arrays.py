@@ -36,18 +36,13 @@ def shuffle_alike(
     if isinstance(x, keras.utils.PyDataset) and arguments["shuffle"]:
         _draw_alike(runtime)
         return x, y
-    leaves = [leaf for leaf in keras.tree.flatten((x, y, arguments["sample_weight"])) if leaf is not None]
-    if (
-        _random_numbers_agree(runtime)
-        or arguments["shuffle"] is not True
-        or not all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves)
-    ):
+    agree, arrays = _random_numbers_agree(runtime), (x, y, arguments["sample_weight"])
+    if agree or not arguments["shuffle"] or not keras_arrays.are_arrays(*arrays):
         return x, y
-    size = len(leaves[0])
-    if any(len(leaf) != size for leaf in leaves):
+    sizes = [leaf.shape[0] for leaf in keras.tree.flatten(arrays) if leaf is not None]
+    if len(set(sizes)) > 1:
         raise DataError(
-            f"The arrays have {', '.join(str(len(leaf)) for leaf in leaves)} samples: give x, y and sample_weight as"
-            " many rows each."
+            f"The arrays have {', '.join(map(str, sizes))} samples: give x, y and sample_weight as many rows each."
         )
     seed = int(np.random.SeedSequence().generate_state(1)[0] // 2)
     if backup is not None:
@@ -59,18 +54,33 @@ def shuffle_alike(
         held_x, held_y, held_weight = held_back
         arguments["validation_data"] = keras.utils.pack_x_y_sample_weight(held_x, held_y, held_weight)
     prepared = keras_arrays.prepared(x, y, weight, arguments["class_weight"])
-    size = next(len(leaf) for leaf in keras.tree.flatten(prepared) if leaf is not None)
+    size = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(prepared) if leaf is not None)
     steps = arguments["steps_per_epoch"]
     batch = arguments["batch_size"] or (math.ceil(size / steps) if steps else _DEFAULT_BATCH)  # as Keras does
     arguments["validation_batch_size"] = arguments["validation_batch_size"] or arguments["batch_size"]
+    order = _within_batches(size, batch, seed) if arguments["shuffle"] == "batch" else _all(size, batch, seed)
     arguments.update(sample_weight=None, class_weight=None, batch_size=None, validation_split=0.0, shuffle=False)
-    return _in_drawn_order(prepared, size, batch, seed), None
+    return _in_order(prepared, order), None
 
 
-def _in_drawn_order(arrays: Any, size: int, batch: int, seed: int) -> tf.data.Dataset:
-    """Batches of the rows of all arrays, in another order in each epoch."""
-    tensors = _mapped(tf.convert_to_tensor, arrays)
-    order = tf.data.Dataset.range(size).shuffle(size, seed=seed).batch(batch)
+def _all(size: int, batch: int, seed: int) -> tf.data.Dataset:
+    """Batches of row numbers, in another order in each epoch."""
+    return tf.data.Dataset.range(size).shuffle(max(size, 1), seed=seed).batch(batch)
+
+
+def _within_batches(size: int, batch: int, seed: int) -> tf.data.Dataset:
+    """Batches of the same row numbers in each epoch, within each of them in another order: Keras' shuffle="batch"."""
+    numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
+    in_place = tf.data.Dataset.range(size).batch(batch)
+    return tf.data.Dataset.zip(in_place, numbers).map(
+        lambda rows, number: tf.random.experimental.stateless_shuffle(rows, [number, 0])
+    )
+
+
+def _in_order(arrays: Any, order: tf.data.Dataset) -> tf.data.Dataset:
+    """The rows of all arrays, a batch at a time."""
+    with tf.device("CPU"):  # where all the data may be too much for a GPU
+        tensors = _mapped(tf.convert_to_tensor, arrays)
     return order.map(lambda rows: _mapped(lambda tensor: tf.gather(tensor, rows), tensors)).prefetch(2)
 
 
@@ -88,6 +98,6 @@ def _draw_alike(runtime: Runtime) -> None:
 
 
 def _random_numbers_agree(runtime: Runtime) -> bool:
-    """Whether a seed was set, and all workers have drawn alike since."""
-    states = runtime.all_gather(np.array([tensorflow_random.state_digest()], np.uint32))
+    """Whether the user has set a seed, and all workers have drawn alike since."""
+    states = runtime.all_gather(np.array([tensorflow_random.users_state_digest()], np.uint32))
     return bool(states.all() and (states == states[0]).all())

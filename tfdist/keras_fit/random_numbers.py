@@ -65,7 +65,7 @@ class RandomNumbers:
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
-        self._agree_on_tensorflows_seed()
+        seed = self._agreed_seed()
         drawn_without_one = keras_random.global_seed_generator()  # made when first needed
         self.hold_the_chiefs([drawn_without_one] if drawn_without_one is not None else [])
         take_the_chiefs(self._runtime, [generator.state for generator in self._generators])
@@ -84,6 +84,7 @@ class RandomNumbers:
             return self._of_chief(own_seed) if self._runs_alike() else own_seed
 
         with (
+            contextlib.nullcontext() if seed is None else tensorflow_random.seed_lent(seed),
             self._program(),
             attribute_replaced(keras.random.SeedGenerator, "next", tf.autograph.experimental.do_not_convert(next_seed)),
             attribute_replaced(keras_random.SEEDS, keras_random.MAKE_DEFAULT_SEED, default_seed),
@@ -111,14 +112,14 @@ class RandomNumbers:
         """Moves a seed, a number or a tensor, by the rank."""
         return (seed + self._runtime.rank * _STEP) % 2**31 if self._runtime.rank else seed
 
-    def _agree_on_tensorflows_seed(self) -> None:
-        """tf.random.* draws the same on all workers.
-
-        Where their seeds differ, or there is none, all take one of the chief's.
+    def _agreed_seed(self) -> int | None:
+        """The seed of the chief's with which tf.random.* draws the same on all workers, if their own differ, or if
+        there is none; else None.
         """
         seed = tensorflow_random.global_seed()
         stamp = np.array([tensorflow_random.state_digest(), -1 if seed is None else int(seed)], np.int64)
         stamps = self._runtime.all_gather(stamp)
         if (stamps[:, 1] < 0).any() or (stamps != stamps[0]).any():
             drawn = int(np.random.SeedSequence().generate_state(1)[0]) % 2**31
-            tf.random.set_seed(self._of_chief(drawn if seed is None else int(seed)))
+            return self._of_chief(drawn if seed is None else int(seed))
+        return None

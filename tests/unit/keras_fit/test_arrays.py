@@ -81,7 +81,7 @@ def sorted_rows(batch):
 
 
 def shuffled(given, monkeypatch, **options):
-    monkeypatch.setattr(tensorflow_random, "state_digest", lambda: 0)  # no seed was set
+    monkeypatch.setattr(tensorflow_random, "users_state_digest", lambda: 0)  # no seed was set
     arguments = {
         "shuffle": True,
         **dict.fromkeys(["sample_weight", "class_weight", "batch_size", "steps_per_epoch"]),
@@ -117,6 +117,37 @@ def test_what_is_held_back_to_validate_is_keras_last_part(monkeypatch):
     assert none is None and x.dtype == two.dtype == weights.dtype == np.float32
     for part, whole in ((x, FLOATS), (one, CLASSES), (two, FLOATS), (weights, WEIGHTS.astype("float32"))):
         np.testing.assert_array_equal(part, whole[4:])
+
+
+class ArrayLike:
+    """As of pandas, JAX and torch."""
+
+    shape, dtype = OTHERS.shape, OTHERS.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        return OTHERS.astype(dtype or OTHERS.dtype)
+
+
+@pytest.mark.parametrize("x", [ArrayLike(), tf.Variable(OTHERS)], ids=["array like", "variable"])
+@pytest.mark.parametrize("shuffle", [True, 1])
+def test_each_epoch_has_an_order_of_its_own(x, shuffle, monkeypatch):
+    found, _ = shuffled({"x": x}, monkeypatch, shuffle=shuffle, batch_size=ROWS)
+    epochs = [next(iter(found)).numpy()[:, 0].tolist() for _ in range(4)]
+    assert len(set(map(tuple, epochs))) > 1 and all(sorted(rows) == OTHERS[:, 0].tolist() for rows in epochs)
+
+
+def test_rows_are_shuffled_within_their_batches(monkeypatch):
+    rows = np.arange(90)[:, None]
+    found, _ = shuffled({"x": rows}, monkeypatch, shuffle="batch", batch_size=40)
+    epochs = [[batch.numpy()[:, 0].tolist() for batch in found] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        assert [sorted(batch) for batch in epoch] == [list(range(40)), list(range(40, 80)), list(range(80, 90))]
+
+
+def test_arrays_without_a_row_are_keras_to_refuse(monkeypatch):
+    found, _ = shuffled({"x": FLOATS[:0], "y": CLASSES[:0]}, monkeypatch, batch_size=2)
+    assert list(found) == []
 
 
 def test_weights_of_classes_do_not_weigh_what_is_held_back(monkeypatch):
