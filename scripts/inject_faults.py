@@ -725,13 +725,13 @@ FAULTS: dict[str, Fault] = {
     "cut in training": Fault(
         "a model whose layers are cut is looked at in inference only",
         "training/parallel/cut_trial.py",
-        "for training in (False, True):\n            whole = self._repeatable",
-        "for training in (False,):\n            whole = self._repeatable",
+        "for training in (False, True):\n            if whole :=",
+        "for training in (False,):\n            if whole :=",
         ("tests/unit/training/test_cut_trial.py",),
     ),
     "initial weights": Fault(
         "a model whose layers are cut is tried with its initial weights, behind a 0 of which nothing is seen",
-        "training/parallel/cut_trial.py",
+        "training/parallel/trial_attempts.py",
         "_DISTURBED = 1.0",
         "_DISTURBED = 0.0",
         ("tests/unit/training/test_cut_trial.py",),

@@ -38,7 +38,7 @@ def state_digest() -> int:
 
 
 def users_state_digest() -> int:
-    """`state_digest`, and 0 while the seed is one of `seed_lent`: the user has set none, or not on all workers alike."""
+    """`state_digest`, or 0 while the seed is one of `seed_lent`: the user has set none, or not on all workers alike."""
     return 0 if _lent is not None and context.global_seed() == _lent else state_digest()
 
 

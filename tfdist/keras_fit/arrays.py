@@ -72,9 +72,12 @@ def _within_batches(size: int, batch: int, seed: int) -> tf.data.Dataset:
     """Batches of the same row numbers in each epoch, within each of them in another order: Keras' shuffle="batch"."""
     numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
     in_place = tf.data.Dataset.range(size).batch(batch)
-    return tf.data.Dataset.zip(in_place, numbers).map(
-        lambda rows, number: tf.random.experimental.stateless_shuffle(rows, [number, 0])
-    )
+    return tf.data.Dataset.zip(in_place, numbers).map(_shuffled)
+
+
+def _shuffled(rows: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    drawn = tf.random.stateless_uniform(tf.shape(rows), tf.stack([number, tf.zeros_like(number)]))
+    return tf.gather(rows, tf.argsort(drawn))
 
 
 def _in_order(arrays: Any, order: tf.data.Dataset) -> tf.data.Dataset:

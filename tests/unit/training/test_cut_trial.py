@@ -9,15 +9,19 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.parallel.cut_trial import ROWS, CutTrial
+from tfdist.training.parallel.cut_trial import CutTrial
 from tfdist.training.parallel.tensor import VariablePart, cut
 
-ROWS_OF_X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+MICRO_BATCH = 6
 RUNTIME = SimpleNamespace(
     all_gather=lambda array: array,
     group=lambda axis: SimpleNamespace(index=1, size=2, all_reduce=lambda x: 2 * x),
-    mesh=SimpleNamespace(describe=lambda: "model=2"),
+    mesh=SimpleNamespace(describe=lambda: "model=2", degree=lambda *axes: 1),
 )
+
+
+def rows_of_x(number):
+    return np.random.default_rng(0).normal(size=(number, 4)).astype("float32")
 
 
 def _model(*more) -> keras.Model:
@@ -27,7 +31,7 @@ def _model(*more) -> keras.Model:
 
 
 def _trial(model: keras.Model) -> CutTrial:
-    return CutTrial(RUNTIME, model, ROWS_OF_X, sequence_parallel=False)
+    return CutTrial(RUNTIME, model, rows_of_x, micro_batch=MICRO_BATCH, sequence_parallel=False)
 
 
 def test_the_same_model_is_the_same():
@@ -259,6 +263,61 @@ def test_layers_that_no_longer_fit_are_a_sentence():
     trial = _trial(model)
     model.get_layer("down").call = lambda x, training=None: x @ np.zeros((5, 3), "float32")
     with pytest.raises(ConfigError, match=r"its layers no longer fit \([^()\n]+"):
+        trial.check({}, frozenset())
+
+
+class Grouped(keras.layers.Layer):
+    """Takes rows in groups of three."""
+
+    def call(self, x):
+        return keras.ops.reshape(keras.ops.reshape(x, (-1, 3, x.shape[-1])), (-1, x.shape[-1]))
+
+
+class Scaled(keras.layers.Layer):
+    """By the root of weights that are not below 0, by a constraint or by what else keeps them so."""
+
+    def __init__(self, constraint=None):
+        super().__init__()
+        self.factor = self.add_weight(shape=(6,), initializer=keras.initializers.Constant(0.1), constraint=constraint)
+
+    def call(self, x):
+        return x * keras.ops.sqrt(self.factor)
+
+
+class Checked(Scaled):
+    def call(self, x):
+        tf.debugging.assert_non_negative(self.factor)
+        return super().call(x)
+
+
+@pytest.mark.parametrize("make", [Grouped, Scaled, lambda: Scaled("non_neg"), Checked, lambda: Checked("non_neg")])
+def test_models_that_do_not_run_as_they_are_tried_first_are_tried_again(make):
+    model = _model(make(), layer := Centered())
+    trial = _trial(model)
+    assert trial.check({}, frozenset()) == 0
+    inner = layer.call
+    layer.call = lambda x, training=False: 1.002 * inner(x, training=training)
+    with pytest.raises(ConfigError, match="its outputs are other numbers"):
+        trial.check({}, frozenset())
+
+
+def test_a_model_that_cannot_be_tried_is_refused():
+    class Fails(keras.layers.Layer):
+        def call(self, x):
+            tf.debugging.assert_less(keras.ops.max(x), -100.0, message="so many")
+            return x
+
+    with pytest.raises(
+        ConfigError, match="cuts layers of sequential.* cannot be tried .*so many.*the 6 rows of a micro"
+    ):
+        _trial(_model(Fails()))
+
+
+def test_numbers_that_are_finite_whole_or_cut_only_are_other_numbers():
+    model = _model(layer := Centered())
+    trial, inner = _trial(model), layer.call
+    layer.call = lambda x, training=False: inner(x, training=training) * float("nan")
+    with pytest.raises(ConfigError, match="its outputs are other numbers"):
         trial.check({}, frozenset())
 
 

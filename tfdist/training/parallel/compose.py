@@ -67,7 +67,7 @@ def compose_mesh(
     """
     if refusal := mesh_rules.refusal(config, runtime.mesh, plan):
         raise ConfigError(refusal)
-    layers = _parallelize(config, runtime, model, objective, rows)
+    layers = _parallelize(config, runtime, model, objective, rows, plan.micro_batch)
     if layers.parts and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
             f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat every element on"
@@ -98,6 +98,7 @@ def _parallelize(
     model: keras.Model,
     objective: Objective,
     rows: Callable[[int], Any] | None,
+    micro_batch: int,
 ) -> _Layers:
     """Cuts layers over the `expert` and `model` axes."""
     group, width = runtime.group("model"), _width(model)
@@ -109,7 +110,7 @@ def _parallelize(
         if rows and not is_known:
             sequence = config.parallel.sequence_parallel
             some = rows(cut_trial.ROWS)
-            trial = CutTrial(runtime, model, some, sequence_parallel=sequence)
+            trial = CutTrial(runtime, model, rows, micro_batch=micro_batch, sequence_parallel=sequence)
         refuse_assigned(model, model.trainable_variables, f"--mesh={runtime.mesh.describe()}")
     if runtime.mesh.degree("expert") > 1:
         parts |= parallelize_experts(model, runtime.group("expert"), is_known, some)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -26,49 +26,93 @@ from tfdist.compat.keras_layers import in_float32
 from tfdist.compat.tensorflow_graphs import draws, kinds_of_operations
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.decisions import any_worker, every_worker
+from tfdist.runtime.errors import message_of
 from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.tensor import VariablePart, share
+from tfdist.training.parallel.trial_attempts import Attempt, attempts
 from tfdist.training.parallel.trial_results import HALF, NEARBY, Comparison, Results, inverse_of_largest
 from tfdist.training.row_checks.calm_layers import moving_moments_taken
 from tfdist.training.row_checks.trial_scope import generators_kept
-from tfdist.training.row_checks.trial_values import disturbed, nearly
+from tfdist.training.row_checks.trial_values import nearly
 
 ROWS = 2
-_DISTURBED = 1.0  # by as much as the spread of each weight
+
+
+class _Tried(NamedTuple):
+    """What a model gives while it is whole, and by which attempt."""
+
+    attempt: Attempt
+    comparison: Comparison
 
 
 class CutTrial:
     """Looks at a model while it is whole, when made, and once it is cut, in `check`. Both are collectives.
 
     Args:
-      rows: x of a few samples, the same on all workers.
+      rows: (number) -> x of so many samples, the same on all workers.
+      micro_batch: how many rows the model is trained with. Some run with no other number.
       sequence_parallel: whether positions are shared out, too.
+
+    Raises ConfigError on all workers if the model cannot be tried.
     """
 
-    def __init__(self, runtime: MeshRuntime, model: keras.Model, rows: Any, *, sequence_parallel: bool):
+    def __init__(
+        self,
+        runtime: MeshRuntime,
+        model: keras.Model,
+        rows: Callable[[int], Any],
+        *,
+        micro_batch: int,
+        sequence_parallel: bool,
+    ):
         self._runtime, self._model = runtime, model
         self._also = " with --sequence_parallel" if sequence_parallel else ""
-        self._rows = keras.tree.map_structure(tf.convert_to_tensor, rows)
         self._variables = list(model.trainable_variables)
-        self._changes = _changes(model)
-        # training -> of the whole model; none if it cannot be run here, or is random: it is not tried
-        self._whole: dict[bool, Comparison] = {}
+        tried = attempts(model, *(keras.tree.map_structure(tf.convert_to_tensor, rows(n)) for n in (ROWS, micro_batch)))
+        # training -> of the whole model; none if it is random: it is not tried
+        self._whole: dict[bool, _Tried] = {}
         for training in (False, True):
-            whole = self._repeatable(training)
-            if every_worker(runtime, whole is not None) and whole:
+            if whole := self._first_that_tells(training, tried):
                 self._whole[training] = whole
 
-    def _repeatable(self, training: bool) -> Comparison | None:
-        with contextlib.suppress(Exception):
-            traced = self._traced(training)
-            near = self._computed(traced, {}, NEARBY)
-            whole = Comparison(self._computed(traced, {}), near, self._variables, self._own)
-            if any(map(draws, kinds_of_operations(traced.graph)[0])):  # with other seeds
-                traced = self._traced(training, moved=1)
-            if not whole.difference(self._computed(traced, {}), {}):
-                return whole
-        return None
+    def _first_that_tells(self, training: bool, tried: Sequence[Attempt]) -> _Tried | None:
+        """By the first of the attempts that gives the same numbers again; None if the model is random. Raises
+        ConfigError on all workers if it cannot be run.
+        """
+        problem = ""
+        for all_finite in (True, False):
+            for attempt in tried:
+                whole, is_random = None, False
+                try:
+                    whole = self._repeatable(training, attempt, all_finite)
+                    is_random = whole is None
+                except Exception as error:  # noqa: BLE001 - of the user's own making
+                    problem = _said(error)
+                if any_worker(self._runtime, is_random):
+                    return None
+                if every_worker(self._runtime, whole is not None):
+                    return whole
+                if not any(attempt is each.attempt for each in self._whole.values()):
+                    attempt.give_up()
+        raise ConfigError(
+            f"--mesh={self._runtime.mesh.describe()} cuts layers of {self._model.name} by their names, but whether it"
+            f" then computes the same{_when(training)} cannot be tried ({problem or 'on another worker'}): let it run"
+            f" with the {len(keras.tree.flatten(tried[-1].rows)[0])} rows of a micro-batch, rename its layers, or"
+            " give the workers to data=."
+        )
+
+    def _repeatable(self, training: bool, attempt: Attempt, all_finite: bool) -> _Tried | None:
+        """None if the model is random. Raises whatever it raises, and ValueError if its numbers tell nothing."""
+        traced = self._traced(training, attempt)
+        whole, near = (self._computed(traced, attempt, {}, moved) for moved in (0.0, NEARBY))
+        if not whole.tell(all_finite):
+            raise ValueError("its outputs or gradients are not finite")
+        comparison = Comparison(whole, near, self._variables, self._own)
+        if any(map(draws, kinds_of_operations(traced.graph)[0])):  # with other seeds
+            traced = self._traced(training, attempt, moved=1)
+        again = self._computed(traced, attempt, {})
+        return None if comparison.difference(again, {}) else _Tried(attempt, comparison)
 
     def check(self, parts: Mapping[int, VariablePart], partial: frozenset[int]) -> int | None:
         """The last dim of the one output if workers have a part of it each, 0 if it is whole; None if the model could
@@ -78,42 +122,42 @@ class CutTrial:
         here. Raises ConfigError on all workers if the model computes something else than it did.
         """
         found = None
-        for training, whole in self._whole.items():
-            computed = self._cut(training, parts)
+        for training, (attempt, whole) in self._whole.items():
+            computed = self._cut(training, attempt, parts)
             # On all workers, whatever each of them finds then: the sum is a collective.
             summed = computed._replace(
-                gradients=self._with_sums(computed.gradients, partial),
-                gradients_of_added=self._with_sums(computed.gradients_of_added, partial),
+                gradients=self._with_sums(computed.gradients, parts, partial),
+                gradients_of_added=self._with_sums(computed.gradients_of_added, parts, partial),
             )
-            self._refuse(whole.difference(summed, parts), " in training" if training else "")
+            self._refuse(whole.difference(summed, parts), _when(training))
             if not training:
                 shape, part = whole.whole.outputs[0].shape, computed.outputs[0].shape
                 found = shape[-1] if shape != part else 0
         return found
 
-    def _cut(self, training: bool, parts: Mapping[int, VariablePart]) -> Results:
+    def _cut(self, training: bool, attempt: Attempt, parts: Mapping[int, VariablePart]) -> Results:
         """The results of the cut model. Raises ConfigError on all workers if it cannot be called."""
-        traced, problem = None, ""
+        results, problem = None, ""
         try:
-            traced = self._traced(training)
+            results = self._computed(self._traced(training, attempt), attempt, parts)
         except ConfigError:  # of a layer that is refused on all workers
             raise
         except Exception as error:  # noqa: BLE001 - of Keras, where a shape does not fit
             problem = f"its layers no longer fit ({_said(error)})"
-        self._refuse(problem, " in training" if training else "")
-        assert traced is not None
-        return self._computed(traced, parts)
+        self._refuse(problem, _when(training))
+        assert results is not None
+        return results
 
     # -- running the model -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _disturbed(self, parts: Mapping[int, VariablePart], moved: float) -> Iterator[None]:
+    def _disturbed(self, attempt: Attempt, parts: Mapping[int, VariablePart], moved: float) -> Iterator[None]:
         """A context in which weights are disturbed; all variables are restored at the end. parts: see `check`. moved:
         by so much of itself each is another, too."""
         states = [(variable, variable.numpy()) for variable in (*self._model.variables, *hidden_state(self._model))]
         try:
             for variable, value in states:
-                if (change := self._changes.get(id(variable))) is not None:
+                if (change := attempt.changes.get(id(variable))) is not None:
                     part = parts.get(id(variable))
                     value = value + (part.cut(change) if part and change.shape != value.shape else change)
                     variable.assign(nearly(value, moved))
@@ -122,14 +166,14 @@ class CutTrial:
             for variable, value in states:
                 variable.assign(value)
 
-    def _traced(self, training: bool, moved: int = 0) -> Any:
+    def _traced(self, training: bool, attempt: Attempt, moved: int = 0) -> Any:
         """The model's forward and backward pass, as a graph: all workers fail to make it, or none waits for another.
         Layers draw nothing by keras.random, and compute in float32. moved: see constant_draws.
         """
 
         def forward_and_backward() -> Any:
             with tf.GradientTape(persistent=True) as tape:
-                outputs = keras.tree.flatten(self._model(self._rows, training=training))
+                outputs = keras.tree.flatten(self._model(attempt.rows, training=training))
                 total: Any = sum(
                     tf.reduce_sum(
                         tf.cast(leaf, tf.float32) * inverse_of_largest(leaf) * self._upstream(place, leaf, training)
@@ -157,8 +201,10 @@ class CutTrial:
         found: Any = tape.gradient(target, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
-    def _computed(self, traced: Any, parts: Mapping[int, VariablePart], moved: float = 0.0) -> Results:
-        with self._disturbed(parts, moved), generators_kept():
+    def _computed(
+        self, traced: Any, attempt: Attempt, parts: Mapping[int, VariablePart], moved: float = 0.0
+    ) -> Results:
+        with self._disturbed(attempt, parts, moved), generators_kept():
             outputs, added, gradients, of_added = traced()
 
         def numbers(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
@@ -171,7 +217,7 @@ class CutTrial:
         """The weights of an output's numbers; where there is a part of it here, theirs."""
         own_shape = known_dims(output.shape)
         whole = self._whole.get(training)
-        shape = whole.whole.outputs[place].shape if whole else own_shape
+        shape = whole.comparison.whole.outputs[place].shape if whole else own_shape
         drawn = np.random.default_rng(place).normal(size=shape).astype(np.float32)
         return tf.constant(self._own(drawn, own_shape))
 
@@ -184,13 +230,27 @@ class CutTrial:
         first, last = share(whole.shape[-1], self._runtime.group("model"))
         return whole[..., first:last]
 
-    def _with_sums(self, gradients: Sequence[np.ndarray], partial: frozenset[int]) -> list[np.ndarray]:
-        """The gradients, of those in `partial` the sums over `model`."""
-        group = self._runtime.group("model")
-        return [
-            group.all_reduce(tf.constant(each, tf.float32)).numpy() if id(variable) in partial else each
-            for variable, each in zip(self._variables, gradients, strict=False)
-        ]
+    def _with_sums(
+        self, gradients: Sequence[np.ndarray], parts: Mapping[int, VariablePart], partial: frozenset[int]
+    ) -> list[np.ndarray]:
+        """The gradients as the update has them: of those in `partial` the sums over `model`, and of what is no expert's
+        the means over `expert`, where each has what comes back through its own experts. A collective."""
+
+        def summed(variable: keras.Variable, gradient: np.ndarray) -> np.ndarray:
+            if id(variable) in partial:
+                gradient = self._sum(gradient, "model")
+            part = parts.get(id(variable))
+            experts = self._runtime.mesh.degree("expert")
+            return (
+                gradient
+                if experts == 1 or (part and part.axis == "expert")
+                else self._sum(gradient, "expert") / experts
+            )
+
+        return [summed(*pair) for pair in zip(self._variables, gradients, strict=False)]
+
+    def _sum(self, gradient: np.ndarray, axis: str) -> np.ndarray:
+        return self._runtime.group(axis).all_reduce(tf.constant(gradient, tf.float32)).numpy()
 
     def _refuse(self, problem: str, when: str) -> None:
         """Raises ConfigError on all workers if one of them has a problem. when: the end of a phrase."""
@@ -209,17 +269,16 @@ class CutTrial:
         )
 
 
-def _changes(model: keras.Model) -> dict[int, np.ndarray]:
-    """id of a variable -> what is added to it in a trial; to those that are not trained something above 0, as a
-    variance must not become negative."""
-    floating = [each for each in model.variables if tf.as_dtype(each.dtype).is_floating]
-    values = [each.numpy() for each in floating]
-    changes = [other - value for value, other in zip(values, disturbed(values, _DISTURBED), strict=True)]
-    return {id(each): change if each.trainable else abs(change) for each, change in zip(floating, changes, strict=True)}
+def _when(training: bool) -> str:
+    """The end of a phrase."""
+    return " in training" if training else ""
 
 
 def _said(error: Exception) -> str:
-    """The line of an error that says what is wrong: Keras puts it between stars, behind where."""
+    """The line of an error that says what is wrong: Keras puts it between stars, behind where, TensorFlow in front of
+    the operations that it names."""
+    if isinstance(error, tf.errors.OpError):
+        return next(reversed(message_of(error).partition("[[")[0].strip().splitlines()), type(error).__name__)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     starred = [line for line in lines if line.startswith("\033[1m") or line.endswith("\033[0m")]
     return re.sub(r"\033\[\d+m", "", (starred or lines)[0]).strip()

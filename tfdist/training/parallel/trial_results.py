@@ -21,7 +21,7 @@ NEARBY = 1e-6  # of each weight: by how much it is moved to see what rounding ma
 _MOVES = 30.0  # times what that changes
 # In parts of the largest; where a layer of the user's own casts to half precision, one step of it may round the other
 # way.
-_TOLERANCE, _TOLERANCE_HALF = 1e-3, 2e-2
+_TOLERANCE, _TOLERANCE_HALF = 1e-4, 2e-2
 _NOISE, _NOISE_HALF = 1e-7, 1e-3  # of the largest number of all gradients, where rounding shows nothing
 HALF = (tf.float16, tf.bfloat16)
 
@@ -39,6 +39,12 @@ class Results(NamedTuple):
     gradients: Sequence[np.ndarray]
     gradients_of_added: Sequence[np.ndarray]
     half: bool
+
+    def tell(self, all_finite: bool) -> bool:
+        """Whether all numbers are finite, or at least some of each output."""
+        if all_finite:
+            return all(np.isfinite(each).all() for each in (*self.outputs, *self.gradients, *self.gradients_of_added))
+        return all(np.isfinite(each).any() for each in self.outputs)
 
 
 def inverse_of_largest(values: tf.Tensor) -> tf.Tensor:
@@ -117,8 +123,8 @@ def _differ(
     one: np.ndarray, nearby: np.ndarray, other: np.ndarray, tolerance: float, noise: float = 0.0, axis: Any = None
 ) -> bool:
     """Whether numbers are further apart than `tolerance`, in parts of the largest of `one` over `axis`, than what
-    `nearby` shows of rounding, and than `noise`. NaN tells nothing."""
-    if one.shape != other.shape:
+    `nearby` shows of rounding, and than `noise`. What is finite in none of both tells nothing."""
+    if one.shape != other.shape or (np.isfinite(one) != np.isfinite(other)).any():
         return True
     with np.errstate(invalid="ignore"):
         moved = _largest(one - nearby, axis)
