@@ -21,7 +21,7 @@ NEARBY = 1e-6  # of each weight: by how much it is moved to see what rounding ma
 _MOVES = 30.0  # times what that changes
 # In parts of the largest; where a layer of the user's own casts to half precision, one step of it may round the other
 # way.
-_TOLERANCE, _TOLERANCE_HALF = 1e-4, 2e-2
+_TOLERANCE, _TOLERANCE_HALF = 1e-5, 2e-2
 _NOISE, _NOISE_HALF = 1e-7, 1e-3  # of the largest number of all gradients, where rounding shows nothing
 HALF = (tf.float16, tf.bfloat16)
 
