@@ -49,15 +49,17 @@ def seed_lent(seed: int) -> Iterator[None]:
     stay, and the arrays of later calls would come in one order in all epochs."""
     global _lent
     this, before = _context(), _lent
+    own = this._seed, this._rng
     has_own = this._seed is not None  # whose kernels have drawn, on each worker as often as it liked
-    with attribute_replaced(this, "_seed", seed), attribute_replaced(this, "_rng", random.Random(seed)):
-        _lent = seed
-        try:
-            if has_own:
-                this.clear_kernel_cache()
-            yield
-        finally:
-            _lent = before
+    this._seed, this._rng, _lent = seed, random.Random(seed), seed
+    try:
+        if has_own:
+            this.clear_kernel_cache()
+        yield
+    finally:
+        _lent = before
+        if this._seed == seed:  # else the user has set one meanwhile
+            this._seed, this._rng = own
             if has_own:
                 this.clear_kernel_cache()
 

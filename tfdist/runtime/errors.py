@@ -168,7 +168,8 @@ def _refused_by_gpus(text: str) -> str:
     if found := _NOT_COMPILED.search(text):
         return (
             f"XLA cannot compile the operation {found[1]}: train with --nojit_compile (tfdist.fit: compile the model"
-            " with jit_compile=False), or replace it in the model or objective."
+            " with jit_compile=False), take jit_compile=True off functions of your own, or replace it in the model or"
+            " objective."
         )
     if found := _XLA_WANTS.search(text):
         return (

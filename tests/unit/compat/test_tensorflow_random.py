@@ -44,3 +44,4 @@ def test_a_seed_that_is_set_meanwhile_is_the_users():
     with seed_lent(5):
         tf.random.set_seed(6)
         assert users_state_digest()
+    assert tensorflow_random.global_seed() == 6
