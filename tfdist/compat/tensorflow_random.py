@@ -49,7 +49,7 @@ def seed_lent(seed: int) -> Iterator[None]:
     stay, and the arrays of later calls would come in one order in all epochs."""
     global _lent
     this, before = _context(), _lent
-    own = this._seed, this._rng
+    own = this._seed, getattr(this, "_rng", None)  # it has none before the first seed
     has_own = this._seed is not None  # whose kernels have drawn, on each worker as often as it liked
     this._seed, this._rng, _lent = seed, random.Random(seed), seed
     try:
