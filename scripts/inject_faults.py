@@ -811,7 +811,7 @@ FAULTS: dict[str, Fault] = {
         "training/stateless_call.py",
         "with keras_layers.outside_the_call(), functions_inline(), scope:",
         "with keras_layers.outside_the_call(), scope:",
-        ("tests/unit/training/row_checks/test_row_mixing.py",),
+        ("tests/unit/training/test_stateless_call.py",),
     ),
     "functions keep a cut": Fault(
         "a function that a layer holds is called in training as a trial of the cut model traced it",

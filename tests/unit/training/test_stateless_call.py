@@ -78,3 +78,12 @@ def test_other_variables_are_refused():
     model(X)
     with pytest.raises(ValueError, match="zip"):
         stateless_call(model, [], [variable.value for variable in model.non_trainable_variables], X, True)
+
+
+def test_a_function_that_a_layer_holds_keeps_none_of_the_values():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((2,)), layer := HoldsFunction(2)])
+    x = tf.ones([3, 2])
+    given = stateless_call(model, [tf.zeros([2, 2])], [], x, training=False).outputs
+    assert not given.numpy().any() and layer.times.experimental_get_tracing_count() == 0
+    assert model(x).numpy().all()
