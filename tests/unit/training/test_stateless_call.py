@@ -3,8 +3,10 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
+from tests.fuzz.layers import HoldsFunction
 from tfdist.training.stateless_call import stateless_call
 
 X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
