@@ -6,15 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras.src import tree
-from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
+from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, data_adapter_utils
 
 
 def are_arrays(*arrays: Any) -> bool:
-    """Whether Keras takes nests for arrays, of which it makes batches itself: NumPy's, tensors, pandas', JAX', torch's.
+    """Whether all leaves are dense and of kinds that Keras slices into batches itself: NumPy's, tensors, pandas',
+    JAX', torch's.
 
     Relies on `array_data_adapter.can_convert_arrays`; without it arrays of some kinds come in one order in all epochs.
     """
-    return array_data_adapter.can_convert_arrays(arrays)
+    return array_data_adapter.can_convert_arrays(arrays) and not any(
+        data_adapter_utils.is_tensorflow_ragged(leaf)
+        or data_adapter_utils.is_tensorflow_sparse(leaf)
+        or data_adapter_utils.is_jax_sparse(leaf)
+        or data_adapter_utils.is_scipy_sparse(leaf)
+        for leaf in tree.flatten(arrays)
+    )
 
 
 def prepared(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:

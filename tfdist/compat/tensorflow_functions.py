@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-from tfdist.compat.temporary_attributes import attribute_replaced
-
+_call_as_ever = Function.__call__
 _traced_also_inline: weakref.WeakSet[Any] = weakref.WeakSet()
+_here = threading.local()  # depth: how often this thread has entered
+_lock, _entered = threading.Lock(), 0  # by all threads; replicas' threads leave in any order
 
 
 def always_traced(function: Any) -> Any:
@@ -28,25 +30,55 @@ def always_traced(function: Any) -> Any:
 
 @contextlib.contextmanager
 def functions_inline() -> Iterator[None]:
-    """A context in which a tf.function that this thread calls is computed where it is called, as the Python function
-    that AutoGraph makes of it, and keeps nothing of it: one that a layer holds would be called again in training, with
-    what it was traced with in a trial. Relies on `Function.__call__` and what is behind `python_function`; without them
-    such a layer is trained with the weights and without the dropout of a trial.
+    """A context in which a tf.function that this thread calls is computed where it is called, and keeps no trace.
+
+    A function that a layer holds would be called again in training with what it was traced with in a trial: without
+    dropout, with constants in place of weights. AutoGraph converts it as ever. Relies on `Function.__call__` and on
+    what is behind `python_function`; without them such a layer is trained wrongly.
     """
-    here, call = threading.get_ident(), Function.__call__
-
-    def inline(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != here or function in _traced_also_inline:
-            return call(function, *args, **kwargs)
-        python, options = function.python_function, function._experimental_autograph_options
-        if function._autograph:
-            python = autograph_util.py_func_from_autograph(python, options)
-        args, kwargs = tf.nest.map_structure(
-            lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs)
-        )
-        status = ag_ctx.Status.ENABLED if function._autograph else ag_ctx.Status.DISABLED
-        with ag_ctx.ControlStatusCtx(status, options):
-            return python(*args, **kwargs)
-
-    with attribute_replaced(Function, "__call__", inline):
+    global _entered
+    with _lock:
+        if not _entered:
+            Function.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue] - `self` is called `function`
+        _entered += 1
+    _here.depth = getattr(_here, "depth", 0) + 1
+    try:
         yield
+    finally:
+        _here.depth -= 1
+        with _lock:
+            _entered -= 1
+            if not _entered:
+                Function.__call__ = _call_as_ever
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if not getattr(_here, "depth", 0) or function in _traced_also_inline:
+        return _call_as_ever(function, *args, **kwargs)
+    python, options = function.python_function, function._experimental_autograph_options
+    args, kwargs = _as_given_to_a_trace(function, args, kwargs)
+    if function._autograph:
+        python = autograph_util.py_func_from_autograph(python, options)
+    status = ag_ctx.Status.ENABLED if function._autograph else ag_ctx.Status.DISABLED
+    with ag_ctx.ControlStatusCtx(status, options):
+        found = python(*args, **kwargs)
+    return tf.nest.map_structure(lambda leaf: _tensor(leaf, (bool, int, float)), found)
+
+
+def _as_given_to_a_trace(function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arrays as tensors; so is what has a place in the `input_signature`, in its dtype."""
+    names = list(inspect.signature(function.python_function).parameters)
+    specs = dict(zip(names, function.input_signature or (), strict=False))
+
+    def given(name: str | None, value: Any) -> Any:
+        spec = specs.get(name or "")
+        if isinstance(spec, tf.TensorSpec) and not isinstance(value, (tf.Tensor, tf.Variable)):
+            return tf.convert_to_tensor(value, spec.dtype)
+        return tf.nest.map_structure(_tensor, value)
+
+    placed = tuple(given(names[place] if place < len(names) else None, value) for place, value in enumerate(args))
+    return placed, {name: given(name, value) for name, value in kwargs.items()}
+
+
+def _tensor(leaf: Any, kinds: tuple[type, ...] = ()) -> Any:
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, (np.ndarray, np.generic, *kinds)) else leaf

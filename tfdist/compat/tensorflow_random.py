@@ -43,24 +43,25 @@ def users_state_digest() -> int:
 
 
 @contextlib.contextmanager
-def seed_lent(seed: int) -> Iterator[None]:
-    """A context with this seed, as after tf.random.set_seed; the user's own state is back at its end. Relies on
+def seed_lent(seed: int, anew: bool) -> Iterator[None]:
+    """A context with this seed, as after tf.random.set_seed; the user's own state is back at its end.
+
+    anew: whether operations may have drawn with this seed before. Each worker's kernels begin again then. Relies on
     `Context._seed`, `Context._rng` and `Context.clear_kernel_cache`; without them a seed that workers agree on would
     stay, and the arrays of later calls would come in one order in all epochs."""
     global _lent
     this, before = _context(), _lent
     own = this._seed, getattr(this, "_rng", None)  # it has none before the first seed
-    has_own = this._seed is not None  # whose kernels have drawn, on each worker as often as it liked
     this._seed, this._rng, _lent = seed, random.Random(seed), seed
     try:
-        if has_own:
+        if anew:
             this.clear_kernel_cache()
         yield
     finally:
         _lent = before
         if this._seed == seed:  # else the user has set one meanwhile
             this._seed, this._rng = own
-            if has_own:
+            if anew:
                 this.clear_kernel_cache()
 
 

@@ -39,7 +39,7 @@ def shuffle_alike(
     agree, arrays = _random_numbers_agree(runtime), (x, y, arguments["sample_weight"])
     if agree or not arguments["shuffle"] or not keras_arrays.are_arrays(*arrays):
         return x, y
-    sizes = [leaf.shape[0] for leaf in keras.tree.flatten(arrays) if leaf is not None]
+    sizes = [leaf.shape[0] if leaf.shape else 1 for leaf in keras.tree.flatten(arrays) if leaf is not None]
     if len(set(sizes)) > 1:
         raise DataError(
             f"The arrays have {', '.join(map(str, sizes))} samples: give x, y and sample_weight as many rows each."
@@ -56,7 +56,7 @@ def shuffle_alike(
     prepared = keras_arrays.prepared(x, y, weight, arguments["class_weight"])
     size = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(prepared) if leaf is not None)
     steps = arguments["steps_per_epoch"]
-    batch = arguments["batch_size"] or (math.ceil(size / steps) if steps else _DEFAULT_BATCH)  # as Keras does
+    batch = arguments["batch_size"] or (max(math.ceil(size / steps), 1) if steps else _DEFAULT_BATCH)  # as Keras does
     arguments["validation_batch_size"] = arguments["validation_batch_size"] or arguments["batch_size"]
     order = _within_batches(size, batch, seed) if arguments["shuffle"] == "batch" else _all(size, batch, seed)
     arguments.update(sample_weight=None, class_weight=None, batch_size=None, validation_split=0.0, shuffle=False)

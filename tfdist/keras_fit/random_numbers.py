@@ -65,7 +65,7 @@ class RandomNumbers:
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
-        seed = self._agreed_seed()
+        lent = self._lent_seed()
         drawn_without_one = keras_random.global_seed_generator()  # made when first needed
         self.hold_the_chiefs([drawn_without_one] if drawn_without_one is not None else [])
         take_the_chiefs(self._runtime, [generator.state for generator in self._generators])
@@ -84,7 +84,7 @@ class RandomNumbers:
             return self._of_chief(own_seed) if self._runs_alike() else own_seed
 
         with (
-            contextlib.nullcontext() if seed is None else tensorflow_random.seed_lent(seed),
+            lent,
             self._program(),
             attribute_replaced(keras.random.SeedGenerator, "next", tf.autograph.experimental.do_not_convert(next_seed)),
             attribute_replaced(keras_random.SEEDS, keras_random.MAKE_DEFAULT_SEED, default_seed),
@@ -112,14 +112,15 @@ class RandomNumbers:
         """Moves a seed, a number or a tensor, by the rank."""
         return (seed + self._runtime.rank * _STEP) % 2**31 if self._runtime.rank else seed
 
-    def _agreed_seed(self) -> int | None:
-        """The seed of the chief's with which tf.random.* draws the same on all workers, if their own differ, or if
-        there is none; else None.
+    def _lent_seed(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which tf.random.* draws the same on all workers: with a seed of the chief's, if their own
+        differ, or if there is none.
         """
         seed = tensorflow_random.global_seed()
         stamp = np.array([tensorflow_random.state_digest(), -1 if seed is None else int(seed)], np.int64)
         stamps = self._runtime.all_gather(stamp)
         if (stamps[:, 1] < 0).any() or (stamps != stamps[0]).any():
             drawn = int(np.random.SeedSequence().generate_state(1)[0]) % 2**31
-            return self._of_chief(drawn if seed is None else int(seed))
-        return None
+            chiefs = self._of_chief(drawn if seed is None else int(seed))
+            return tensorflow_random.seed_lent(chiefs, anew=bool((stamps[:, 1] >= 0).any()))
+        return contextlib.nullcontext()

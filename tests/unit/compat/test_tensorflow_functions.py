@@ -56,3 +56,43 @@ def test_what_is_always_traced_and_other_threads_are_as_ever():
         thread.start()
         thread.join()
     assert traced.experimental_get_tracing_count() == other.experimental_get_tracing_count() == 1
+
+
+def test_threads_may_leave_in_another_order_than_they_entered():
+    """As replicas do, which wait for each other inside."""
+    function, inside, one_left = tf.function(lambda x: x + 1), threading.Barrier(2), threading.Event()
+    counts = []
+
+    def replica(first):
+        with functions_inline():
+            inside.wait(10)
+            if not first:
+                one_left.wait(10)
+            function(tf.constant(1))
+            counts.append(function.experimental_get_tracing_count())
+        one_left.set()
+
+    threads = [threading.Thread(target=replica, args=(first,)) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == [0, 0]
+    function(tf.constant(1))
+    assert function.experimental_get_tracing_count() == 1
+
+
+@tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([])])
+def scaled(x, factor):
+    assert factor.dtype == tf.float32
+    return {"scaled": x * factor, "two": 2, "three": np.float32(3)}
+
+
+@pytest.mark.parametrize("factor", [0.5, np.float32(0.5), np.array(0.5)])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_a_function_takes_and_gives_are_tensors_as_ever(factor, by_name):
+    given = {"factor": factor} if by_name else {}
+    with functions_inline():
+        found = scaled([1.0, 2.0], *([] if by_name else [factor]), **given)
+    assert all(isinstance(each, tf.Tensor) for each in found.values())
+    assert found["scaled"].numpy().tolist() == [0.5, 1.0]

@@ -136,6 +136,13 @@ def test_each_epoch_has_an_order_of_its_own(x, shuffle, monkeypatch):
     assert len(set(map(tuple, epochs))) > 1 and all(sorted(rows) == OTHERS[:, 0].tolist() for rows in epochs)
 
 
+@pytest.mark.parametrize("x", [tf.sparse.from_dense(OTHERS), tf.RaggedTensor.from_tensor(OTHERS)])
+def test_what_is_not_dense_is_left_to_who_refuses_it(x, monkeypatch):
+    monkeypatch.setattr(tensorflow_random, "users_state_digest", lambda: 0)
+    found, _ = shuffle_alike(OneDevice(), x, None, {"shuffle": True, "sample_weight": None}, None)
+    assert found is x
+
+
 def test_rows_are_shuffled_within_their_batches(monkeypatch):
     rows = np.arange(90)[:, None]
     found, _ = shuffled({"x": rows}, monkeypatch, shuffle="batch", batch_size=40)

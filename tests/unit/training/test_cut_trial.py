@@ -321,6 +321,23 @@ def test_numbers_that_are_finite_whole_or_cut_only_are_other_numbers():
         trial.check({}, frozenset())
 
 
+def test_a_worker_on_which_the_cut_model_fails_waits_for_nobody(monkeypatch):
+    """The others may wait for it inside the model."""
+    model = _model(layer := Centered())
+    trial, inner, asked = _trial(model), layer.call, []
+    monkeypatch.setattr(RUNTIME, "all_gather", lambda array: asked.append(array) or array)
+
+    def fails(x, training=False):
+        asked.clear()  # what comes before the run may be a collective: all workers trace
+        with tf.control_dependencies([tf.debugging.assert_less(keras.ops.max(x), -100.0, message="so many")]):
+            return inner(x, training=training)
+
+    layer.call = fails
+    with pytest.raises(ConfigError, match="it fails .*so many"):
+        trial.check({}, frozenset())
+    assert len(asked) == 1  # whether all could trace
+
+
 def test_what_is_random_is_not_tried():
     class Noise(keras.layers.Layer):
         def __init__(self):

@@ -122,31 +122,34 @@ class CutTrial:
         here. Raises ConfigError on all workers if the model computes something else than it did.
         """
         found = None
-        for training, (attempt, whole) in self._whole.items():
+        for training, (attempt, comparison) in self._whole.items():
             computed = self._cut(training, attempt, parts)
             # On all workers, whatever each of them finds then: the sum is a collective.
             summed = computed._replace(
                 gradients=self._with_sums(computed.gradients, parts, partial),
                 gradients_of_added=self._with_sums(computed.gradients_of_added, parts, partial),
             )
-            self._refuse(whole.difference(summed, parts), _when(training))
+            self._refuse(comparison.difference(summed, parts), _when(training))
             if not training:
-                shape, part = whole.whole.outputs[0].shape, computed.outputs[0].shape
+                shape, part = comparison.whole.outputs[0].shape, computed.outputs[0].shape
                 found = shape[-1] if shape != part else 0
         return found
 
     def _cut(self, training: bool, attempt: Attempt, parts: Mapping[int, VariablePart]) -> Results:
         """The results of the cut model. Raises ConfigError on all workers if it cannot be called."""
-        results, problem = None, ""
+        traced, problem = None, ""
         try:
-            results = self._computed(self._traced(training, attempt), attempt, parts)
+            traced = self._traced(training, attempt)
         except ConfigError:  # of a layer that is refused on all workers
             raise
         except Exception as error:  # noqa: BLE001 - of Keras, where a shape does not fit
             problem = f"its layers no longer fit ({_said(error)})"
         self._refuse(problem, _when(training))
-        assert results is not None
-        return results
+        assert traced is not None
+        try:
+            return self._computed(traced, attempt, parts)
+        except Exception as error:  # alone: others may wait for this worker inside the model, and not in a collective
+            raise self._refusal(f"it fails ({_said(error)})", _when(training)) from error
 
     # -- running the model -----------------------------------------------------------------------------------------
 
@@ -208,7 +211,7 @@ class CutTrial:
             outputs, added, gradients, of_added = traced()
 
         def numbers(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
-            return [tf.cast(each, tf.float64).numpy() for each in tensors]
+            return [tf.cast(each, tf.float32).numpy() for each in tensors]
 
         half = any(tensor.dtype in HALF for node in traced.graph.get_operations() for tensor in node.outputs)
         return Results(numbers(outputs), numbers(added), numbers(gradients), numbers(of_added), half)
@@ -247,15 +250,17 @@ class CutTrial:
                 else self._sum(gradient, "expert") / experts
             )
 
-        return [summed(*pair) for pair in zip(self._variables, gradients, strict=False)]
+        return [summed(*pair) for pair in zip(self._variables, gradients, strict=True)] if gradients else []
 
     def _sum(self, gradient: np.ndarray, axis: str) -> np.ndarray:
         return self._runtime.group(axis).all_reduce(tf.constant(gradient, tf.float32)).numpy()
 
     def _refuse(self, problem: str, when: str) -> None:
         """Raises ConfigError on all workers if one of them has a problem. when: the end of a phrase."""
-        if not any_worker(self._runtime, bool(problem)):
-            return
+        if any_worker(self._runtime, bool(problem)):
+            raise self._refusal(problem, when)
+
+    def _refusal(self, problem: str, when: str) -> ConfigError:
         why = (
             "What stands between two layers that are cut must treat every channel on its own, as in"
             " tfdist/models/blocks.py, and logits that are cut must be the outputs, with nothing behind them that looks"
@@ -263,7 +268,7 @@ class CutTrial:
         )
         if self._also:
             why = "Layers of your own would have some of the positions on each worker: drop --sequence_parallel."
-        raise ConfigError(
+        return ConfigError(
             f"--mesh={self._runtime.mesh.describe()}{self._also} cuts layers of {self._model.name} by their names, but"
             f" then it computes something else{when} than whole: {problem or 'another worker has found out'}. {why}"
         )

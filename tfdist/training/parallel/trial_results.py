@@ -69,8 +69,15 @@ class Comparison:
         variables: Sequence[keras.Variable],
         own: Callable[[np.ndarray, Sequence[int]], np.ndarray],
     ):
-        self.whole, self._nearby = whole, nearby
-        self._variables, self._own = variables, own
+        self.whole, self._variables, self._own = whole, variables, own
+        # Of gradients, which are as large as the model, the largest numbers alone.
+        self._nearby = nearby._replace(
+            gradients=[_largest(a - near, None) for a, near in zip(whole.gradients, nearby.gradients, strict=True)],
+            gradients_of_added=[
+                _largest(a - near, None)
+                for a, near in zip(whole.gradients_of_added, nearby.gradients_of_added, strict=True)
+            ],
+        )
 
     def difference(self, found: Results, parts: Mapping[int, VariablePart]) -> str:
         """What differs, as a phrase; "" if nothing does. parts: id of a variable -> what is here of it."""
@@ -91,13 +98,14 @@ class Comparison:
             if expected.shape != b.shape:
                 return f"its outputs have another shape, {b.shape} in place of {a.shape}"
             channels = tuple(range(max(a.ndim - 1, 0)))
-            if _differ(expected, self._own(near, b.shape), b, tolerance, axis=channels):
+            moved = _largest(expected - self._own(near, b.shape), channels)
+            if _differ(expected, b, tolerance, _MOVES * moved, axis=channels):
                 return "its outputs are other numbers"
         return ""
 
     def _of_added(self, found: Results, tolerance: float) -> str:
         if len(self.whole.added) != len(found.added) or any(
-            _differ(a, near, b, tolerance)
+            _differ(a, b, tolerance, _MOVES * _largest(a - near, None))
             for a, near, b in zip(self.whole.added, self._nearby.added, found.added, strict=True)
         ):
             return "the losses that its layers add are other numbers"
@@ -106,31 +114,28 @@ class Comparison:
     def _of_gradients(
         self, name: str, words: str, found: Results, parts: Mapping[int, VariablePart], half: bool
     ) -> str:
-        whole, nearby, others = (getattr(each, name) for each in (self.whole, self._nearby, found))
+        whole, moved, others = (getattr(each, name) for each in (self.whole, self._nearby, found))
         largest = max((np.max(np.abs(each), initial=0.0) for each in whole), default=0.0)
         noise = (_NOISE_HALF if half else _NOISE) * largest
-        for variable, a, near, b in zip(self._variables, whole, nearby, others, strict=False):
+        for variable, a, by_rounding, b in zip(self._variables, whole, moved, others, strict=False):
             part = parts.get(id(variable))
             if part is not None and part.axis != "model":
                 continue  # the sum over what all of them have sent there
-            a, near = (part.cut(each) if part else each for each in (a, near))
-            if _differ(a, near, b, _TOLERANCE_HALF if half else _TOLERANCE, noise):
+            expected = part.cut(a) if part else a
+            if _differ(expected, b, _TOLERANCE_HALF if half else _TOLERANCE, _MOVES * by_rounding.max() + noise):
                 return f"the gradient{words} of {variable.path} is another"
         return ""
 
 
-def _differ(
-    one: np.ndarray, nearby: np.ndarray, other: np.ndarray, tolerance: float, noise: float = 0.0, axis: Any = None
-) -> bool:
-    """Whether numbers are further apart than `tolerance`, in parts of the largest of `one` over `axis`, than what
-    `nearby` shows of rounding, and than `noise`. What is finite in none of both tells nothing."""
+def _differ(one: np.ndarray, other: np.ndarray, tolerance: float, noise: Any, axis: Any = None) -> bool:
+    """Whether numbers are further apart than `tolerance`, in parts of the largest of `one` over `axis`, and `noise`. A
+    number that is finite in one of both only is another; what is finite in none tells nothing."""
     if one.shape != other.shape or (np.isfinite(one) != np.isfinite(other)).any():
         return True
     with np.errstate(invalid="ignore"):
-        moved = _largest(one - nearby, axis)
-        return bool(np.any(np.abs(one - other) > tolerance * _largest(one, axis) + _MOVES * moved + noise))
+        return bool(np.any(np.abs(one - other) > tolerance * _largest(one, axis) + noise))
 
 
 def _largest(values: np.ndarray, axis: Any) -> np.ndarray:
-    """The largest finite size over `axis`."""
+    """The largest finite size over `axis`, of all dims if that is None."""
     return np.max(np.abs(values), axis, initial=0.0, where=np.isfinite(values), keepdims=True)
