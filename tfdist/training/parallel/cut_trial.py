@@ -149,6 +149,8 @@ class CutTrial:
         try:
             return self._computed(traced, attempt, parts)
         except Exception as error:  # alone: others may wait for this worker inside the model, and not in a collective
+            if isinstance(error, tf.errors.OpError) and not isinstance(error, tf.errors.InvalidArgumentError):
+                raise  # as on those others, when this one ends
             raise self._refusal(f"it fails ({_said(error)})", _when(training)) from error
 
     # -- running the model -----------------------------------------------------------------------------------------
