@@ -89,10 +89,7 @@ def main(argv: list[str]) -> int:
                 f"--plot={options.plot} cannot be written ({error}): give a file that ends in .png, in a folder that"
                 " exists."
             ) from None
-    if best.fits(hardware):
-        return ExitCode.OK
-    exit_codes.say_last_words(exit_codes.error_line(f"The run {proposals[0].reason}.", ExitCode.CONFIG))
-    return ExitCode.CONFIG
+    return ExitCode.OK if best.fits(hardware) else ExitCode.CONFIG
 
 
 def model_shape(config: Config, train: list[str], input_shape: str, outputs: int) -> ModelShape:

@@ -18,6 +18,7 @@ _INSIDE = re.compile(
 )
 _TERMINAL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x7f\x9b\u202e]")
 _MOST_CHARACTERS = 1300
+_NO_LAYOUT = "   does not fit, because even "
 
 
 def sentence(outcome: Outcome) -> str:
@@ -59,7 +60,10 @@ def _of_one(mistake: Mistake, outcome: Outcome) -> list[str]:
     if "Traceback" in outcome.output and ExitCode.INTERNAL not in mistake.codes:
         found.append("a traceback")
     told = _SENTENCE.findall(outcome.output)
-    if outcome.code not in (0, 1, 130, 42, None) and not any(int(code) == outcome.code for _, code, _ in told):
+    answered = _NO_LAYOUT in outcome.output  # by a plan, whose code says so, too
+    if outcome.code not in (0, 1, 130, 42, None) and not (
+        answered or any(int(code) == outcome.code for _, code, _ in told)
+    ):
         found.append("no sentence with the exit code")
     if len({text for text, _, _ in told}) > (2 if mistake.processes[0].arguments[0] == "launch" else 1):
         found.append("several sentences")

@@ -2,10 +2,10 @@
 
 tensor.py and expert.py cut layers by their names. They count on what stands between two of them in the models of
 tfdist: what treats every channel on its own. A softmax, a norm or a gate between the `mlp_up` and the `mlp_down` of
-somebody else sees a part of the channels, and computes another number, without a word. So the model is called with a
-few rows while it is whole, and once it is cut: outputs, added losses and gradients must be the same, but for rounding;
-in inference, and as in training, where constants take the place of what is drawn, and moving moments of a batch's. It
-computes in float32, with weights that are disturbed: behind an initial 0 nothing would be seen.
+somebody else sees a part of the channels, and computes another number, without a word. So the model is called with
+some rows while it is whole, and once it is cut: outputs, added losses and gradients must be the same, but for rounding
+(trial_results.py); in inference, and as in training, where constants take the place of what is drawn, and moving
+moments of a batch's. It computes in float32, with weights that are disturbed (trial_attempts.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tfdist.runtime.host import known_dims
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.tensor import VariablePart, share
 from tfdist.training.parallel.trial_attempts import Attempt, attempts
-from tfdist.training.parallel.trial_results import HALF, NEARBY, Comparison, Results, inverse_of_largest
+from tfdist.training.parallel.trial_results import HALF, NEARBY, RANDOM, Comparison, Results, inverse_of_largest
 from tfdist.training.row_checks.calm_layers import moving_moments_taken
 from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import nearly
@@ -73,10 +73,10 @@ class CutTrial:
         # training -> of the whole model; none if it is random: it is not tried
         self._whole: dict[bool, _Tried] = {}
         for training in (False, True):
-            if whole := self._first_that_tells(training, tried):
+            if whole := self._first_usable(training, tried):
                 self._whole[training] = whole
 
-    def _first_that_tells(self, training: bool, tried: Sequence[Attempt]) -> _Tried | None:
+    def _first_usable(self, training: bool, tried: Sequence[Attempt]) -> _Tried | None:
         """By the first of the attempts that gives the same numbers again; None if the model is random. Raises
         ConfigError on all workers if it cannot be run.
         """
@@ -105,14 +105,15 @@ class CutTrial:
     def _repeatable(self, training: bool, attempt: Attempt, all_finite: bool) -> _Tried | None:
         """None if the model is random. Raises whatever it raises, and ValueError if its numbers tell nothing."""
         traced = self._traced(training, attempt)
-        whole, near = (self._computed(traced, attempt, {}, moved) for moved in (0.0, NEARBY))
-        if not whole.tell(all_finite):
+        whole, nearby = (self._computed(traced, attempt, {}, off) for off in (0.0, NEARBY))
+        if not whole.is_usable(all_finite):
             raise ValueError("its outputs or gradients are not finite")
-        comparison = Comparison(whole, near, self._variables, self._own)
-        if any(map(draws, kinds_of_operations(traced.graph)[0])):  # with other seeds
-            traced = self._traced(training, attempt, moved=1)
+        if any(map(draws, kinds_of_operations(traced.graph)[0])):
+            traced = self._traced(training, attempt, other_seeds=True)
         again = self._computed(traced, attempt, {})
-        return None if comparison.difference(again, {}) else _Tried(attempt, comparison)
+        if Comparison(whole, [nearby], self._variables, self._own).difference(again, {}, RANDOM):
+            return None
+        return _Tried(attempt, Comparison(whole, [nearby, again], self._variables, self._own))
 
     def check(self, parts: Mapping[int, VariablePart], partial: frozenset[int]) -> int | None:
         """The last dim of the one output if workers have a part of it each, 0 if it is whole; None if the model could
@@ -156,8 +157,8 @@ class CutTrial:
     # -- running the model -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _disturbed(self, attempt: Attempt, parts: Mapping[int, VariablePart], moved: float) -> Iterator[None]:
-        """A context in which weights are disturbed; all variables are restored at the end. parts: see `check`. moved:
+    def _disturbed(self, attempt: Attempt, parts: Mapping[int, VariablePart], nearby: float) -> Iterator[None]:
+        """A context in which weights are disturbed; all variables are restored at the end. parts: see `check`. nearby:
         by so much of itself each is another, too."""
         states = [(variable, variable.numpy()) for variable in (*self._model.variables, *hidden_state(self._model))]
         try:
@@ -165,15 +166,15 @@ class CutTrial:
                 if (change := attempt.changes.get(id(variable))) is not None:
                     part = parts.get(id(variable))
                     value = value + (part.cut(change) if part and change.shape != value.shape else change)
-                    variable.assign(nearly(value, moved))
+                    variable.assign(nearly(value, nearby))
             yield
         finally:
             for variable, value in states:
                 variable.assign(value)
 
-    def _traced(self, training: bool, attempt: Attempt, moved: int = 0) -> Any:
+    def _traced(self, training: bool, attempt: Attempt, other_seeds: bool = False) -> Any:
         """The model's forward and backward pass, as a graph: all workers fail to make it, or none waits for another.
-        Layers draw nothing by keras.random, and compute in float32. moved: see constant_draws.
+        Layers draw nothing by keras.random, and compute in float32. other_seeds: see constant_draws.
         """
 
         def forward_and_backward() -> Any:
@@ -195,7 +196,7 @@ class CutTrial:
         function = tf.function(forward_and_backward, autograph=False)
         with (
             generators_kept(),
-            constant_draws(moved),
+            constant_draws(int(other_seeds)),
             moving_moments_taken(layers),
             in_float32(layers),
         ):
@@ -207,9 +208,9 @@ class CutTrial:
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
     def _computed(
-        self, traced: Any, attempt: Attempt, parts: Mapping[int, VariablePart], moved: float = 0.0
+        self, traced: Any, attempt: Attempt, parts: Mapping[int, VariablePart], nearby: float = 0.0
     ) -> Results:
-        with self._disturbed(attempt, parts, moved), generators_kept():
+        with self._disturbed(attempt, parts, nearby), generators_kept():
             outputs, added, gradients, of_added = traced()
 
         def numbers(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:

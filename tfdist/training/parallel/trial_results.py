@@ -22,6 +22,7 @@ _MOVES = 30.0  # times what that changes
 # In parts of the largest; where a layer of the user's own casts to half precision, one step of it may round the other
 # way.
 _TOLERANCE, _TOLERANCE_HALF = 1e-5, 2e-2
+RANDOM = 1e-3  # a model that differs from itself by more than that
 _NOISE, _NOISE_HALF = 1e-7, 1e-3  # of the largest number of all gradients, where rounding shows nothing
 HALF = (tf.float16, tf.bfloat16)
 
@@ -40,7 +41,7 @@ class Results(NamedTuple):
     gradients_of_added: Sequence[np.ndarray]
     half: bool
 
-    def tell(self, all_finite: bool) -> bool:
+    def is_usable(self, all_finite: bool) -> bool:
         """Whether all numbers are finite, or at least some of each output."""
         if all_finite:
             return all(np.isfinite(each).all() for each in (*self.outputs, *self.gradients, *self.gradients_of_added))
@@ -58,73 +59,91 @@ def inverse_of_largest(values: tf.Tensor) -> tf.Tensor:
 class Comparison:
     """Compares results of the whole model with others.
 
-    nearby: of the whole model with weights that are nearly the same. own: (of the whole, shape) -> the part of this
-    shape that is here.
+    others: of the whole model with weights that are nearly the same, and once more: GPUs add up in any order. own: (of
+    the whole, shape) -> the part of this shape that is here.
     """
 
     def __init__(
         self,
         whole: Results,
-        nearby: Results,
+        others: Sequence[Results],
         variables: Sequence[keras.Variable],
         own: Callable[[np.ndarray, Sequence[int]], np.ndarray],
     ):
         self.whole, self._variables, self._own = whole, variables, own
-        # Of gradients, which are as large as the model, the largest numbers alone.
-        self._nearby = nearby._replace(
-            gradients=[_largest(a - near, None) for a, near in zip(whole.gradients, nearby.gradients, strict=True)],
-            gradients_of_added=[
-                _largest(a - near, None)
-                for a, near in zip(whole.gradients_of_added, nearby.gradients_of_added, strict=True)
-            ],
-        )
 
-    def difference(self, found: Results, parts: Mapping[int, VariablePart]) -> str:
+        def moved(name: str, channels: bool = False) -> list[np.ndarray]:
+            """By how much rounding moves the numbers at most: of gradients, which are as large as the model, and of
+            losses one for each."""
+            found = []
+            for one, *those in zip(*(getattr(each, name) for each in (whole, *others)), strict=True):
+                axis = _without_channels(one) if channels else None
+                with np.errstate(invalid="ignore"):
+                    found.append(np.max([_largest(one - other, axis) for other in those], axis=0))
+            return found
+
+        self._moved = {name: moved(name) for name in ("added", "gradients", "gradients_of_added")}
+        self._moved["outputs"] = moved("outputs", channels=True)
+
+    def difference(self, found: Results, parts: Mapping[int, VariablePart], tolerance: float = _TOLERANCE) -> str:
         """What differs, as a phrase; "" if nothing does. parts: id of a variable -> what is here of it."""
-        half = self.whole.half or found.half
+        noise = _NOISE
+        if self.whole.half or found.half:
+            tolerance, noise = max(tolerance, _TOLERANCE_HALF), _NOISE_HALF
         return (
-            self._of_outputs(found, _TOLERANCE_HALF if half else _TOLERANCE)
-            or self._of_added(found, _TOLERANCE_HALF if half else _TOLERANCE)
-            or self._of_gradients("gradients", "", found, parts, half)
-            or self._of_gradients("gradients_of_added", " of the losses that layers add", found, parts, half)
+            self._of_outputs(found, tolerance)
+            or self._of_added(found, tolerance)
+            or self._of_gradients("gradients", "", found, parts, tolerance, noise)
+            or self._of_gradients(
+                "gradients_of_added", " of the losses that layers add", found, parts, tolerance, noise
+            )
         )
 
     def _of_outputs(self, found: Results, tolerance: float) -> str:
         cut = [a.shape != b.shape for a, b in zip(self.whole.outputs, found.outputs, strict=True)]
         if any(cut) and len(cut) > 1:
             return "one of its several outputs comes in parts"
-        for a, near, b in zip(self.whole.outputs, self._nearby.outputs, found.outputs, strict=True):
-            expected = self._own(a, b.shape)
+        for whole, moved, b in zip(self.whole.outputs, self._moved["outputs"], found.outputs, strict=True):
+            expected = self._own(whole, b.shape)
             if expected.shape != b.shape:
-                return f"its outputs have another shape, {b.shape} in place of {a.shape}"
-            channels = tuple(range(max(a.ndim - 1, 0)))
-            moved = _largest(expected - self._own(near, b.shape), channels)
-            if _differ(expected, b, tolerance, _MOVES * moved, axis=channels):
+                return f"its outputs have another shape, {b.shape} in place of {whole.shape}"
+            moved = moved if whole.shape == b.shape else self._own(moved, b.shape)  # of each channel
+            if _differ(expected, b, tolerance, _MOVES * moved, _without_channels(whole)):
                 return "its outputs are other numbers"
         return ""
 
     def _of_added(self, found: Results, tolerance: float) -> str:
         if len(self.whole.added) != len(found.added) or any(
-            _differ(a, b, tolerance, _MOVES * _largest(a - near, None))
-            for a, near, b in zip(self.whole.added, self._nearby.added, found.added, strict=True)
+            _differ(whole, b, tolerance, _MOVES * moved)
+            for whole, moved, b in zip(self.whole.added, self._moved["added"], found.added, strict=True)
         ):
             return "the losses that its layers add are other numbers"
         return ""
 
     def _of_gradients(
-        self, name: str, words: str, found: Results, parts: Mapping[int, VariablePart], half: bool
+        self,
+        name: str,
+        words: str,
+        found: Results,
+        parts: Mapping[int, VariablePart],
+        tolerance: float,
+        relative_noise: float,
     ) -> str:
-        whole, moved, others = (getattr(each, name) for each in (self.whole, self._nearby, found))
-        largest = max((np.max(np.abs(each), initial=0.0) for each in whole), default=0.0)
-        noise = (_NOISE_HALF if half else _NOISE) * largest
-        for variable, a, by_rounding, b in zip(self._variables, whole, moved, others, strict=False):
+        before, after = getattr(self.whole, name), getattr(found, name)
+        noise = relative_noise * max((np.max(np.abs(each), initial=0.0) for each in before), default=0.0)
+        for variable, whole, moved, b in zip(self._variables, before, self._moved[name], after, strict=False):
             part = parts.get(id(variable))
             if part is not None and part.axis != "model":
                 continue  # the sum over what all of them have sent there
-            expected = part.cut(a) if part else a
-            if _differ(expected, b, _TOLERANCE_HALF if half else _TOLERANCE, _MOVES * by_rounding.max() + noise):
+            expected = part.cut(whole) if part else whole
+            if _differ(expected, b, tolerance, _MOVES * moved.max() + noise):
                 return f"the gradient{words} of {variable.path} is another"
         return ""
+
+
+def _without_channels(values: np.ndarray) -> tuple[int, ...]:
+    """All axes but the last."""
+    return tuple(range(max(values.ndim - 1, 0)))
 
 
 def _differ(one: np.ndarray, other: np.ndarray, tolerance: float, noise: Any, axis: Any = None) -> bool:
