@@ -59,7 +59,8 @@ class HealthMonitor:
         return requests
 
     def all_saved(self) -> None:
-        """Training is over, and all that it leaves is written: from now on no request to stop can come too late."""
+        """Training is over, and all that it leaves is written on this machine: no request to stop can come too late.
+        What goes to an object store may still be on its way; whoever starts again sends it."""
         if self._requests:
             self._requests.all_saved = True
         self.watchdog.stop_in_any_time()
