@@ -53,7 +53,7 @@ def _forget_others(objects: ObjectStore, store: SnapshotFolder, there: Sequence[
     for each in store.steps():
         if each > newest or each == (newest if step < 0 else step):
             text, folder = objects.text(f"{step_folder(each)}/{MANIFEST}"), Path(store.path(each))
-            with contextlib.suppress(FileNotFoundError):  # another reader has removed it
+            with contextlib.suppress(FileNotFoundError):  # a copy that is not whole is brought anew in any case
                 if each > newest if text is None else text.encode() != (folder / MANIFEST).read_bytes():
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -34,6 +34,12 @@ def _trial(model: keras.Model) -> CutTrial:
     return CutTrial(RUNTIME, model, rows_of_x, micro_batch=MICRO_BATCH, sequence_parallel=False)
 
 
+def _scale(layer: keras.Layer, by: float) -> None:
+    """As if the layer gave other numbers once the model is cut."""
+    inner = layer.call
+    layer.call = lambda x, training=False: by * inner(x, training=training)
+
+
 def test_the_same_model_is_the_same():
     model = _model(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5))
     trial, before = _trial(model), [variable.numpy() for variable in model.variables]
@@ -106,8 +112,7 @@ def test_nothing_hides_behind_an_initial_0_nor_in_half_precision(policy):
     trial, centered = _trial(model), model.layers[-2]
     assert trial.check({}, frozenset()) == 0
     assert not model.get_layer("down").kernel.numpy().any()
-    inner = centered.call
-    centered.call = lambda x, training=False: 1.002 * inner(x, training=training)
+    _scale(centered, 1.002)
     with pytest.raises(ConfigError, match="its outputs are other numbers"):
         trial.check({}, frozenset())
 
@@ -172,8 +177,7 @@ def test_a_cast_of_the_users_hides_no_five_percent():
     model = _model(Rounded(), layer := Centered())
     trial = _trial(model)
     assert trial.check({}, frozenset()) == 0
-    inner = layer.call
-    layer.call = lambda x, training=False: 1.05 * inner(x, training=training)
+    _scale(layer, 1.05)
     with pytest.raises(ConfigError, match="its outputs are other numbers"):
         trial.check({}, frozenset())
 
@@ -295,8 +299,7 @@ def test_models_that_do_not_run_as_they_are_tried_first_are_tried_again(make):
     model = _model(make(), layer := Centered())
     trial = _trial(model)
     assert trial.check({}, frozenset()) == 0
-    inner = layer.call
-    layer.call = lambda x, training=False: 1.002 * inner(x, training=training)
+    _scale(layer, 1.002)
     with pytest.raises(ConfigError, match="its outputs are other numbers"):
         trial.check({}, frozenset())
 
@@ -315,8 +318,8 @@ def test_a_model_that_cannot_be_tried_is_refused():
 
 def test_numbers_that_are_finite_whole_or_cut_only_are_other_numbers():
     model = _model(layer := Centered())
-    trial, inner = _trial(model), layer.call
-    layer.call = lambda x, training=False: inner(x, training=training) * float("nan")
+    trial = _trial(model)
+    _scale(layer, float("nan"))
     with pytest.raises(ConfigError, match="its outputs are other numbers"):
         trial.check({}, frozenset())
 

@@ -105,15 +105,18 @@ class CutTrial:
     def _repeatable(self, training: bool, attempt: Attempt, all_finite: bool) -> _Tried | None:
         """None if the model is random. Raises whatever it raises, and ValueError if its numbers tell nothing."""
         traced = self._traced(training, attempt)
-        whole, nearby = (self._computed(traced, attempt, {}, off) for off in (0.0, NEARBY))
+        whole = self._computed(traced, attempt, {})
         if not whole.is_usable(all_finite):
             raise ValueError("its outputs or gradients are not finite")
+        comparison = Comparison(whole, self._variables, self._own)
+        comparison.allow(self._computed(traced, attempt, {}, NEARBY))
         if any(map(draws, kinds_of_operations(traced.graph)[0])):
             traced = self._traced(training, attempt, other_seeds=True)
         again = self._computed(traced, attempt, {})
-        if Comparison(whole, [nearby], self._variables, self._own).difference(again, {}, RANDOM):
+        if comparison.difference(again, {}, RANDOM):
             return None
-        return _Tried(attempt, Comparison(whole, [nearby, again], self._variables, self._own))
+        comparison.allow(again)
+        return _Tried(attempt, comparison)
 
     def check(self, parts: Mapping[int, VariablePart], partial: frozenset[int]) -> int | None:
         """The last dim of the one output if workers have a part of it each, 0 if it is whole; None if the model could

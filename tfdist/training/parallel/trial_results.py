@@ -57,33 +57,28 @@ def inverse_of_largest(values: tf.Tensor) -> tf.Tensor:
 
 
 class Comparison:
-    """Compares results of the whole model with others.
-
-    others: of the whole model with weights that are nearly the same, and once more: GPUs add up in any order. own: (of
-    the whole, shape) -> the part of this shape that is here.
+    """Compares results of the whole model with others. own: (of the whole, shape) -> the part of this shape that is
+    here.
     """
 
     def __init__(
         self,
         whole: Results,
-        others: Sequence[Results],
         variables: Sequence[keras.Variable],
         own: Callable[[np.ndarray, Sequence[int]], np.ndarray],
     ):
         self.whole, self._variables, self._own = whole, variables, own
+        self._moved = {name: [np.zeros(1)] * len(getattr(whole, name)) for name in Results._fields if name != "half"}
 
-        def moved(name: str, channels: bool = False) -> list[np.ndarray]:
-            """By how much rounding moves the numbers at most: of gradients, which are as large as the model, and of
-            losses one for each."""
-            found = []
-            for one, *those in zip(*(getattr(each, name) for each in (whole, *others)), strict=True):
-                axis = _without_channels(one) if channels else None
+    def allow(self, other: Results) -> None:
+        """What differs in this one, of the whole model, too, is rounding: with weights that are nearly the same, or as
+        GPUs add up in any order. Kept are the largest numbers alone, as gradients are as large as the model.
+        """
+        for name, before in self._moved.items():
+            for place, (one, another) in enumerate(zip(getattr(self.whole, name), getattr(other, name), strict=True)):
+                axis = _without_channels(one) if name == "outputs" else None
                 with np.errstate(invalid="ignore"):
-                    found.append(np.max([_largest(one - other, axis) for other in those], axis=0))
-            return found
-
-        self._moved = {name: moved(name) for name in ("added", "gradients", "gradients_of_added")}
-        self._moved["outputs"] = moved("outputs", channels=True)
+                    before[place] = np.maximum(before[place], _largest(one - another, axis))
 
     def difference(self, found: Results, parts: Mapping[int, VariablePart], tolerance: float = _TOLERANCE) -> str:
         """What differs, as a phrase; "" if nothing does. parts: id of a variable -> what is here of it."""
