@@ -234,9 +234,38 @@ def test_a_batch_script_goes_back_to_the_queue_by_the_exit_code(code, restarts, 
         "SLURM_JOB_ID": "5",
         **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
     }
-    result = subprocess.run(["bash", tmp_path / "job.sh"], env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        ["bash", tmp_path / "job.sh"], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
     again = code == 42 or (restarts is None and (code > 130 or code in {code.value for code in RESTARTABLE}))
     assert ("requeue 5" in result.stdout) == again and result.returncode == (0 if again else code), result
+
+
+def test_only_failures_since_the_last_stop_on_request_count(capsys, tmp_path):
+    """Slurm counts all starts. A long job, which goes back to the queue at every time limit, keeps its retries."""
+    (tmp_path / "job.sh").write_text(written(capsys, "slurm", "--max_restarts=2"))
+    lost = ExitCode.PEER_LOST.value
+    for name, body in (("srun", "exit $CODE"), ("scontrol", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def goes_back(restarts: int, code: int) -> bool:
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "5",
+            "SLURM_RESTART_COUNT": str(restarts),
+            "CODE": str(code),
+        }
+        result = subprocess.run(
+            ["bash", tmp_path / "job.sh"], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert not result.stderr
+        return "requeue 5" in result.stdout
+
+    assert all(goes_back(restarts, 42) for restarts in range(10))
+    assert goes_back(10, lost) and goes_back(11, lost) and not goes_back(12, lost)
+    assert not list(tmp_path.glob(".tfdist*"))  # nothing is left of a job that has ended
+    assert not goes_back(12, lost)
 
 
 def test_a_dockerfile_and_files(capsys, tmp_path):
