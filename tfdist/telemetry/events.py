@@ -20,9 +20,9 @@ save     when a snapshot has been written: message, save/bytes, save/write_s, sa
 backup   when a backup has been written: save/bytes, save/write_s, save/step
 trace    when a trace has been written: message, trace/first_step, trace/folder
 warning  when something needs attention: message
-regroup  in place of end, when workers come or go without a restart (--elastic): message
+regroup  instead of end, when workers come or go without a restart (--elastic): message
 end      once, unless killed: stopped, train_s, eval/*
-error    in place of end, if there was time: message
+error    instead of end, if there was time: message
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Goodput:
 
     @property
     def restart_parts(self) -> dict[str, float]:
-        """The seconds of "restart", by cause."""
+        """The seconds of "restart", by component."""
         return {
             within: sum(span.seconds for span in self.spans if span.within == within)
             for within in ("failure", "down", "startup", "trace")

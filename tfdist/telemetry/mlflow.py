@@ -35,7 +35,7 @@ def _uri(run: Run) -> str:
 class MlflowTracker(Observer):
     """Logs metrics under their own names, and flags as parameters.
 
-    MLflow keeps the first value logged for a step, because it cannot delete values.
+    A step that MLflow already has keeps its first values, because MLflow cannot delete values.
     """
 
     def __init__(self, run: Run):

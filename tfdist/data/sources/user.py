@@ -109,7 +109,7 @@ def _arguments(function: Callable, config: DataConfig, split: str) -> tuple[dict
 
 
 def _split(name: str, data: Any) -> Split:
-    """Makes one split of whatever the function returned for it."""
+    """Makes one split from whatever the function returned for it."""
     if isinstance(data, Split):
         return data
     if isinstance(data, tf.data.Dataset):
