@@ -1,15 +1,15 @@
-"""Augmentation of training samples, and how it is joined to a split.
+"""Augmentation of training samples, and how it is attached to a split.
 
-An augmentation is a function `fn(x, y, seeds) -> (x, y)` on several samples: x and y nests with leading dim n, seeds
-int32 [n, 2], one a sample, made of nothing but (run seed, position). So a sample is augmented in the same way at any
-number of workers, and anew in each epoch. How many there are, and which ones, must not matter: where that is cheaper
-they are several micro-batches of a replica in one go. One that mixes samples (mixup) is found out by trying, and
-refused where a batch comes in parts (workers, --accumulation). With --row_mixing=replica, or on one device, it has a
-whole micro-batch at a time (training/row_checks/mixing_augmentation.py).
-It is traced in a tf.data map and must be stateless: draw from `order.uniform(seeds, k)`, or a sample at a time from
+An augmentation is a function `fn(x, y, seeds) -> (x, y)` on several samples. x and y are nests with leading dim n;
+seeds is int32 [n, 2], one seed per sample, derived only from (run seed, position). So a sample is augmented in the same
+way at any number of workers, and differently in each epoch. The result for a sample must not depend on how many samples
+come together, or on which: where that is cheaper, one call gets several micro-batches of a replica. An augmentation
+that mixes samples (mixup) is detected by a trial, and refused if batches are divided (workers, --accumulation). With
+--row_mixing=replica, or on one device, it gets one whole micro-batch (training/row_checks/mixing_augmentation.py).
+It is traced in a tf.data map and must be stateless: draw from `order.uniform(seeds, k)`, or sample by sample with
 `tf.map_fn` and `tf.image.stateless_*(..., seed=seed)`.
 AutoGraph is off there: decorate the function with @tf.function if it has Python branches on tensors.
-It may change shapes (if it does, the model must be built for the changed ones). Images are [n, H, W, C].
+It may change shapes (the model must then be built for the new ones). Images are [n, H, W, C].
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ Augmentation = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tuple]
 
 
 def load_augmentation(name: str) -> Augmentation | None:
-    """The augmentation called `name` (a registered name or package.module:function), or None for "none".
+    """Returns the augmentation called `name` (a registered name or package.module:function), or None for "none".
 
-    Raises ConfigError for an unknown name, or a function of other arguments; when it is called, for one that fails.
+    Raises ConfigError for an unknown name or a function with other arguments. The returned function raises it if the
+    user's code fails.
     """
     if name == "none":
         return None
@@ -64,7 +65,7 @@ def load_augmentation(name: str) -> Augmentation | None:
 
 @contextlib.contextmanager
 def _without_variables(name: str) -> Iterator[None]:
-    """A context that names the augmentation, and a way out, if a variable is made inside: TensorFlow's words do not."""
+    """Context manager: names the augmentation, and a fix, if it makes a variable; TensorFlow's message does neither."""
     try:
         yield
     except ValueError as error:
@@ -89,8 +90,8 @@ def _check_stateless(name: str, kinds: set[str]) -> None:
 
 
 def augmented_fetch(split: Split, augment: Augmentation | None, seed: int) -> Callable[[tf.Tensor, tf.Tensor], Sample]:
-    """(indices, positions in the data order, both int64 [n]) -> augmented samples; what the source can do while
-    decoding is left to it.
+    """Returns a function (indices, positions in the data order, both int64 [n]) -> augmented samples. Cropping is left
+    to the source if it can crop while decoding.
     """
 
     def fetch(indices: tf.Tensor, positions: tf.Tensor) -> Sample:
@@ -105,7 +106,7 @@ def augmented_fetch(split: Split, augment: Augmentation | None, seed: int) -> Ca
 
 
 def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) -> Sample:
-    """The samples with x and y augmented, and its weights, if any, kept.
+    """Returns the samples with x and y augmented and their weights, if any, unchanged.
 
     Raises DataError on a wrong return value.
     """
@@ -132,7 +133,7 @@ def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) ->
 
 
 def flip(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
-    """Mirrors every second image, left to right."""
+    """Mirrors half of the images, left to right, at random."""
     _check_images("flip", x)
     return tf.where(order.uniform(seeds, 0)[:, None, None, None] < 0.5, tf.reverse(x, [2]), x), y
 
@@ -152,8 +153,8 @@ def flip_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
 def random_resized_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
     """A crop of 8 to 100 % of the area and aspect ratio 3/4 to 4/3, resized to the old size, mirrored half of the time.
 
-    The usual one for ImageNet (Szegedy et al. 2014, arXiv:1409.4842). Images that are stored larger than they are used
-    are cropped while decoding instead (`Split.fetch_cropped`). Returns float32.
+    The usual augmentation for ImageNet (Szegedy et al. 2014, arXiv:1409.4842). Images that are stored larger than they
+    are used are cropped while decoding instead (`Split.fetch_cropped`). Returns float32.
     """
     _check_images("random_resized_crop", x)
     height, width = known_dims(x.shape[1:])[:2]

@@ -1,4 +1,4 @@
-"""The names of the augmentations, and where their functions are. No TensorFlow: an unknown name is told at once."""
+"""Names of the augmentations and where their functions are. No TensorFlow: an unknown name is reported at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch arithmetic: how a global batch is cut into micro-batches, and these over the replicas."""
+"""Batch arithmetic: how a global batch is cut into micro-batches, and each micro-batch into parts for the replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdist.control.exit_codes import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The division of a global batch of consecutive positions: first into micro-batches, then over the replicas.
+    """How a global batch of consecutive positions is divided: first into micro-batches, then over the replicas.
 
     Cut points are i * B // n, so any global batch works with any number of replicas: parts differ by at most one
     sample, and which samples make a (global, micro) batch does not depend on the number of replicas.
@@ -30,7 +30,7 @@ class BatchPlan:
         return self.global_batch % (self.accumulation * self.replicas) == 0
 
     def slice(self, micro: int, replica: int) -> tuple[int, int]:
-        """[start, stop) within the global batch of what `replica` takes in micro-batch `micro`."""
+        """Returns [start, stop) within the global batch: the part of micro-batch `micro` that `replica` takes."""
         start = micro * self.global_batch // self.accumulation
         size = (micro + 1) * self.global_batch // self.accumulation - start
         return start + replica * size // self.replicas, start + (replica + 1) * size // self.replicas
@@ -46,14 +46,14 @@ class BatchPlan:
 def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
     """Completes the batch arithmetic for a number of replicas (at least 1).
 
-    Of --global_batch, --micro_batch and --accumulation any two give the third; with one alone, accumulation is 1.
-    Beside --global_batch alone, --micro_batch is the most that a replica takes at a time.
-    Raises ConfigError on a contradiction, on nothing given, or if a micro-batch would be empty.
+    Any two of --global_batch, --micro_batch and --accumulation determine the third; with one alone, accumulation is 1.
+    If only --global_batch is given beside it, --micro_batch is the most that a replica takes at a time.
+    Raises ConfigError if the values contradict each other, if none is given, or if a micro-batch would be empty.
     """
     check_given(batch)
     total, micro, accumulation = batch.global_batch, batch.micro_batch, batch.accumulation
     if total and micro and not accumulation:
-        # As many as are needed, so that fewer workers bear the same global batch without needing more memory each.
+        # As many micro-batches as needed, so that fewer workers run the same global batch without more memory each.
         return _checked(BatchPlan(total, max(1, -(-total // (micro * replicas))), replicas))
     accumulation = accumulation or 1
     total = total or micro * accumulation * replicas
@@ -66,7 +66,7 @@ def plan_batch(batch: BatchConfig, replicas: int) -> BatchPlan:
 
 
 def check_given(batch: BatchConfig) -> None:
-    """Raises ConfigError without any batch size."""
+    """Raises ConfigError if no batch size is given."""
     if not batch.global_batch and not batch.micro_batch:
         raise ConfigError(
             "The batch size is not given: set --global_batch (samples per step over all workers) or --micro_batch."

@@ -1,11 +1,11 @@
-"""Checksums of what a split holds: workers compare them before they train, and a run that goes on with its snapshot.
+"""Checksums of the data of a split. Workers compare them before training, and a resumed run with those of its snapshot.
 
-Each worker takes its slices of one order, by number. If one of them holds other samples, or the same ones in another
-order, for example because its train and evaluation part were split at random without a seed, then some samples are
-taken twice, others never, and training goes on as if nothing were wrong.
+All workers take slices of one order, by number. If a worker holds other samples, or the same samples in another order
+(for example because training and evaluation parts were split at random without a seed), some samples are taken twice
+and others never, and training continues as if nothing were wrong.
 
-Arrays in memory are read whole (0.03 s for 100 MB), very large ones by a sample of their rows. Of other splits a few
-samples are read, or the first of a stream. All workers read the same ones.
+Arrays in memory are read whole (0.03 s for 100 MB); of very large ones, a sample of rows is read. Of other splits a few
+samples are read, or the first samples of a stream. All workers read the same ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tfdist.runtime.host import host_view
 
 
 def checksums(split: Split) -> list[int]:
-    """A checksum for each tensor of (x, y, w), or for what the source has told to look at instead."""
+    """Returns a checksum for each tensor of (x, y, w), or those that the source computes itself (`Split.contents`)."""
     if split.contents is not None:
         return split.contents()
     if split.size is None:
@@ -34,31 +34,31 @@ def checksums(split: Split) -> list[int]:
 
 
 def identity(split: Split) -> dict[str, Any]:
-    """The values that `changed` compares, for JSON."""
+    """Returns the values that `changed` compares, as JSON types."""
     return {"size": split.size, "stream_size": _stream_size(split), "checksums": checksums(split)}
 
 
 def _stream_size(split: Split) -> int | None:
-    """The number of samples of a stream, where TensorFlow knows it without reading; None: not known, or no stream."""
+    """Returns the number of samples of a stream if TensorFlow knows it without reading; else, or if no stream, None."""
     return None if split.size is not None or split.stream is missing else known_length(split.stream(0, 1))
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:
-    """The number of elements, where TensorFlow knows it without reading and there is an end; else None."""
+    """Returns the number of elements if TensorFlow knows it without reading and it is finite; else None."""
     known = int(dataset.cardinality())
     return known if known >= 0 else None
 
 
 def changed(split: Split, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The difference between two `identity`s, of which `now` is that of `split`; "" if there is none.
+    """Describes the difference between two results of `identity`, `now` being that of `split`; "" if there is none.
 
-    Nothing is said of what differs from one reading to the next.
+    Parts that differ from one reading to the next are not reported.
     """
     for kind in ("size", "stream_size"):
         if before.get(kind, now[kind]) != now[kind]:
             return f"{split.name} had {_counted(before[kind])}, and has {_counted(now[kind])}"
     old, new = before.get("checksums"), now["checksums"]
-    # An earlier version may have looked at less of the source.
+    # An earlier version may have checked less of the source.
     looked_at = len(old) if split.contents is not None and isinstance(old, list) else None
     if old is None or old == (new := new[:looked_at]):
         return ""
@@ -73,9 +73,9 @@ def _counted(size: Any) -> str:
 
 
 def must_be_same_data(runtime: Runtime, split: Split) -> None:
-    """Raises DataError on all workers unless all hold the same samples in the same order. A collective.
+    """Raises DataError on all workers unless all hold the same samples in the same order. A collective call.
 
-    What differs from one reading to the next on the same worker, such as noise that is drawn in __getitem__, is not
+    Parts that differ from one reading to the next on the same worker, such as noise drawn in __getitem__, are not
     compared.
     """
     if runtime.size == 1:
@@ -92,7 +92,7 @@ def must_be_same_data(runtime: Runtime, split: Split) -> None:
     steady = sum(1 << part for part, (a, b) in enumerate(zip(found, checksums(split), strict=False)) if a == b)
     steady = int(np.bitwise_and.reduce(runtime.all_gather(np.array([steady], np.int64))[:, 0]))
     kept = [crc if steady >> part & 1 else 0 for part, crc in enumerate(found)]
-    # A stream is told by what it yields: if all of that changes, so may the order.
+    # A stream is identified by what it yields: if no part of that is steady, its order may vary, too; compare all.
     if ranks := _others(_gathered(runtime, split, kept if steady or split.size is not None else found)):
         raise DataError(
             f"Rank {', '.join(map(str, ranks))} and rank 0 hold different samples, or an order that differs, in"
@@ -107,12 +107,12 @@ _FIX = (
 
 
 def _gathered(runtime: Runtime, split: Split, parts: Sequence[int]) -> np.ndarray:
-    """int64 [workers]: one number for the kind and the contents of the samples of each."""
+    """Returns int64 [workers]: one number per worker for the type and the contents of its samples."""
     return runtime.all_gather(np.array([checksum_of([repr((split.element_spec, list(parts))).encode()])], np.int64))[
         :, 0
     ]
 
 
 def _others(values: np.ndarray) -> list[int]:
-    """The ranks whose value is not rank 0's."""
+    """Returns the ranks whose value differs from rank 0's."""
     return np.flatnonzero(values != values[0]).tolist()

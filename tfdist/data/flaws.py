@@ -1,8 +1,8 @@
-"""Finds what is wrong with samples when a loss was not finite or a label fitted no output: which sample, part and
-value. What is not finite is wrong, and so is a number that is none of a part's `Choices`.
+"""Finds the bad values in samples after a loss was not finite or a label fitted no output: which sample, which part and
+which value. Values that are not finite are bad, and so are whole numbers outside a part's `Choices`.
 
-Looked for when it has happened, among the samples that were just trained on or evaluated: looking at all of them all
-the time would cost too much, and a NaN that no loss depends on does no harm.
+The search runs only after such an event, over the samples just trained on or evaluated: checking all samples all the
+time would cost too much, and a NaN that no loss depends on does no harm.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.reading import Reading
 from tfdist.data.sources.split import Sample, Split, places
 
-_CHUNK = 64  # samples that are read at once
+_CHUNK = 64  # samples read at once
 _SECONDS = 20.0  # a slow source is not read for longer
 _NAMED = 3
 
 
 class Choices(NamedTuple):
-    """The whole numbers that a part of a sample may have. `words`: about any other number."""
+    """The whole numbers that a part of a sample may have. words: describes any other number, for messages."""
 
     least: int
     largest: int
@@ -33,12 +33,12 @@ class Choices(NamedTuple):
 
 
 def classes(count: int) -> Choices:
-    """The choices of labels."""
+    """Returns the valid labels."""
     return Choices(0, count - 1, f"which is no class of 0 to {count - 1}")
 
 
 def rows(count: int) -> Choices:
-    """The choices of row numbers in a table: as in Keras, -1 is its last row."""
+    """Returns the valid row numbers of a table. As in Keras, -1 is the last row."""
     return Choices(-count, count - 1, f"where its table has the rows 0 to {count - 1}")
 
 
@@ -54,8 +54,8 @@ def find_trained(
     count: int,
     choices: Mapping[str, Choices] = NONE,
 ) -> str:
-    """Looks at `count` samples of the training order from position `first` on. `reading`: with its `cut`. See
-    `_sentence`."""
+    """Searches `count` samples of the training order from position `first` on. For a stream, `reading.cut` must be set.
+    Returns the text of `_sentence`."""
     positions = np.arange(first, first + count)
     if split.size is None:
         assert reading.cut
@@ -67,7 +67,7 @@ def find_trained(
 
 
 def find_evaluated(split: Split, *, limit: int = 0, choices: Mapping[str, Choices] = NONE) -> str:
-    """Looks at the samples of an evaluation."""
+    """Searches the samples of an evaluation. Returns the text of `_sentence`."""
     if split.size is None:
         samples = split.stream(0, 1).take(limit or -1)
         return _sentence(
@@ -85,7 +85,7 @@ def _read(split: Split, samples: np.ndarray) -> Iterator[tuple[np.ndarray, Sampl
 
 
 def _sentence(split: Split, chunks: Iterator[tuple[np.ndarray, Sample]], choices: Mapping[str, Choices]) -> str:
-    """Says "Sample 70 of NAME has NaN in x at [3]." and perhaps two more; an empty text if nothing was found."""
+    """Returns "Sample 70 of NAME has NaN in x at [3]." and perhaps two more; an empty text if nothing was found."""
     word = "Sample" if split.size is not None else "The sample at position"
     found: dict[int, str] = {}
     began = time.monotonic()
@@ -99,7 +99,7 @@ def _sentence(split: Split, chunks: Iterator[tuple[np.ndarray, Sample]], choices
 
 
 def _bad(values: np.ndarray, choices: Choices | None) -> Iterator[tuple[int, str]]:
-    """(row, what is wrong in it) of a part of several samples."""
+    """Yields (row, what is wrong in it) for a part of several samples."""
     none = ""
     if choices and values.dtype.kind in "iu":
         wrong = (values < choices.least) | (values > choices.largest)

@@ -2,10 +2,10 @@
 
 A batch is (x, y, w): x and y nests of tensors with leading dim n, w the float32 weights, [n] or [n, T].
 
-What a batch of 32, 64, 256 costs, all threads and the consuming loop on one core together (60,000 images of 8x8,
+Cost of a batch of 32, 64, 256, all threads and the consuming loop together on one core (60,000 images of 8x8,
 shuffled): 40, 46, 75 us, against 104, 148, 422 us for `from_tensor_slices().shuffle(10000).repeat().batch()`. Made one
-by one and not in blocks of BLOCK it is 105, 105, 140 us. Above BLOCK_BYTES blocks cost more than they save: 128 images
-of 32x32x3 take 271 us one by one and 398 us in blocks, 32 of them 154 and 106 us.
+by one, not in blocks of BLOCK batches, it is 105, 105, 140 us. Above BLOCK_BYTES, blocks cost more than they save: 128
+images of 32x32x3 take 271 us one by one and 398 us in blocks, 32 of them 154 and 106 us.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tfdist.data.sources.split import Sample, Split
 from tfdist.data.streams import stream_batches, stream_eval, stream_length
 from tfdist.data.tuning import untuned
 
-BLOCK = 8  # micro-batches made in one go, if samples are cheap
-BLOCK_BYTES = 2**19  # and a micro-batch is not larger
+BLOCK = 8  # micro-batches made at once, if samples are cheap
+BLOCK_BYTES = 2**19  # and a micro-batch is no larger than this
 
 
 def train_dataset(split: Split, reading: Reading, *, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
-    """The endless micro-batches of one replica: step 0 micro-batch 0, step 0 micro-batch 1, ..., counted from
+    """Returns the endless micro-batches of one replica: step 0 micro-batch 0, step 0 micro-batch 1, ..., counted from
     `consumed`.
 
-    `consumed` is reached in constant time; it need not be a multiple of the global batch. n is static if the plan is
-    even. Streams (split.size None) know no order: see streams.py.
+    `consumed` is reached in constant time and need not be a multiple of the global batch. n is static if the plan is
+    even. Streams (split.size None) do not follow the data order: see streams.py.
     """
     make = stream_batches if split.size is None else _indexed_batches
     dataset = make(split, reading, plan, replica, consumed)
@@ -39,16 +39,16 @@ def train_dataset(split: Split, reading: Reading, *, plan: BatchPlan, replica: i
 
 
 def ahead_on(dataset: tf.data.Dataset, device: str) -> tf.data.Dataset:
-    """The dataset, brought to a device ahead of use: one element waits there while the next is on its way.
+    """Copies the elements of the dataset to a device ahead of use: one waits there while the next is being copied.
 
-    Copied by the step itself, a batch of 154 MB took 20 of a step's 73 ms on an H200.
+    When the step itself copied it, a batch of 154 MB took 20 ms of a step's 73 ms on an H200.
     """
     with tf.device(device):
         return untuned(dataset.apply(tf.data.experimental.prefetch_to_device(device, buffer_size=1)))
 
 
 def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]:
-    """positions int64 [n] in the data order -> the batch (x, y, w) there, as `train_dataset` makes it.
+    """Returns a function: positions int64 [n] in the data order -> the batch (x, y, w) that `train_dataset` makes.
 
     For a split with random access.
     """
@@ -63,22 +63,22 @@ def batch_fetch(split: Split, reading: Reading) -> Callable[[tf.Tensor], Sample]
 
 
 def eval_size(split: Split, limit: int = 0) -> int:
-    """How many samples there are to evaluate on, of which `limit` is the most. A stream may be read through once."""
+    """Returns the number of samples to evaluate on, at most `limit` unless it is 0. May read a stream through once."""
     return stream_length(split, limit) if split.size is None else min(limit or split.size, split.size)
 
 
 def eval_dataset(
     split: Split, *, batch: int, replica: int, replicas: int, size: int = 0, limit: int = 0, filled: bool = True
 ) -> tuple[tf.data.Dataset, int]:
-    """The evaluation batches of one replica, and their number, which is the same on all replicas.
+    """Returns the evaluation batches of one replica, and their number, which is the same on all replicas.
 
-    Step s, replica r takes samples s * batch * replicas + r * batch + (0..batch-1), in plain order: each of the first
-    `limit` samples (0: all) exactly once over all replicas. A batch is (x, y, w, real), `real` bool [n]: rows beyond
-    them repeat sample 0 with w == 0, and are not real; a replica may have nothing else. Unless `filled`, which one
-    replica need not be, there are no such rows: a model that mixes the rows of its batch would see them. Raises
-    DataError if there is no sample.
+    Step s, replica r takes samples s * batch * replicas + r * batch + (0..batch-1), in plain order: over all replicas,
+    each of the first `limit` samples (0: all) exactly once. A batch is (x, y, w, real), `real` bool [n]. Rows past the
+    last sample repeat sample 0 with w == 0 and real == False; a replica may have only such rows. With filled=False,
+    which is for a single replica only, there are none: a model that mixes the rows of its batch would see them.
+    Raises DataError if there is no sample.
 
-    Every replica reads all of a stream and keeps its share. `size`: what `eval_size` has found; 0: it is asked.
+    Every replica reads all of a stream and keeps its share. size: the result of `eval_size`; 0: it is computed here.
     """
     width = batch * replicas
     size = size or eval_size(split, limit)
@@ -115,7 +115,7 @@ def _options() -> tf.data.Options:
 
 
 def _indexed_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
-    """The micro-batches of a split with random access, made in blocks of several where that is cheaper."""
+    """Returns the micro-batches of a split with random access, made in blocks of several where that is cheaper."""
     cheap = plan.micro_batch * split.sample_bytes <= BLOCK_BYTES
     block = BLOCK if split.cheap and cheap and plan.even and not split.fixed else 1
     positions = order.micro_positions(plan, replica, consumed)

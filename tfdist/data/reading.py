@@ -1,4 +1,4 @@
-"""How a run reads its samples, and the shape of the batches that it makes of them."""
+"""How a run reads its samples, and the shapes of the batches that it makes of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tfdist.runtime import negative_weights
 
 @dataclass(frozen=True)
 class Reading:
-    """The way in which a run reads a split, the same on all replicas.
+    """How a run reads a split; the same on all replicas.
 
-    augment: see augment.py. threads: batches made at the same time; 0: one a thread, at most 16.
-    cut: of a stream, into how many shards it is cut; None: as `streams.stream_cut` says.
+    augment: see augment.py. threads: number of batches made in parallel; 0: one per thread, at most 16.
+    cut: number of shards into which a stream is cut; None: the result of `streams.stream_cut`.
     """
 
     seed: int
@@ -28,25 +28,25 @@ class Reading:
 
 
 def as_is(function: Callable) -> Callable:
-    """The function as it is, not rewritten by AutoGraph, which would hide our errors behind one of its own."""
+    """Keeps AutoGraph from rewriting the function, which would hide our errors behind one of AutoGraph's."""
     return tf.autograph.experimental.do_not_convert(function)
 
 
 def weighted(sample: Sample, split: Split, numbers: tf.Tensor) -> Sample:
-    """(x, y) -> (x, y, ones); (x, y, w) stays, or fails where a weight is negative. numbers: [n], of these samples."""
+    """(x, y) -> (x, y, ones). (x, y, w) stays; a negative weight is an error. numbers: [n], those of the samples."""
     if len(sample) == 3:
         return *sample[:2], negative_weights.refused(sample[2], split.name, numbers)
     return *sample, tf.ones([tf.shape(numbers)[0]], tf.float32)
 
 
 def masked(w: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
-    """w with 0 in the rows (first dim) that are not real. `where`, not a product: the weight there may be anything."""
+    """Sets w to 0 in rows (first dim) that are not real. `where`, not a product: the weight there may be anything."""
     real = tf.reshape(real, tf.concat([tf.shape(real), tf.ones([tf.rank(w) - 1], tf.int32)], 0))
     return tf.where(real, tf.cast(w, tf.float32), 0.0)
 
 
 def shaper(rows: int | None, spec: tuple | None) -> Callable[..., Sample]:
-    """(x, y, w) -> the same with static shapes, which Python sources lose: `rows`, then as in `spec` if given."""
+    """Returns (x, y, w) -> the same with static shapes, which Python sources lose: `rows`, then `spec`'s if given."""
 
     def shaped(x, y, w):
         if spec is None:

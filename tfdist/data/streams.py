@@ -1,13 +1,13 @@
-"""Streams: what a source can only be read from front to back. They know no order.
+"""Streams: sources that can only be read from front to back. They do not follow the data order of order.py.
 
-The stream is shuffled within windows of STREAM_WINDOW samples (fewer if they are large), repeated, and cut by position,
-so that the global batches are the same at any number of replicas; every replica reads all of it, decodes its own rows
-if the source has `records`, and reaches `consumed` by reading on. If the source says that the stream consists of enough
-shards of equal length, each replica reads and repeats its own: less reading, but which samples make a batch then
-depends on `cut`, the number of shards. (Shards of other lengths would end their passes at different times: samples of
-the short ones would come more often.) A run keeps its cut: with another number of replicas, each reads all the shards
-and takes its part of the same batches. A cut anew would begin in the middle of other shards: some samples would come
-twice in a pass, others never.
+A stream is shuffled within windows of STREAM_WINDOW samples (fewer if they are large), repeated, and cut by position,
+so that the global batches are the same at any number of replicas. Every replica reads all of it, decodes only its own
+rows if the source has `records`, and reaches `consumed` by reading up to it. If the source says that the stream has
+enough shards of equal length, each replica reads and repeats its own shards. That means less reading, but which
+samples make a batch then depends on `cut`, the number of shards. (Shards of unequal length would end their passes at
+different times: samples of short ones would come more often.) A run keeps its cut: with another number of replicas,
+each replica reads all shards and takes its part of the same batches. A new cut would begin in the middle of other
+shards: some samples would come twice in a pass, others never.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tfdist.data.reading import Reading, as_is, masked, shaper, weighted
 from tfdist.data.sources.split import Sample, Split
 
 STREAM_WINDOW = 1024  # samples of a stream that are kept in memory and shuffled among themselves
-STREAM_WINDOW_BYTES = 2**28  # fewer, if they would take more memory
+STREAM_WINDOW_BYTES = 2**28  # upper limit on that memory: larger samples make smaller windows
 
 
 def stream_cut(split: Split, plan: BatchPlan) -> int:
-    """The number of streams into which a run with this plan cuts a split: as many as there are replicas, if each gets
-    equally many of its shards and takes an equal part of each batch; else 1, which is not at all."""
+    """Returns the number of streams into which a run with this plan cuts a split: the number of replicas, if each gets
+    equally many shards and takes an equal part of each batch; else 1, which means no cut."""
     can = split.size is None and plan.replicas > 1 and split.stream_shards % plan.replicas == 0 and plan.even
     return plan.replicas if can else 1
 
 
 def cut_of_old_runs(split: Split, replicas: int) -> int:
-    """The cut of a run whose snapshot does not tell it: it is of a version that always cut if it could."""
+    """Returns the cut of a run whose snapshot does not record it: its version always cut where it could."""
     return replicas if split.size is None and (split.records or replicas <= split.stream_shards) else 1
 
 
 def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
-    """The micro-batches of a stream: numbered samples, the replica's own among them, cut to the plan's lengths."""
+    """Returns the micro-batches of a stream: numbers the samples, selects the replica's, cuts to the plan's lengths."""
     augment, cut = reading.augment, stream_cut(split, plan) if reading.cut is None else reading.cut
     bounds = [plan.slice(micro, replica) for micro in range(plan.accumulation)]
     lengths = [stop - start for start, stop in bounds]
@@ -80,10 +80,10 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
 
 
 def _shard(split: Split, reading: Reading, shard: int, cut: int, own_skipped: int) -> tf.data.Dataset:
-    """Makes one of `cut` shards of a stream, endless, from its own sample number `own` on: (number, what
-    `Split.samples` takes). No two shards share a number, so that no two samples share an augmentation."""
+    """Returns one of `cut` shards of a stream, endless, without its first `own_skipped` samples, as (number, argument
+    of `Split.samples`). No two shards share a number, so that no two samples share an augmentation."""
     stream = (split.records or split.stream)(shard, cut)
-    if not list(stream.take(1)):  # repeated, it would end at once, on this replica alone
+    if not list(stream.take(1)):  # an empty stream, repeated, would end at once, on this replica alone
         raise DataError(
             f"{split.name} has no samples for replica {shard} of {cut}: check --source_args and --data_dir."
         )
@@ -92,8 +92,8 @@ def _shard(split: Split, reading: Reading, shard: int, cut: int, own_skipped: in
 
 
 def ordered_stream(split: Split, plan: BatchPlan, reading: Reading, consumed: int, cut: int) -> tf.data.Dataset:
-    """All the shards of a stream as one, (number, what `Split.samples` takes): global batch after global batch, each
-    with equal parts of all shards, from `consumed` on.
+    """Returns all shards of a stream as one, as (number, argument of `Split.samples`): global batch after global batch,
+    each with equal parts of all shards, from `consumed` on.
     """
     shards = [_shard(split, reading, shard, cut, consumed // cut) for shard in range(cut)]
     if cut == 1:
@@ -110,9 +110,9 @@ def ordered_stream(split: Split, plan: BatchPlan, reading: Reading, consumed: in
 
 
 def _window_shuffled(stream: tf.data.Dataset, sample_bytes: int, seed: int) -> tf.data.Dataset:
-    """The stream, endless, each window of it in an order made of (seed, number of the window).
+    """Returns the stream, endless, each window of it in an order derived from (seed, number of the window).
 
-    Not Dataset.shuffle: its order depends on TensorFlow's global seed as well, which may differ between workers; they
+    Not Dataset.shuffle: its order also depends on TensorFlow's global seed, which may differ between workers; they
     would then take some samples twice and others never.
     """
     size = max(1, min(STREAM_WINDOW, STREAM_WINDOW_BYTES // max(1, sample_bytes)))
@@ -128,13 +128,13 @@ def _window_shuffled(stream: tf.data.Dataset, sample_bytes: int, seed: int) -> t
 
 
 def must_end(split: Split, limit: int) -> None:
-    """Raises DataError if all of the split is to be evaluated on, and it is known to have no end."""
+    """Raises DataError if the whole split is to be evaluated on and is known to have no end."""
     if split.size is None and not limit:
         _known_length(split, split.stream(0, 1), limit)
 
 
 def _known_length(split: Split, stream: tf.data.Dataset, limit: int) -> int:
-    """The length that TensorFlow knows: less than 0 if it knows none, or that there is no end."""
+    """Returns the length that TensorFlow knows; negative if unknown or (with a limit) endless. No limit: DataError."""
     known = int(stream.cardinality())
     if known == tf.data.INFINITE_CARDINALITY and not limit:
         raise DataError(f"{split.name} is an endless stream: set --eval_samples, the number of samples to evaluate on.")
@@ -142,8 +142,8 @@ def _known_length(split: Split, stream: tf.data.Dataset, limit: int) -> int:
 
 
 def stream_length(split: Split, limit: int) -> int:
-    """How many samples of a stream there are to evaluate on: counted, by reading it through, if tf.data does not
-    know."""
+    """Returns how many samples of a stream there are to evaluate on. If tf.data does not know, the stream is read
+    through and counted."""
     stream = (split.records or split.stream)(0, 1)
     known = _known_length(split, stream, limit)
     if known < 0:
@@ -156,8 +156,8 @@ def stream_length(split: Split, limit: int) -> int:
 
 
 def stream_eval(split: Split, size: int, filled: int, batch: int, replica: int, width: int) -> tf.data.Dataset:
-    """Batches (x, y, w, real). filled: how many samples there shall be; the first is repeated with w == 0, and is not
-    real, where the stream has fewer."""
+    """Returns batches (x, y, w, real). filled: the total number of samples; if the stream has fewer, its first sample
+    is repeated with w == 0 and real == False."""
     stream = split.stream(0, 1)
     padded = stream.take(size).concatenate(stream.take(1).repeat()).take(filled).enumerate()
 

@@ -1,4 +1,4 @@
-"""The finding of a check: fine, or what is wrong and how to mend it, in one line."""
+"""The finding of a check: all is fine, or what is wrong and how to fix it, in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The finding of a check. `what` is what was seen, `fix` what the user can do; a finding that is fine has none."""
+    """The finding of a check. what: the observation; fix: what the user can do; empty if the finding is fine."""
 
     name: str
     state: State
@@ -33,7 +33,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Finding:
-        """Raises KeyError for what is no finding."""
+        """Raises KeyError if `fields` do not describe a finding."""
         return cls(str(fields["name"]), State[fields["state"]], str(fields["what"]), str(fields.get("fix", "")))
 
 

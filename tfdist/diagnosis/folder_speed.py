@@ -1,4 +1,4 @@
-"""The run folder: can it be written, flushed and renamed in, as snapshots are, and how fast?"""
+"""Checks the run folder: can files be written, flushed and renamed in it, as for snapshots, and how fast?"""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tfdist.diagnosis.findings import Finding, fine, warning, wrong
 
 _NAME = "run folder"
 _BYTES = 32 * 2**20
-_SLOW, _LEAST_FREE = 20e6, 2**30  # bytes a second; bytes
+_SLOW, _LEAST_FREE = 20e6, 2**30  # bytes per second; bytes
 
 
 def run_folder(folder: Path, size: int = _BYTES) -> Finding:
-    """Writes `size` bytes below the folder that snapshots will be in, flushes, renames, reads and removes them."""
+    """Writes `size` bytes where the snapshots will be, flushes, renames, reads and removes them."""
     if folder.exists() and not folder.is_dir():
         return wrong(_NAME, f"--run_dir={folder} is a file.", "give the name of a folder.")
     place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())

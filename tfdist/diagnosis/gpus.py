@@ -1,4 +1,4 @@
-"""GPUs: are they seen, do driver, TensorFlow's build and cuDNN suit them, is their memory free?"""
+"""Checks GPUs: are they seen, do driver, TensorFlow's build and cuDNN suit them, is their memory free?"""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tfdist.diagnosis.findings import Finding, fine, warning, wrong
 
 _QUERY = ("name", "driver_version", "compute_cap", "memory.total", "memory.used")
 _SECONDS = 30.0  # a driver that hangs does not answer at all
-_LEAST_DRIVER = 525  # of CUDA 12: https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/#cuda-driver
-# Older ones have no kernel for the fused convolution that XLA in TensorFlow 2.21 makes, and end with "Autotuner could
-# not find any supported configs": https://github.com/aws/deep-learning-containers/pull/6417 and 6418.
+_LEAST_DRIVER = 525  # for CUDA 12: https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/#cuda-driver
+# Older versions have no kernel for the fused convolution that XLA in TensorFlow 2.21 makes, and fail with "Autotuner
+# could not find any supported configs": https://github.com/aws/deep-learning-containers/pull/6417 and 6418.
 _LEAST_CUDNN = (9, 24)
 _LAST_CUDNN_OF_VOLTA = (9, 10)  # later ones have no convolutions for compute capability 7.0, the V100
 
@@ -32,12 +32,12 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """The build of TensorFlow, and the GPUs and cuDNN that it found, as the trial tells (trial.py)."""
+    """The build of TensorFlow, and the GPUs and cuDNN that it found, as reported by the trial (trial.py)."""
 
     cuda: str = ""  # "": a build for CPUs
-    capabilities: tuple[str, ...] = ()  # "sm_80": kernels; "compute_90": these, and code that the driver compiles
+    capabilities: tuple[str, ...] = ()  # "sm_80": kernels; "compute_90": kernels plus code that the driver compiles
     devices: int = 0  # GPUs that TensorFlow sees
-    cudnn: str = ""  # the version that it has loaded; "": none
+    cudnn: str = ""  # the version that TensorFlow loaded; "": none
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Build:
@@ -46,7 +46,7 @@ class Build:
 
 
 def read_gpus(run: Callable[..., subprocess.CompletedProcess] = subprocess.run) -> list[Gpu] | Finding:
-    """[] where there is no NVIDIA driver."""
+    """Returns the GPUs, [] if there is no NVIDIA driver, or a finding if the driver does not work."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     try:
         answer = run(command, capture_output=True, text=True, timeout=_SECONDS)
@@ -72,8 +72,8 @@ def _parse(line: str) -> Gpu:
 
 
 def gpus(found: Sequence[Gpu], build: Build, cudnn: str, visible: str | None) -> list[Finding]:
-    """cudnn: the version of its package, "" if there is none, which counts where none was loaded; visible:
-    CUDA_VISIBLE_DEVICES."""
+    """Returns the findings about GPUs. cudnn: the version of the cuDNN package, "" if there is none; it counts if no
+    cuDNN was loaded. visible: CUDA_VISIBLE_DEVICES."""
     if not found:
         return [fine("GPUs", "none here: training runs on the CPU")]
     names = ", ".join(sorted({f"{gpu.name} ({gpu.memory / 1024:.0f} GiB)" for gpu in found}))
@@ -132,9 +132,9 @@ def _of_one(gpu: Gpu, build: Build) -> list[Finding]:
 
 
 def _capability(gpu: Gpu, capabilities: Sequence[str]) -> Finding | None:
-    """Kernels run on GPUs of their own major number and the same minor number or a higher one; code for the driver's
-    compiler on all later ones (CUDA C++ Programming Guide, "Binary Compatibility", "PTX Compatibility")."""
-    compiled = [_version(each) for each in capabilities]  # "compute_90": kernels as well as code for later ones
+    """Kernels run on GPUs with the same major number and the same or a higher minor number; code for the driver's
+    compiler runs on all later GPUs (CUDA C++ Programming Guide, "Binary Compatibility", "PTX Compatibility")."""
+    compiled = [_version(each) for each in capabilities]  # "compute_90": kernels, and code for later GPUs
     if any(major == gpu.capability[0] and minor <= gpu.capability[1] for major, minor in compiled):
         return None
     name, number = f"compute capability of {gpu.name}", ".".join(map(str, gpu.capability))
@@ -142,7 +142,7 @@ def _capability(gpu: Gpu, capabilities: Sequence[str]) -> Finding | None:
         return wrong(
             name, f"{number}, but TensorFlow has {', '.join(capabilities)}: it cannot run there.", "use a newer GPU."
         )
-    if gpu.capability[0] >= 12:  # tried by others with 2.21: CUDA_ERROR_INVALID_HANDLE and the like
+    if gpu.capability[0] >= 12:  # others have tried this with 2.21: CUDA_ERROR_INVALID_HANDLE and the like
         return wrong(
             name,
             f"{number}, but TensorFlow has {', '.join(capabilities)}, and what drivers make of it fails there.",

@@ -1,8 +1,8 @@
-"""Finds the network that NCCL takes between machines, and whether it is the one of the workers' addresses.
+"""Finds the network that NCCL uses between machines, and whether it is that of the workers' addresses.
 
 NCCL's rule (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname): NCCL_SOCKET_IFNAME
-is a list of beginnings of names; "=" before it asks for whole names, "^" for all others. Without it: interfaces whose
-names begin with "ib" first, then all but docker* and lo, then docker*, then lo.
+is a list of name prefixes; a leading "=" requires whole names, a leading "^" excludes the listed ones. If it is not
+set: interfaces whose names begin with "ib" first, then all but docker* and lo, then docker*, then lo.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def read_interfaces() -> dict[str, str]:
-    """Name -> IPv4 address of those that have one, in the system's order."""
+    """Returns name -> IPv4 address for the interfaces that have one, in the system's order."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -31,7 +31,7 @@ def read_interfaces() -> dict[str, str]:
 
 
 def taken(names: list[str], asked: str | None) -> list[str]:
-    """The ones of `names` that NCCL takes; asked: NCCL_SOCKET_IFNAME, None where it is not set."""
+    """Returns those of `names` that NCCL uses. asked: NCCL_SOCKET_IFNAME; None if it is not set."""
     if asked:
         others, whole = asked.startswith("^"), asked.lstrip("^").startswith("=")
         words = [word for word in asked.lstrip("^=").split(",") if word]
@@ -43,8 +43,8 @@ def taken(names: list[str], asked: str | None) -> list[str]:
 
 
 def network(interfaces: Mapping[str, str], own_address: str, environment: Mapping[str, str]) -> Finding:
-    """own: the IP address of this worker in TF_CONFIG. A loopback address is that of a job on one machine, whose
-    workers NCCL joins by shared memory.
+    """Compares NCCL's interfaces with own_address, the IP address of this worker in TF_CONFIG. A loopback address means
+    a job on one machine, whose workers NCCL connects by shared memory.
     """
     asked = environment.get(VARIABLE)
     chosen = taken(list(interfaces), asked)

@@ -1,4 +1,4 @@
-"""The limits of the machine, or the container, for a worker: cores, memory, shared memory, open files."""
+"""Checks the limits that machine or container set for a worker: cores, memory, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of this process. Units: bytes; None: not known."""
+    """The limits of this process. Units: bytes; None: unknown."""
 
     cores: int
     shared: int | None
@@ -40,18 +40,18 @@ class Limits:
 
 
 def _memory() -> int | None:
-    """The available memory, or what the container may have if that is less."""
+    """Returns the available memory, or the container's limit if that is lower."""
     available = memory_amounts.amounts(memory_amounts.MACHINE).get("MemAvailable")
     try:
         allowed = int(_CGROUP.read_text())
-    except (OSError, ValueError):  # no container, or "max"
+    except (OSError, ValueError):  # no container, or the limit is "max"
         allowed = None
     amounts = [amount for amount in (available, allowed) if amount]
     return int(min(amounts)) if amounts else None
 
 
 def limits(found: Limits) -> list[Finding]:
-    """The findings about each kind of limit."""
+    """Returns the findings about each kind of limit."""
     return [_cores(found), _memory_finding(found), _shared(found), _files(found)]
 
 
@@ -86,7 +86,7 @@ def _shared(found: Limits) -> Finding:
         )
     said = f"{found.shared / 2**20:,.0f} MiB"
     if found.shared < _LEAST_SHARED:
-        # Docker gives 64 MB. NCCL keeps its buffers there and ends with "unhandled system error":
+        # Docker's default is 64 MB. NCCL keeps its buffers there and fails with "unhandled system error":
         # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#shared-memory
         return wrong(
             "/dev/shm",

@@ -1,5 +1,5 @@
-"""The workers of a cluster together: do they reach each other, do their clocks, versions and devices suit, does an
-all-reduce give the right sum, and how fast?
+"""Checks the workers of a cluster together: do they reach each other, do their clocks, versions and devices match, does
+an all-reduce give the right sum, and how fast?
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from tfdist.control.terminal import printable
 from tfdist.control.token import host_of
 from tfdist.diagnosis.findings import Finding, fine, warning, wrong
 
-_MOST_SECONDS_APART = 5.0  # of clocks: certificates, leases and logs suffer
-_NUMBERS = 2**22  # float32, of the all-reduce
+_MOST_SECONDS_APART = 5.0  # between clocks; certificates, leases and logs suffer from more
+_NUMBERS = 2**22  # float32 numbers in the all-reduce
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerReport:
-    """The facts that each worker tells the others."""
+    """The facts that each worker sends to the others."""
 
     rank: int
     gpus: int
     versions: str
     findings: tuple[Finding, ...]
-    clock: float = 0.0  # Unix seconds, when all were asked
+    clock: float = 0.0  # Unix seconds at the time when all were asked
 
     def encoded(self) -> bytes:
         return json.dumps({**dataclasses.asdict(self), "findings": [each.as_dict() for each in self.findings]}).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> WorkerReport:
-        """Raises ValueError, KeyError or TypeError for what no doctor has sent."""
+        """Raises ValueError, KeyError or TypeError for data that no doctor has sent."""
         fields: dict[str, Any] = json.loads(data)
         findings = tuple(
             Finding(each.name, each.state, printable(each.what), printable(each.fix))
@@ -50,7 +50,7 @@ class WorkerReport:
 
 
 def addresses(cluster: Cluster) -> list[Finding]:
-    """Whether the addresses in TF_CONFIG have a meaning here, before anyone is waited for."""
+    """Checks whether the addresses in TF_CONFIG are valid here, before waiting for anyone."""
     findings = []
     for rank, address in enumerate(cluster.peers):
         try:
@@ -78,7 +78,7 @@ def addresses(cluster: Cluster) -> list[Finding]:
 def meet(
     config: Config, cluster: Cluster, mine: WorkerReport, clock: Callable[[], float] = time.time
 ) -> tuple[list[WorkerReport], list[Finding]]:
-    """(what all tell, in rank order, what is wrong between them); of a cluster that cannot meet this worker's alone."""
+    """Returns (reports in rank order, findings about all); if the workers cannot meet, only this worker's report."""
     from tfdist.runtime.control_ring import ControlRing
     from tfdist.runtime.ring import Ring
     from tfdist.runtime.ring_error import RingError
@@ -104,7 +104,7 @@ def meet(
 
 
 def _clocks(cluster: Cluster, reports: Sequence[WorkerReport], uncertain: float) -> list[Finding]:
-    """uncertain: seconds that the question itself took."""
+    """Compares the clocks. uncertain: seconds that the exchange itself took."""
     off = {other.rank: other.clock - reports[0].clock for other in reports}
     late = [rank for rank, seconds in off.items() if abs(seconds) > _MOST_SECONDS_APART + uncertain]
     if not late:

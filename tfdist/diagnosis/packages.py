@@ -1,4 +1,4 @@
-"""Python and the packages: are they the versions that tfdist has been shown to work with?"""
+"""Checks Python and packages: are they versions with which tfdist has been shown to work?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "nvidia-cudnn-cu12",
 def packages(
     python: tuple[int, int] = sys.version_info[:2], installed: Callable[[str], str] = metadata.version
 ) -> Finding:
-    """`installed`: name -> version, raises PackageNotFoundError."""
+    """Checks the versions. installed: name -> version; raises PackageNotFoundError."""
     found = {name: version for name in _SHOWN if (version := version_of(name, installed))}
     try:
         versions.check(python, installed)
@@ -28,7 +28,7 @@ def packages(
 
 
 def version_of(name: str, installed: Callable[[str], str] = metadata.version) -> str:
-    """The version of a package, "" if it is not installed."""
+    """Returns the version of a package, "" if it is not installed."""
     try:
         return installed(name)
     except metadata.PackageNotFoundError:

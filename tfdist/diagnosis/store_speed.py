@@ -1,4 +1,4 @@
-"""Object stores of a run: can objects be written, listed, read and removed in the stores of --run_dir and
+"""Checks a run's object stores: can objects be written, listed, read and removed in those of --run_dir and
 --backup_dir, and how fast; can the store of --data_dir be listed and read?
 """
 
@@ -20,12 +20,12 @@ from tfdist.storage.store_errors import StoreError
 
 _BYTES = 8 * 2**20
 _READ_BYTES = 2**16
-_SLOW = 5e6  # bytes a second
+_SLOW = 5e6  # bytes per second
 _PATIENCE_SECONDS = 10.0
 
 
 def stores(config: Config) -> Iterator[Finding]:
-    """Checks the object store of each URL in the flags: a finding for each."""
+    """Checks the object store of each URL in the flags and yields a finding for each."""
     if is_url(config.run.run_dir):
         yield store("run", config.run.run_dir)
     if is_url(config.checkpoint.backup_dir):
@@ -35,7 +35,7 @@ def stores(config: Config) -> Iterator[Finding]:
 
 
 def store(kind: str, url: str) -> Finding:
-    """Does with one object what a run does with its own. kind: "run" or "backup"."""
+    """Does with one object what a run does with its objects. kind: "run" or "backup"."""
     folder, flag = f"doctor-{uuid.uuid4().hex[:8]}", f"--{kind}_dir"
     name = f"{folder}/object"
     try:
@@ -62,7 +62,7 @@ def store(kind: str, url: str) -> Finding:
 
 
 def data_store(url: str) -> Finding:
-    """Lists what is there, and reads the beginning of one object."""
+    """Lists the store's objects, and reads the beginning of one of them."""
     try:
         objects = ObjectStore(url, _PATIENCE_SECONDS)
         sizes = objects.names()

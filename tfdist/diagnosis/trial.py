@@ -1,7 +1,7 @@
 """python -m tfdist.diagnosis.trial: a matrix product and a convolution in each precision, with and without XLA.
 
-A process of its own (trials.py), since a driver may crash or hang in it. Prints a line of JSON for each thing that it
-found out: {"build": ...}, then {"name": ..., "seconds": ...} or {"name": ..., "error": ...}, and with GPUs last
+It runs in a separate process (trials.py), since a driver may crash or hang in it. It prints a line of JSON for each
+result: {"build": ...}, then {"name": ..., "seconds": ...} or {"name": ..., "error": ...}, and with GPUs finally
 {"cudnn": ...}, the version that was loaded for the convolutions.
 """
 
@@ -21,8 +21,9 @@ import tensorflow as tf
 from tfdist.control.user_errors import first_line
 
 _WIDTH = 256
-# Products of `_WIDTH` numbers near 1 differ by rounding; a wrong kernel differs by much more. Of the largest result.
-_TOLERANCE = {"float32": 1e-2, "bfloat16": 5e-2, "float16": 1e-2}  # float32: GPUs may round to TensorFloat-32
+# Products of `_WIDTH` numbers near 1 differ by rounding; a wrong kernel differs by much more. Relative to the largest
+# number of the result. float32: GPUs may round to TensorFloat-32.
+_TOLERANCE = {"float32": 1e-2, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
                     name = f"{operation}, {precision}{', XLA' if jit else ''}, on {device}"
                     try:
                         tell({"name": name, "seconds": _tried(operation, precision, jit, device)})
-                    except Exception as error:  # noqa: BLE001 - whatever TensorFlow raises is what is looked for
+                    except Exception as error:  # noqa: BLE001 - the trial is there to find what TensorFlow raises
                         tell({"name": name, "error": f"{type(error).__name__}: {first_line(error)}"[:300]})
     if cudnn := _loaded_cudnn():
         tell({"cudnn": cudnn})
@@ -57,7 +58,7 @@ def _build() -> dict[str, Any]:
 
 
 def _loaded_cudnn() -> str:
-    """The library that this process has loaded is the one that counts, wherever it came from; "" if it has none."""
+    """Returns the version of the library that this process has loaded, wherever it came from; "" if none is loaded."""
     with contextlib.suppress(OSError, AttributeError):
         if found := re.search(r"/\S*/libcudnn\.so\S*", Path("/proc/self/maps").read_text()):
             return cudnn_version(ctypes.CDLL(found[0]).cudnnGetVersion())
@@ -65,13 +66,13 @@ def _loaded_cudnn() -> str:
 
 
 def cudnn_version(number: int) -> str:
-    """The version that a number of cudnnGetVersion stands for: 91002 is 9.10.2, 8905 is 8.9.5."""
+    """Converts a number from cudnnGetVersion into a version: 91002 is 9.10.2, 8905 is 8.9.5."""
     thousands = 10_000 if number >= 90_000 else 1_000
     return f"{number // thousands}.{number % thousands // 100}.{number % 100}"
 
 
 def _tried(operation: str, precision: str, jit: bool, device: str) -> float:
-    """Seconds of the second call; raises ArithmeticError for a wrong result."""
+    """Returns the seconds of the second call. Raises ArithmeticError for a wrong result."""
     rng = np.random.default_rng(0)
     if operation == "convolution":
         arrays = [rng.uniform(size=(4, 16, 16, 32)), rng.uniform(size=(3, 3, 32, 32))]

@@ -1,4 +1,4 @@
-"""Runs what may crash or hang (trial.py) in a process of its own, and says how it ended."""
+"""Runs tests that may crash or hang (trial.py) in a separate process, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tfdist.diagnosis.gpus import Build
 
 _NAME = "arithmetic"
 TRIAL = (sys.executable, "-m", "tfdist.diagnosis.trial")
-SECONDS = 300.0  # XLA for GPUs compiles each of twelve functions
+SECONDS = 300.0  # twelve functions for each GPU, six of which XLA compiles
 
 
 def arithmetic(command: Sequence[str] = TRIAL, seconds: float = SECONDS) -> tuple[Build | None, list[Finding]]:
-    """Tries arithmetic: what TensorFlow was built for (None: it could not be asked), and how it computes."""
+    """Tries arithmetic. Returns TensorFlow's build (None: it could not be asked), and findings on how it computes."""
     output, end = _run(command, seconds)
     records = [line for line in map(_as_dict, output.splitlines()) if line]
     cudnn = next((str(line["cudnn"]) for line in records if "cudnn" in line), "")
@@ -49,7 +49,7 @@ def arithmetic(command: Sequence[str] = TRIAL, seconds: float = SECONDS) -> tupl
 
 
 def all_reduce(workers: int, communication: str = "nccl", seconds: float = SECONDS) -> Finding:
-    """Tries an all-reduce between processes on this machine, each with a GPU of its own, as in a training."""
+    """Tries an all-reduce between processes on this machine, each with its own GPU, as in training."""
     name, size = f"all-reduce by {communication}", 16 * 2**20
     with tempfile.TemporaryDirectory(prefix="tfdist-doctor-") as folder:
         flags = [f"--workers={workers}", f"--runtimes=multi_worker:{communication}", "--collectives=all_reduce"]
@@ -73,7 +73,7 @@ def _as_dict(line: str) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """(what it wrote, how it ended if not well). Nothing of it is left, even where SIGTERM ends this process."""
+    """Returns (output, how the command ended; "" if well). No process of it remains, even if SIGTERM ends this one."""
 
     def end(*_: Any) -> None:
         raise SystemExit(128 + signal.SIGTERM)
@@ -104,7 +104,7 @@ def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _killed(process: subprocess.Popen) -> Iterator[None]:
-    """Ends the process and all that it has started, at the end."""
+    """Kills the process and everything that it has started, at the end."""
     try:
         yield
     finally:

@@ -1,1 +1,1 @@
-"""What a run needs and costs, by its configuration alone: memory, communication, time, reliability. No TensorFlow."""
+"""What a run needs and costs, from its configuration alone: memory, communication, time, reliability. No TensorFlow."""

@@ -1,13 +1,14 @@
-"""Measured figures of finished runs in place of assumptions: how fast this machine computes and communicates.
+"""Replaces assumptions by measurements of finished runs: how fast this machine computes and communicates.
 
-A run folder tells its flags (flags.txt), its workers and replicas, and how long its steps took (logs/rank-0.jsonl).
-Step times of runs are fitted to
+A run folder has the run's flags (flags.txt), its workers and replicas, and how long its steps took (logs/rank-0.jsonl).
+The step times of the runs are fitted to
 
     seconds = crowding x (fixed + work / rate + traffic / beta)
 
-with work in operations on one device, traffic in bytes a step, and as crowding the workers that share a processor:
-least squares over relative errors, no term negative. One run gives the rate alone; runs of two sizes also the fixed
-cost; a run with several workers also the bandwidth. Terms that the runs cannot tell apart keep their assumed values.
+where work is in operations on one device, traffic in bytes per step, and crowding is the number of workers that share a
+processor. The fit is least squares over relative errors, with no negative term. One run gives only the rate; runs of
+two sizes also give the fixed cost; a run with several workers also gives the bandwidth. Terms that the runs cannot
+separate keep their assumed values.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from tfdist.planner.shapes import ModelShape
 from tfdist.storage.reader_copy import ReadRun
 from tfdist.telemetry.jsonl import read_jsonl
 
-_WARM_UP = 1  # log intervals that are left out: they hold tracing
+_WARM_UP = 1  # log intervals to leave out, because they include tracing
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements that a run folder holds."""
+    """The measurements in a run folder."""
 
     folder: str
     config: Config
@@ -45,7 +46,7 @@ class Measured:
 
 
 def read_run(folder: str) -> Measured:
-    """Reads a run folder. Raises ConfigError if it is none, or has too few log lines to measure by."""
+    """Reads a run folder. Raises ConfigError if it is not one, or has too few log lines for a measurement."""
     place = ReadRun(folder, flag="calibrate").bring()
     log = place / "logs" / "rank-0.jsonl"
     try:
@@ -69,7 +70,7 @@ def read_run(folder: str) -> Measured:
 
 
 class Terms(NamedTuple):
-    """The terms to which the step time is fitted, of one step on the slowest device."""
+    """The terms to which the step time is fitted, for one step on the slowest device."""
 
     fixed: float
     operations: float
@@ -77,7 +78,7 @@ class Terms(NamedTuple):
 
 
 def terms(model: ModelShape, replicas: int, global_batch: int, hardware: Hardware) -> Terms:
-    """The terms of data parallelism only; times the crowding, if processors are shared."""
+    """Returns the terms for data parallelism only, multiplied by the crowding if workers share processors."""
     layout = Layout(data=replicas, micro_batch=-(-global_batch // replicas))
     crowding = hardware.crowding(replicas)
     traffic = 2 * (replicas - 1) / replicas * KERAS.gradient * model.parameters
@@ -85,9 +86,9 @@ def terms(model: ModelShape, replicas: int, global_batch: int, hardware: Hardwar
 
 
 def calibrate(hardware: Hardware, runs: Sequence[Measured], shape: Callable[[Config], ModelShape]) -> Hardware:
-    """`hardware` with measured efficiency, fixed cost and bandwidth, so far as the runs tell them.
+    """Returns `hardware` with measured efficiency, fixed cost and bandwidth, as far as the runs determine them.
 
-    All runs must have the same precision. Raises ConfigError if they have not.
+    Raises ConfigError unless all runs have the same precision.
     """
     precisions = {run.config.precision.precision for run in runs}
     if len(precisions) > 1:

@@ -1,8 +1,8 @@
-"""The time that collectives take, by the alpha-beta model. A message of m bytes takes alpha + m / beta.
+"""The time that collective calls take, by the alpha-beta model: a message of m bytes takes alpha + m / beta.
 
-Legend: n members, S bytes (of the whole vector), alpha seconds of latency, beta bytes a second in one direction.
+Terms: n members; S, bytes of the whole vector; alpha, latency in seconds; beta, bytes per second in one direction.
 
-    ring                2 (n-1) alpha       + 2 (n-1)/n S / beta    Patarasuk and Yuan 2009; of NCCL and our sockets
+    ring                2 (n-1) alpha       + 2 (n-1)/n S / beta    Patarasuk and Yuan 2009; in NCCL and our sockets
     tree                2 ceil(log2 n) (alpha + S / beta)           reduce to the root, broadcast back
     halving_doubling    2 log2 n alpha      + 2 (n-1)/n S / beta    Rabenseifner; Thakur, Rabenseifner and Gropp 2005
     hierarchical        reduce-scatter in the node, all-reduce of S / g between nodes, all-gather in the node
@@ -20,15 +20,15 @@ from tfdist.runtime.mesh import Mesh
 
 @dataclass(frozen=True)
 class Link:
-    """alpha in seconds, beta in bytes a second."""
+    """alpha in seconds, beta in bytes per second."""
 
     alpha: float
     beta: float
 
 
 def passed_on(n: int) -> float:
-    """The share of a vector that each member passes on in a reduce-scatter, an all-gather or an all-to-all: all but its
-    own part. An all-reduce is the first two of them.
+    """Returns the share of a vector that each member sends in a reduce-scatter, an all-gather or an all-to-all: all but
+    its own part. An all-reduce is a reduce-scatter followed by an all-gather.
     """
     return (n - 1) / n
 
@@ -44,8 +44,8 @@ def tree_all_reduce(n: int, size: float, link: Link) -> float:
 
 
 def halving_doubling_all_reduce(n: int, size: float, link: Link) -> float:
-    """The seconds of halving-doubling. Members beyond a power of two first hand their vector to a neighbour, and get
-    the sum back at the end."""
+    """The seconds of halving-doubling. Members beyond a power of two first send their vector to a neighbor, and receive
+    the sum at the end."""
     power = 2 ** int(math.log2(n))
     extra = 2 * (link.alpha + size / link.beta) if power != n else 0.0
     return extra + 2 * math.log2(power) * link.alpha + 2 * passed_on(power) * size / link.beta
@@ -60,25 +60,25 @@ ALGORITHMS = (*FLAT, "hierarchical")
 
 
 def ring_pass(n: int, size: float, link: Link) -> float:
-    """Seconds of a reduce-scatter, or of an all-gather, of S bytes in all: half a ring all-reduce."""
+    """Seconds of a reduce-scatter, or of an all-gather, of S bytes in total: half a ring all-reduce."""
     return (n - 1) * link.alpha + passed_on(n) * size / link.beta
 
 
 def all_to_all(n: int, size: float, link: Link) -> float:
-    """The seconds of an all-to-all; each member holds S bytes, of which it keeps 1/n."""
+    """The seconds of an all-to-all in which each member holds S bytes and keeps 1/n of them."""
     return ring_pass(n, size, link)
 
 
 def hierarchical_all_reduce(nodes: int, local: int, size: float, inside: Link, between: Link) -> float:
-    """The seconds with `local` members in each of `nodes` nodes. `between`: a member's part of a node's network."""
+    """The seconds with `local` members in each of `nodes` nodes. between: one member's share of a node's network."""
     within = 2 * ring_pass(local, size, inside) if local > 1 else 0.0
     return within + (ring_all_reduce(nodes, size / local, between) if nodes > 1 else 0.0)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Devices that communicate: `size` in all, `local` of them in one node; `rivals` such groups share a node's
-    network.
+    """Devices that communicate: `size` in total, `local` of them in one node. `rivals` such groups share the network of
+    a node.
     """
 
     size: int
@@ -87,17 +87,17 @@ class Group:
 
     @classmethod
     def along(cls, mesh: Mesh, axes: Sequence[str], hardware: Hardware) -> Group:
-        """A group along axes of a mesh, each of whose ranks has a device; nodes are filled in order. Of such groups the
-        slowest: all wait for it."""
+        """Returns the group along axes of a mesh in which each rank has a device and nodes are filled in order. If such
+        groups differ, returns the slowest one, because all wait for it."""
         size, stride, per_node = mesh.degree(*axes), mesh.stride(*axes), hardware.per_node
-        span = size * stride  # devices from the first to the last of `stride` groups, which take turns
-        if size > 1 and span < per_node < mesh.size and per_node % span:  # some lie in two nodes
+        span = size * stride  # devices from the first to the last of `stride` interleaved groups
+        if size > 1 and span < per_node < mesh.size and per_node % span:  # some groups lie in two nodes
             return cls(size, -(-size // 2), stride)
         return cls.of(size, stride, hardware)
 
     @classmethod
     def of(cls, size: int, stride: int, hardware: Hardware) -> Group:
-        """`size` members, `stride` devices apart, from the first device of a node on."""
+        """Returns a group of `size` members, `stride` devices apart, starting at the first device of a node."""
         local = max(1, min(size, hardware.per_node // stride)) if stride < hardware.per_node else 1
         return cls(size, local, max(1, min(hardware.per_node, size * stride) // local))
 
@@ -109,19 +109,19 @@ class Group:
         return Link(hardware.link_us * 1e-6, hardware.link_gbs * 1e9)
 
     def flat(self, hardware: Hardware) -> Link:
-        """The slowest link of a ring or tree over all members."""
+        """The slowest link in a ring or tree over all members."""
         if self.nodes == 1:
             return self.inside(hardware)
         share = hardware.node_gbs / self.rivals
         return Link(hardware.network_us * 1e-6, (min(hardware.link_gbs, share) if self.local > 1 else share) * 1e9)
 
     def between(self, hardware: Hardware) -> Link:
-        """The link that one member has between nodes when all use the node's network."""
+        """The link between nodes that one member has when all use the node's network."""
         return Link(hardware.network_us * 1e-6, hardware.node_gbs / (self.rivals * self.local) * 1e9)
 
 
 def all_reduce_seconds(group: Group, size: float, hardware: Hardware) -> dict[str, float]:
-    """Seconds of an all-reduce of `size` bytes by each algorithm; {} of nothing to do is all zeros."""
+    """Seconds of an all-reduce of `size` bytes by each algorithm; all are 0 for a group of one."""
     if group.size == 1:
         return dict.fromkeys(ALGORITHMS, 0.0)
     times = {name: seconds(group.size, size, group.flat(hardware)) for name, seconds in FLAT.items()}
@@ -132,7 +132,7 @@ def all_reduce_seconds(group: Group, size: float, hardware: Hardware) -> dict[st
 
 
 def pass_seconds(group: Group, size: float, hardware: Hardware) -> float:
-    """Seconds of a reduce-scatter or an all-gather: a flat ring, or in two levels if that is faster."""
+    """Seconds of a reduce-scatter or an all-gather: a flat ring, or two levels if that is faster."""
     if group.size == 1:
         return 0.0
     flat = ring_pass(group.size, size, group.flat(hardware))

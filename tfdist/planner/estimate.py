@@ -1,4 +1,4 @@
-"""All of a plan's figures for one layout: memory, time, scaling, reliability, as one Estimate."""
+"""All figures of a plan for one layout: memory, time, scaling, reliability, as one Estimate."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ SCALE = tuple(2**power for power in range(11))  # 1 to 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """The question to which an Estimate is the answer."""
+    """The question that an Estimate answers."""
 
     config: Config
     model: ModelShape
     hardware: Hardware
     devices: int
-    samples: float = 0.0  # to train on in all; 0: unknown, or as many as `steps` take
-    steps: int = 0  # of the run; 0: unknown
+    samples: float = 0.0  # to train on in total; 0: unknown, or as many as `steps` take
+    steps: int = 0  # number of steps of the run; 0: unknown
     algorithm: str = "auto"
-    calibrated: bool = False  # the hardware's assumptions are measured figures
+    calibrated: bool = False  # whether the hardware's assumptions have been replaced by measurements
 
     def samples_on(self, layout: Layout) -> float:
-        """The samples to train on in all; 0: unknown."""
+        """The samples to train on in total; 0: unknown."""
         return self.samples or self.steps * (self.config.batch.global_batch or layout.global_batch)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The figures of one layout. Seconds, bytes."""
+    """The figures of one layout, in seconds and bytes."""
 
     layout: Layout
     memory: Memory
@@ -48,7 +48,7 @@ class Estimate:
     samples_per_s: float
     mfu: float
     reliability: Reliability
-    days: float  # to train on all samples, with saves and failures; 0 if their number is unknown
+    days: float  # to train on all samples, including saves and failures; 0 if their number is unknown
 
     def fits(self, hardware: Hardware) -> bool:
         return self.memory.peak <= hardware.memory_gb * 1e9
@@ -56,14 +56,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Proposal:
-    """An estimate that is shown, and why."""
+    """An estimate to show, and why it is shown."""
 
     estimate: Estimate
     reason: str
 
 
 def estimate(plan: Plan, layout: Layout) -> Estimate:
-    """The figures of a layout for a plan."""
+    """Computes the figures of a layout for a plan."""
     step = step_time(plan.model, plan.config, layout, plan.hardware, plan.algorithm)
     rate = layout.global_batch / step.total
     expected = reliability(
@@ -102,12 +102,12 @@ def checkpoint_bytes(plan: Plan) -> float:
 
 
 def zero_table(plan: Plan, layout: Layout) -> list[Memory]:
-    """The memory for ZeRO stages 0 to 3 of a layout."""
+    """Returns the memory of a layout at ZeRO stages 0 to 3."""
     return [_memory(plan, dataclasses.replace(layout, zero=zero)) for zero in range(4)]
 
 
 def recompute_table(plan: Plan, layout: Layout) -> dict[str, float]:
-    """Bytes of activations without and with recompute."""
+    """Returns the bytes of activations without and with recompute."""
     return {
         name: _memory(plan, dataclasses.replace(layout, recompute=recompute)).activations
         for name, recompute in (("kept", False), ("recomputed", True))
@@ -115,8 +115,8 @@ def recompute_table(plan: Plan, layout: Layout) -> dict[str, float]:
 
 
 def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float]]:
-    """{"in one node" or "over all devices": {algorithm: seconds}} of one all-reduce of the gradients between
-    the replicas.
+    """Returns {"in one node, over N" or "over all N replicas": {algorithm: seconds}} for one all-reduce of the
+    gradients over the replicas. Groups of one device are left out.
     """
     everywhere = Group.along(layout.mesh, REPLICA_AXES, plan.hardware)
     size = gradient_bytes(plan.model.stages(layout.pipe), layout)[REPLICA_AXES]  # without experts
@@ -128,8 +128,8 @@ def communication_table(plan: Plan, layout: Layout) -> dict[str, dict[str, float
 
 
 def scaling(plan: Plan, layout: Layout) -> list[dict[str, float]]:
-    """The weak scaling from 1 to 1024 devices: more replicas, the same work on each. Efficiency against the smallest
-    number that holds one replica; sizes that are no multiple of one are left out."""
+    """Returns the weak scaling from 1 to 1024 devices: more replicas, the same work on each. Efficiency is relative to
+    the smallest number of devices that holds one replica; sizes that are no multiple of that number are left out."""
     one = layout.pipe * layout.model * layout.expert
     rows, base = [], None
     for devices in SCALE:
@@ -144,7 +144,7 @@ def scaling(plan: Plan, layout: Layout) -> list[dict[str, float]]:
 
 
 def as_json(plan: Plan, proposals: Sequence[Proposal]) -> dict[str, Any]:
-    """The plan as plain values: bytes, seconds, fractions. `proposals`: the best first."""
+    """Returns the plan as plain values: bytes, seconds, fractions. proposals: the best first."""
 
     def one(proposal: Proposal) -> dict[str, Any]:
         found = proposal.estimate

@@ -1,8 +1,8 @@
-"""The built-in models as shapes.py describes them: weights, work and activations by formula, without TensorFlow.
+"""The built-in models in the terms of shapes.py: weights, work and activations by formula, without TensorFlow.
 
-A dataclass for each model: its fields are the options of `--model_args`. A test holds each formula against the model's
-graph (training/model_cost.py): parameters exactly, activations and work closely. Legend: s bytes of the compute type.
-Transformers are in transformer_formulas.py.
+There is one dataclass per model; its fields are the options of `--model_args`. A test compares each formula with the
+model's graph (training/model_cost.py): parameters exactly, activations and work closely. Term: s, bytes of the compute
+type. Transformers are in transformer_formulas.py.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tfdist.planner.transformer_formulas import Transformer, VisionTransformer
 class Formula(Protocol):
     """A built-in model with its options."""
 
-    sample_rank: ClassVar[int | None]  # of the samples that it takes; None: any
+    sample_rank: ClassVar[int | None]  # rank of the samples that it takes; None: any
 
     def shape(self, sample: Sample, s: int) -> ModelShape: ...
 
 
 def shape_of(config: Config, sample: Sample) -> ModelShape | None:
-    """The built-in model of `--model` with `--model_args`; None if it is no built-in one.
+    """Returns the built-in model of `--model` with `--model_args`; None if the model is not a built-in one.
 
-    Raises ConfigError for an option that it lacks, or samples that it cannot take.
+    Raises ConfigError for an option that the model lacks, or for samples that it cannot take.
     """
     formula = FORMULAS.get(config.model.model)
     if formula is None:
@@ -38,7 +38,7 @@ def shape_of(config: Config, sample: Sample) -> ModelShape | None:
     size = 4 if config.precision.precision == "float32" else 2
     options = parse_args("model_args", config.model.model_args)
     if options.get("experts"):
-        return None  # counted in the graph
+        return None  # models with experts are measured from their graph
     if "num_outputs" in options:
         sample = Sample(sample.shape, options.pop("num_outputs"))
     if len(sample.shape) != (formula.sample_rank or len(sample.shape)):
@@ -102,13 +102,13 @@ class Pixels(NamedTuple):
         return Pixels(-(-self.height // 2), -(-self.width // 2))
 
     def bytes(self, channels: int, s: int, border: int = 0) -> int:
-        """The bytes of an image with so many channels and `border` more rows and columns in all."""
+        """The bytes of an image with `channels` channels and `border` additional rows and columns."""
         return (self.height + border) * (self.width + border) * channels * s
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution to `output` pixels, and the batch norm after it, which keeps its input."""
+    """A convolution to `output` pixels, and the batch norm after it, which saves its input."""
 
     name: str
     output: Pixels
@@ -117,7 +117,7 @@ class Convolution:
     outer: int
     bias: bool
     norm: bool = True
-    saved: float = 0.0  # tensors of its size that others keep
+    saved: float = 0.0  # number of tensors of this size that other operations save
 
     def part(self, s: int) -> ModelPart:
         size = self.output.height * self.output.width * self.outer
@@ -140,7 +140,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Cnn:
-    """models/cnn.py; with norm=group about what batch takes."""
+    """The formulas of models/cnn.py; norm=group is counted like batch, which is about right."""
 
     sample_rank: ClassVar[int | None] = 3
     widths: tuple[int, ...] = (32, 64)
@@ -203,7 +203,7 @@ class ResNet50:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """A block of a ResNet: three convolutions, and with `shortcut` a fourth beside them."""
+    """A block of a ResNet: three convolutions, and with `shortcut` a fourth one in parallel."""
 
     name: str
     side: Pixels

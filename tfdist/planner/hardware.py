@@ -1,7 +1,7 @@
-"""The machines that a plan is made for: a table of GPUs and networks, and the user's own.
+"""The machines for which plans are made: a table of GPUs and networks, and the user's own.
 
-Units: memory GB = 1e9 bytes; rates of arithmetic TFLOP/s = 1e12 operations a second, dense; bandwidths GB/s in ONE
-direction (NVIDIA's NVLink figures count both). Sources: the vendors' data sheets.
+Units: memory GB = 1e9 bytes; arithmetic TFLOP/s = 1e12 operations per second, dense; bandwidths GB/s in ONE direction
+(NVIDIA's NVLink figures count both). Sources: the vendors' data sheets.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tfdist.control.exit_codes import ConfigError
 class Hardware:
     """A device, the node it is in, and the network between nodes.
 
-    What is an assumption says so; --calibrate measures.
+    Assumed values are marked as such; --calibrate replaces some of them by measurements.
     """
 
     name: str
     memory_gb: float  # of one device
-    half_tflops: float  # bfloat16 (float16 where there is none), matrix units
+    half_tflops: float  # bfloat16 (float16 on devices without it), matrix units
     float32_tflops: float  # float32 products as TensorFlow runs them: TF32 where the device has it
     memory_gbs: float  # bandwidth of the device's memory
     link_gbs: float  # between the devices of a node, per device
@@ -34,25 +34,25 @@ class Hardware:
     cards: int = 8  # network cards in a node
     bfloat16: bool = True
     link_us: float = 3.0  # latency of a message within the node (assumed)
-    network_us: float = 8.0  # and between nodes (assumed)
+    network_us: float = 8.0  # the same between nodes (assumed)
     reserved_gb: float = 1.5  # memory for CUDA, cuBLAS and NCCL (assumed)
-    efficiency: float = 0.45  # part of the peak that the model's products reach (assumed)
-    overlap: float = 0.8  # part of the backward pass behind which communication can hide (assumed)
+    efficiency: float = 0.45  # fraction of the peak that the model's products reach (assumed)
+    overlap: float = 0.8  # fraction of the backward pass behind which communication can hide (assumed)
     step_ms: float = 2.0  # fixed cost of an optimizer step (assumed)
-    storage_gbs: float = 2.0  # what one job writes to the checkpoint storage (assumed)
-    # of one device with its share of everything else: Llama 3 405B saw 419 failures in 54 days on 16,384 GPUs
+    storage_gbs: float = 2.0  # rate at which one job writes to the checkpoint storage (assumed)
+    # For one device with its share of everything else: Llama 3 405B saw 419 failures in 54 days on 16,384 GPUs
     # (arXiv:2407.21783, section 3.3.4)
     mtbf_hours: float = 50_000.0
-    copies: int = 0  # of a tensor that travels, in what carries it: of gRPC two where it is sent, two where it arrives
-    # Processors for all workers together (a CPU machine): more workers than this share them. 0: each has its own.
+    copies: int = 0  # of a tensor in transit, held by the transport: gRPC holds two at the sender, two at the receiver
+    # Processors for all workers together (a CPU machine); more workers than this share them. 0: each has its own.
     shared: int = 0
 
     def tflops(self, precision: str) -> float:
         return self.float32_tflops if precision == "float32" else self.half_tflops
 
     def crowding(self, workers: int) -> int:
-        """Workers on the fullest processor. The launcher gives each worker whole cores (machine_shares.divide_cores),
-        and all wait for the slowest: 3 workers on 2 processors take as long as 4."""
+        """Returns the number of workers on the fullest processor. The launcher gives each worker whole cores
+        (machine_shares.divide_cores), and all wait for the slowest: 3 workers on 2 processors take as long as 4."""
         return max(1, -(-workers // self.shared)) if self.shared else 1
 
     @property
@@ -157,13 +157,13 @@ DEVICES: dict[str, Hardware] = {
 
 
 class Network(NamedTuple):
-    """GB/s per card in one direction, and microseconds."""
+    """GB/s per card in one direction, and latency in microseconds."""
 
     network_gbs: float
     network_us: float
 
 
-# InfiniBand HDR 200, NDR 400, XDR 800 Gbit/s; Ethernet by its Gbit/s.
+# InfiniBand: HDR 200, NDR 400, XDR 800 Gbit/s; Ethernet: Gbit/s as in the name.
 NETWORKS: dict[str, Network] = {
     "ib-hdr": Network(25.0, 6.0),
     "ib-ndr": Network(50.0, 6.0),
@@ -176,11 +176,11 @@ NETWORKS: dict[str, Network] = {
 
 
 def load_hardware(text: str) -> Hardware:
-    """`NAME`, `NAME,key=value,...`, `key=value,...` with at least name, or the path of a JSON object with the same
-    keys.
+    """Reads `NAME`, `NAME,key=value,...`, `key=value,...` with at least `name`, or the path of a JSON object with the
+    same keys.
 
-    Keys are the fields of Hardware, and `network`, a name of NETWORKS. In a JSON file "base" is the NAME.
-    Raises ConfigError for an unknown name or key, or a value that cannot be.
+    Keys are the fields of Hardware, and `network`, a name in NETWORKS. In a JSON file, "base" is the NAME.
+    Raises ConfigError for an unknown name or key, or an impossible value.
     """
     if text.endswith(".json"):
         try:

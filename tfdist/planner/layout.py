@@ -11,10 +11,10 @@ from tfdist.runtime.mesh import REPLICA_AXES, Mesh
 
 @dataclass(frozen=True)
 class Layout:
-    """Named axes of the mesh, whose ranks lie on the devices in the order of runtime/mesh.py.
+    """A mesh, whose ranks lie on the devices in the order of runtime/mesh.py, and how a run uses it.
 
-    `micro_batch` samples go through the model at a time on each replica, `micro_batches` times a step. Samples are
-    divided over data and expert; what is no expert has a copy on each of these replicas.
+    Each replica processes `micro_batch` samples at a time, `micro_batches` times per step. Samples are divided over
+    data and expert; each of these replicas has a copy of everything except experts.
     """
 
     data: int = 1
@@ -42,7 +42,7 @@ class Layout:
     def on(
         cls, mesh: Mesh, *, zero: int, recompute: bool = False, micro_batch: int = 1, micro_batches: int = 1
     ) -> Layout:
-        """The layout on a mesh."""
+        """Returns the layout on a mesh."""
         return cls(
             **mesh.by_axis(), zero=zero, recompute=recompute, micro_batch=micro_batch, micro_batches=micro_batches
         )
@@ -52,20 +52,20 @@ class Layout:
         return Mesh.create(data=self.data, pipe=self.pipe, model=self.model, expert=self.expert)
 
     def divisor(self, axis: str) -> int:
-        """The number by which a weight is divided that `axis` can divide."""
+        """Returns by how much a weight that `axis` can divide is divided."""
         return {"": 1, "model": self.model, "expert": self.expert}[axis]
 
     def sharing(self, axis: str) -> tuple[str, ...]:
-        """The axes along which devices hold the same part of a weight that `axis` can divide: its gradients are added
-        up, and ZeRO divides it, over these. Other replicas have other experts."""
+        """Returns the axes along which devices hold the same part of a weight that `axis` can divide. Over these axes
+        its gradients are added up, and ZeRO divides it. Other replicas have other experts."""
         return ("data",) if axis == "expert" and self.expert > 1 else REPLICA_AXES
 
     def shards(self, axis: str, from_stage: int = 1) -> int:
-        """By how much ZeRO divides what there is of such a weight, if it does so from a stage on."""
+        """Returns the number of shards into which ZeRO divides such a weight, if it does so from this stage on."""
         return self.mesh.degree(*self.sharing(axis)) if self.zero >= from_stage else 1
 
     def elements(self, part: ModelPart) -> float:
-        """Parameters of one repetition of a part on each device, before ZeRO."""
+        """Returns the parameters of one repetition of a part on each device, before ZeRO."""
         return sum(elements / self.divisor(axis) for axis, elements in part.elements.items())
 
     def describe(self) -> str:

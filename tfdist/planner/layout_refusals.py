@@ -1,8 +1,8 @@
-"""What training would refuse, so far as a configuration, a mesh and the shape of a model tell. Such layouts are not
-proposed.
+"""Finds layouts that training would refuse, as far as a configuration, a mesh and the shape of a model tell. Such
+layouts are not proposed.
 
-What does not depend on the model stands in mesh_rules.py, which training asks, too. Of the model that is built
-training/parallel/compose.py has the last word; a test holds both together.
+Rules that do not depend on the model are in mesh_rules.py, which training uses, too. For the model once it is built,
+training/parallel/compose.py decides; a test checks that both agree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHOLE = "it does not treat every element on its own, so it cannot work on"
 
 
 def of_mesh(model: ModelShape, mesh: Mesh) -> str:
-    """The reason why a mesh does not suit a model, as a sentence; "": it does."""
+    """Returns the reason why a mesh does not suit a model, as a sentence; "" if it does."""
     flag = f"--mesh={mesh.describe()}"
     tensor, pipe, expert = (mesh.degree(name) for name in ("model", "pipe", "expert"))
     if tensor > 1 and "model" not in model.axes:
@@ -57,11 +57,11 @@ def of_mesh(model: ModelShape, mesh: Mesh) -> str:
 
 
 def of_zero(config: Config) -> str:
-    """The reason why the run's flags do not go with its ZeRO stage, as a sentence; "": they do."""
+    """Returns the reason why the run's flags do not fit its ZeRO stage, as a sentence; "" if they do."""
     zero, optimizer = config.parallel.zero, config.optimizer.optimizer
     if zero and optimizer not in ELEMENTWISE_OPTIMIZERS:
         return f"--zero={zero} with --optimizer={optimizer}: {_WHOLE} shards; use {_ELEMENTWISE}, or --zero=0."
-    if strategy_or_undecided(config.strategy.strategy).mesh:  # else there is no --zero to check with the other flags
+    if strategy_or_undecided(config.strategy.strategy).mesh:  # other strategies have no --zero to check
         try:
             config.validate()
         except ConfigError as error:
@@ -70,8 +70,8 @@ def of_zero(config: Config) -> str:
 
 
 def of_layout(model: ModelShape, config: Config, layout: Layout, batch: BatchPlan) -> str:
-    """The reason why the run's flags do not go with a layout of a model, as a sentence; "": they do. config: with its
-    --zero."""
+    """Returns the reason why the run's flags do not fit a layout of a model, as a sentence; "" if they do. config: with
+    the --zero of the layout."""
     of_model = (*_optimizer(config, layout), *_pipe(model, config, layout, batch))
     return mesh_rules.refusal(config, layout.mesh, batch) or next(iter(of_model), "")
 

@@ -1,4 +1,4 @@
-"""Least squares for what times are made of: no term negative, over relative errors."""
+"""Least squares for the terms of a step time: over relative errors, with no negative term."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-_SMALLEST = 1e-18  # seconds for an operation or a byte: rates stay finite
+_SMALLEST = 1e-18  # seconds per operation or byte; keeps rates finite
 
-Terms = TypeVar("Terms", bound=NamedTuple)  # the first field is a fixed cost, the others are amounts with a rate
+Terms = TypeVar("Terms", bound=NamedTuple)  # the first field is a fixed cost, the others are amounts that have a rate
 
 
 def fit(rows: Sequence[Terms], seconds: Sequence[float], known: Terms, free: Collection[str]) -> Terms:
-    """Coefficients c >= 0 with rows @ c = seconds, least squares over relative errors; the fields that are not in
-    `free` stay as `known`.
+    """Returns coefficients c >= 0 with rows @ c = seconds, by least squares over relative errors. Fields not in `free`
+    keep their values in `known`.
     """
     import numpy as np
 
@@ -34,10 +34,10 @@ def fit(rows: Sequence[Terms], seconds: Sequence[float], known: Terms, free: Col
 
 
 def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """x >= 0 with the least |matrix @ x - target|, for a few columns.
+    """Returns the x >= 0 that minimizes |matrix @ x - target|, for a few columns.
 
-    It is the unbounded solution on the columns where it is positive (Lawson and Hanson, Solving Least Squares Problems,
-    1974, chapter 23), so of all choices of columns whose solution has no negative part the best is taken.
+    It is the unconstrained solution on the columns where it is positive (Lawson and Hanson, Solving Least Squares
+    Problems, 1974, chapter 23). So every choice of columns is tried, and the best solution without negatives is taken.
     """
     import numpy as np
 

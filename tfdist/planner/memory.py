@@ -14,17 +14,17 @@ from tfdist.config import Config, OptimizerConfig, parse_args
 from tfdist.planner.layout import Layout
 from tfdist.planner.shapes import ModelPart, ModelShape, Weight
 
-_WORKING_TENSORS = 2  # of the largest size, that a layer's backward pass holds besides what was saved
-_UPDATE_TENSORS = 2  # of a variable's size, that the update rule holds on its way
-# Buckets of gradients in memory on their way, besides what is kept, by ZeRO stage: one that comes, one that goes; at
-# stage 2 two of each, and at stage 3 none, where layers take their place.
+_WORKING_TENSORS = 2  # tensors of the largest size that a layer's backward pass holds besides the saved ones
+_UPDATE_TENSORS = 2  # temporary tensors of a variable's size in the update rule
+# Buckets of gradients in transit, besides the gradients that are kept, by ZeRO stage: one incoming and one outgoing;
+# two of each at stage 2, and none at stage 3, where layers take their place.
 _BUCKETS = (2, 2, 4, 0)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Bytes per element of each kind. The default is Keras': variables, gradients and slots are float32 under every
-    policy, and the casts to the compute type count as buffers. `copy`: of the shard that stages 1 and 2 update."""
+    """Bytes per element of each kind. The defaults are those of Keras: variables, gradients and slots are float32 under
+    every policy, and casts to the compute type count as buffers. copy: for the shard that stages 1 and 2 update."""
 
     parameter: float = 4.0
     gradient: float = 4.0
@@ -59,7 +59,8 @@ class States:
 
 
 def shard_states(parameters: float, slots: float, recipe: Recipe, zero: int, devices: int) -> States:
-    """`parameters` elements with `slots` elements of optimizer state, on each of `devices` data-parallel devices."""
+    """Returns the bytes on each of `devices` data-parallel devices, for `parameters` elements with `slots` elements of
+    optimizer state."""
     assert zero in (0, 1, 2, 3), zero
     master = recipe.master + (recipe.copy if zero in (1, 2) else 0)
     return States(
@@ -71,15 +72,15 @@ def shard_states(parameters: float, slots: float, recipe: Recipe, zero: int, dev
 
 
 def slot_elements(optimizer: OptimizerConfig, weight: Weight) -> int:
-    """Elements of optimizer state that Keras 3.15 keeps for a variable, with its moving average if --ema is set."""
+    """Returns the elements of optimizer state that Keras 3.15 keeps for a variable, and of its average with --ema."""
     options, n, average = _options(optimizer.optimizer_args), weight.elements, 1 if optimizer.ema else 0
     name = optimizer.optimizer
     if name in ("sgd", "momentum"):
         return n * ((options.get("momentum", 0.9 if name == "momentum" else 0.0) != 0) + average)
-    if name == "adafactor":  # row and column factors, and the full second moment, which Keras keeps as well
+    if name == "adafactor":  # row and column factors, and the full second moment, which Keras also keeps
         factors = n // weight.shape[-1] + n // weight.shape[-2] if len(weight.shape) >= 2 else 2
         return n * (1 + average) + factors
-    if name == "muon":  # Adam for all but matrices, and for embeddings
+    if name == "muon":  # uses Adam for embeddings and for everything that is not a matrix
         adam = len(weight.shape) != 2 or (
             options.get("exclude_embeddings", True) and "embedding" in weight.path.lower()
         )
@@ -95,7 +96,7 @@ def _options(text: str) -> dict:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest device. `peak` is below the sum: gradients grow while activations are released."""
+    """Bytes on the fullest device. `peak` is below the sum, because gradients grow while activations are released."""
 
     parameters: float
     gradients: float
@@ -105,10 +106,10 @@ class Memory:
     buffers: float
     reserved: float
     peak: float
-    stage: int  # of the pipeline, that is the fullest
+    stage: int  # the pipeline stage that is the fullest
 
     def items(self) -> dict[str, float]:
-        """The amounts by the names that are shown."""
+        """The amounts under the names that users see."""
         return {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -122,10 +123,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Held:
-    """The bytes of activations."""
+    """Bytes of activations."""
 
-    by_part: list[float]  # what each part holds when the backward pass begins
-    working: float  # what the largest layer works with
+    by_part: list[float]  # held by each part when the backward pass begins
+    working: float  # working memory of the largest layer
 
     @property
     def total(self) -> float:
@@ -133,7 +134,7 @@ class Held:
 
 
 def memory(model: ModelShape, config: Config, layout: Layout, reserved: float = 0.0, copies: int = 0) -> Memory:
-    """The fullest device of a layout. `copies`: of what travels, in what carries it."""
+    """Returns the memory of the fullest device of a layout. copies: of tensors in transit, held by the transport."""
     stages = [
         Stage(index, parts, config, layout).memory(reserved, copies)
         for index, parts in enumerate(model.stages(layout.pipe))
@@ -143,7 +144,7 @@ def memory(model: ModelShape, config: Config, layout: Layout, reserved: float = 
 
 @dataclass(frozen=True)
 class Stage:
-    """The parts of one stage of the pipeline, and what one of its devices holds of them."""
+    """The parts of one pipeline stage, and how much memory one of its devices needs for them."""
 
     index: int
     parts: Sequence[ModelPart]
@@ -151,7 +152,7 @@ class Stage:
     layout: Layout
 
     def memory(self, reserved: float, copies: int) -> Memory:
-        """All of it. `reserved` bytes are taken by others; `copies` as in `memory`."""
+        """Returns the total. `reserved` bytes are taken by others; `copies` as in the function `memory`."""
         layout, parts = self.layout, self.parts
         states, held = self._states(), saved_bytes(parts, layout, self.index)
         constants = 4.0 * sum(part.repeat * part.constants for part in parts)
@@ -161,13 +162,13 @@ class Stage:
         if layout.replicas > 1:
             buckets = _BUCKETS[layout.zero] * bucket
             transport = copies * (layer if layout.zero >= 3 else bucket)
-        # Stage 3: the layer in use and the one on its way, a gradient whole and as received, and the shards of what
-        # they are made of or become.
+        # Stage 3: the layer in use and the one in transit, a gradient as a whole and as received, and the shards that
+        # these are gathered from or reduced to.
         gathered = (4 + 3 / layout.replicas) * layer if layout.zero >= 3 else 0.0
-        # Nothing is updated before all gradients are judged, and what is updated travels afterwards.
+        # The update starts only after all gradients were checked, and updated values are sent only after it.
         update = _UPDATE_TENSORS * KERAS.slot * self._largest_weight(layout.shards)
         updating = states.gradients + max(buckets, update)
-        # With several micro-batches, sums are kept, to which each layer's gradient is added as soon as it is there.
+        # With several micro-batches, sums are kept; each layer's gradient is added to them as soon as it is there.
         accumulated = states.gradients if layout.micro_batches > 1 and layout.zero < 2 else 0.0
         backward = accumulated + self._backward_peak(held, states.gradients, buckets)
         steady = states.parameters + states.optimizer + states.master + constants + transport + gathered + reserved
@@ -199,7 +200,7 @@ class Stage:
         return total
 
     def _largest_weight(self, shards: Callable[[str], int] = lambda axis: 1) -> float:
-        """The number of elements of the largest variable, or of the largest shard. shards: of what an axis divides."""
+        """Elements of the largest variable, or of its largest shard. shards: axis -> shards of a weight it divides."""
         return max(
             (
                 elements / self.layout.divisor(axis) / shards(axis)
@@ -210,7 +211,7 @@ class Stage:
         )
 
     def _bucket(self) -> float:
-        """Bytes of gradients that travel together: --pack_mb, or a variable that is larger; at most all."""
+        """Bytes of gradients that travel together: --pack_mb, or a larger variable; at most all gradients."""
         gradient = KERAS.gradient
         asked = max(self.config.strategy.pack_mb * 2**20, gradient * self._largest_weight())
         return min(asked, gradient * self._elements())
@@ -219,10 +220,10 @@ class Stage:
         return sum(part.repeat * part.fixed / self.layout.model for part in self.parts)
 
     def _backward_peak(self, held: Held, gradients: float, buckets: float) -> float:
-        """The backward pass goes through the parts from the last: their gradients appear, their activations go.
+        """The peak of the backward pass, which goes from the last part to the first: gradients appear, activations go.
 
-        Repetitions of a part change both by the same step, so that the highest point is at the first or at the last of
-        them. `gradients`: bytes that are kept of them.
+        Each repetition of a part changes both by the same amount, so the maximum is at the first or at the last
+        repetition. gradients: bytes of gradients that are kept.
         """
         layout, fixed = self.layout, self._fixed()
         left, grown, peak = held.total, 0.0, 0.0
@@ -232,7 +233,7 @@ class Stage:
             for first in (True, False):
                 released = 0.0 if first else bytes_held * (part.repeat - 1) / part.repeat
                 grown += gradient * (1 if first else part.repeat - 1)
-                if layout.zero >= 2:  # shards, and at stage 2 what becomes of them: whole, and received
+                if layout.zero >= 2:  # shards; at stage 2 also the gradients that become shards, whole and as received
                     shown = min((2 if buckets else 1) * grown, gradients + buckets)
                 elif layout.micro_batches > 1:
                     shown = gradient
@@ -248,10 +249,10 @@ def _working_bytes(part: ModelPart, layout: Layout) -> float:
 
 
 def saved_bytes(parts: Sequence[ModelPart], layout: Layout, stage: int) -> Held:
-    """The activations of a stage.
+    """Returns the activations of a stage.
 
-    Stage k of a pipeline of p holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With
-    recompute a block holds its input alone, and one block at a time is computed again (Chen et al. 2016,
+    Stage k of a pipeline of p stages holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With
+    recompute, a block holds only its input, and one block at a time is recomputed (Chen et al. 2016,
     arXiv:1604.06174).
     """
 

@@ -1,12 +1,12 @@
-"""Before a run starts: does what each worker must hold fit the memory that it may use? Otherwise the kernel, or a
-failed allocation in the middle of a step, would say so, and not how to mend it.
+"""Checks before a run starts whether the state that each worker must hold fits the memory that it may use. Otherwise
+the kernel, or a failed allocation in the middle of a step, would report it, without saying how to fix it.
 
-Only what is certain counts: parameters, gradients and optimizer state (memory.py), and what the process has in use
-already; not activations, buffers, or what passes through. So a run that is refused here could not have worked, and a
-run that is let through may still need more than there is.
+Only what is certain counts: parameters, gradients and optimizer state (memory.py), and memory that the process already
+uses; not activations, buffers, or data in transit. So a run that is refused here could not have worked, and a run that
+passes may still need more memory than there is.
 
-It is asked twice: before TensorFlow is imported, of models that have a formula; and of every model once it is built,
-when its variables and the devices are known, but no optimizer state is there yet. Units: bytes.
+The check runs twice: before TensorFlow is imported, for models that have a formula; and for every model once it is
+built, when its variables and the devices are known, but its optimizer state does not exist yet. Units: bytes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tfdist.planner.shapes import Weight
 from tfdist.runtime.mesh import Mesh
 
 _LIMITS = ((resource.RLIMIT_DATA, "RLIMIT_DATA (ulimit -d)"), (resource.RLIMIT_AS, "RLIMIT_AS (ulimit -v)"))
-_NO_LIMIT = 2**60  # cgroups of version 1 write about 2^63 for none
+_NO_LIMIT = 2**60  # version 1 cgroups show about 2^63 if there is no limit
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
     """Memory that a worker may use.
 
-    `sharers`: workers for which it must do together; `in_use`: by this one, already.
+    sharers: number of workers that share it; in_use: already used by this worker.
     """
 
     size: float
@@ -51,7 +51,7 @@ class MemoryLimit:
 
     @property
     def left(self) -> float:
-        """The bytes that are left for the state of one worker."""
+        """The bytes left for the state of one worker."""
         return self.size / self.sharers - self.in_use
 
 
@@ -64,14 +64,14 @@ class MemoryLimits:
 
 
 def check_by_formula(config: Config, cluster: Cluster) -> None:
-    """The check before anything is imported; passes if model, samples or device cannot be known yet.
+    """Checks before anything is imported. Passes if model, samples or device cannot be known yet.
 
     Raises MemoryShortError.
     """
-    if Path("/dev/nvidiactl").exists():  # whether TensorFlow will use the GPUs, it alone knows
+    if Path("/dev/nvidiactl").exists():  # only TensorFlow knows whether it will use the GPUs
         return
     model = None
-    with contextlib.suppress(ValueError, TypeError, KeyError):  # wrong options are the run's own to explain
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # the run itself reports wrong options
         sample = shapes.sample_of(config)
         model = formulas.shape_of(config, sample) if sample else None
     if model is None:
@@ -89,8 +89,8 @@ def check_by_formula(config: Config, cluster: Cluster) -> None:
 
 
 def check(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], limits: MemoryLimits) -> None:
-    """Raises MemoryShortError if what a worker must hold of `weights`, each there so many times, exceeds one of
-    `limits`.
+    """Raises MemoryShortError if what a worker must hold of `weights` (pairs of weight and number of repetitions)
+    exceeds one of `limits`.
     """
     states = least_states(config, layout, weights)
     moved = states.optimizer + states.master if config.parallel.offload == "optimizer" else 0.0
@@ -108,7 +108,7 @@ def check(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]],
 
 
 def least_states(config: Config, layout: Layout, weights: Iterable[tuple[Weight, int]]) -> States:
-    """The states that each worker, or with a pipeline some worker, holds at least in the middle of a step."""
+    """Returns the least state that each worker (with a pipeline: some worker) holds in the middle of a step."""
     weights = list(weights)
     elements = sum(times * weight.elements / layout.divisor(weight.axis) for weight, times in weights) / layout.pipe
     slots = (
@@ -116,7 +116,7 @@ def least_states(config: Config, layout: Layout, weights: Iterable[tuple[Weight,
         / layout.pipe
     )
     states = shard_states(elements, slots, KERAS, layout.zero, layout.replicas)
-    if layout.zero == 1 and config.batch.accumulation <= 1:  # a gradient may be scattered before the next one is there
+    if layout.zero == 1 and config.batch.accumulation <= 1:  # a gradient may be scattered before the next one exists
         states = dataclasses.replace(states, gradients=states.gradients / layout.replicas)
     return states
 
@@ -135,9 +135,9 @@ def _sentence(
 
 
 def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]], limit: MemoryLimit) -> str:
-    """The least change that would make it fit."""
+    """Returns the smallest change that would make it fit."""
     mesh = "" if strategy_or_undecided(config.strategy.strategy).mesh else "--strategy=mesh "
-    if config.optimizer.optimizer not in ELEMENTWISE_OPTIMIZERS:  # which --zero cannot share out
+    if config.optimizer.optimizer not in ELEMENTWISE_OPTIMIZERS:  # --zero cannot divide their state
         return (
             "use an optimizer that --zero can share out (sgd, momentum, adam, adamw, lion) with --strategy=mesh"
             " --zero=3 on more workers, or a smaller model"
@@ -155,17 +155,17 @@ def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]],
     )
 
 
-# -- how much there is -------------------------------------------------------------------------------------------------
+# -- how much memory there is ------------------------------------------------------------------------------------------
 
 
 def find_limits(cluster: Cluster, gpus: bool) -> MemoryLimits:
-    """The limits of a process whose runtime has started, and which trains on GPUs if it has any."""
+    """Returns the limits of a process whose runtime has started, and which trains on GPUs if it has any."""
     host = host_limits(cluster, anonymous_bytes())
     return MemoryLimits(gpu_limits() if gpus else host, host)
 
 
 def host_limits(cluster: Cluster, in_use: float = 0.0) -> tuple[MemoryLimit, ...]:
-    """Limits of this process, of its cgroups, and of the machine with its swap space."""
+    """Returns the limits of this process, of its cgroups, and of the machine with its swap space."""
     found = [
         MemoryLimit(limit, source, in_use=in_use)
         for kind, source in _LIMITS
@@ -174,7 +174,7 @@ def host_limits(cluster: Cluster, in_use: float = 0.0) -> tuple[MemoryLimit, ...
     memory = amounts(MACHINE)
     machine, swap = memory.get("MemTotal", 0.0), memory.get("SwapTotal", 0.0)
     limits = [limit for path in _cgroup_files() if (limit := _cgroup_limit(path, swap)) < _NO_LIMIT]
-    if limits:  # whether other workers share it cannot be seen
+    if limits:  # other workers may share the cgroup, which cannot be seen here
         found.append(MemoryLimit(min(limits), "the memory limit of its cgroup", in_use=in_use))
     if machine:
         found.append(MemoryLimit(machine + swap, "the machine's memory", cluster.local_size, in_use))
@@ -182,7 +182,7 @@ def host_limits(cluster: Cluster, in_use: float = 0.0) -> tuple[MemoryLimit, ...
 
 
 def gpu_limits() -> tuple[MemoryLimit, ...]:
-    """The largest GPU of this machine; none if the driver does not tell."""
+    """Returns the memory of this machine's largest GPU; nothing if the driver does not tell."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         listing = subprocess.run(
             ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
@@ -200,12 +200,12 @@ def gpu_limits() -> tuple[MemoryLimit, ...]:
 
 
 def anonymous_bytes() -> float:
-    """Memory of this process that is no copy of a file."""
+    """Returns the memory of this process that is not a copy of a file."""
     return amounts(PROCESS).get("RssAnon", 0.0)
 
 
 def _cgroup_files() -> list[Path]:
-    """The files of limits of this process' cgroup and of those around it. A container may see its own as the root."""
+    """Returns the limit files of this process's cgroup and its ancestors. A container may see its own as the root."""
     files = []
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -222,7 +222,7 @@ def _cgroup_files() -> list[Path]:
 
 
 def _cgroup_limit(path: Path, swap: float) -> float:
-    """The limit in a file of a group, with the swap space that it may use; infinite if there is no limit."""
+    """Returns the limit in a cgroup's file plus the swap space that the cgroup may use; infinite if unlimited."""
     try:
         limit = float(path.read_text().replace("max", "inf"))
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""What of a configuration does not go with a mesh, whatever the model: training refuses it, and the planner does not
-propose it."""
+"""Rules on which configurations a mesh excludes, whatever the model: training refuses them, and the planner does not
+propose them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tfdist.runtime.mesh import Mesh
 
 
 def refusal(config: Config, mesh: Mesh, batch: BatchPlan) -> str:
-    """The reason why, as a sentence; "": they go together."""
+    """Returns the reason why configuration and mesh do not fit, as a sentence; "" if they do."""
     return next((found for each in _RULES for found in each(config, mesh, batch)), "")
 
 
 def not_compiled_on(mesh: Mesh, config: Config) -> str:
-    """The part of a mesh's step that XLA cannot compile; "": none."""
+    """Returns the part of a mesh's step that XLA cannot compile; "" if there is none."""
     if (degree := mesh.degree("pipe")) > 1:
         return f"what the stages of pipe={degree} send each other"
     if mesh.size > 1 and (config.parallel.zero == 3 or mesh.degree("expert", "model") > 1):  # in the forward pass
@@ -63,7 +63,7 @@ def _batch(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     if (degree := mesh.degree("expert")) > 1:
         yield f"--mesh has expert={degree}, whose workers must have as many samples each, {parts}."
     if (degree := mesh.degree("model")) > 1 and batch.accumulation > 2:
-        # TensorFlow keeps the shape that a collective operation had first in a call, and the loop repeats it.
+        # TensorFlow fixes the shape of a collective operation at its first use in a call, and the loop repeats it.
         yield (
             f"--mesh has model={degree}, whose micro-batches after the first must be of one size, {parts}, or take"
             " --accumulation=2."

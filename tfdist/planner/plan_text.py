@@ -14,7 +14,7 @@ _BLUE, _ORANGE = "#1f5fa8", "#d9730d"
 
 
 def gigabytes(size: float) -> str:
-    """Bytes in the unit that reads best."""
+    """Formats bytes in the unit that reads best."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}" if size < 1000 * scale else f"{size / scale:,.0f} {unit}"
@@ -22,7 +22,7 @@ def gigabytes(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that reads best."""
+    """Formats seconds in the unit that reads best."""
     for unit, scale in (("days", DAY), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
         if seconds >= 1.5 * scale or unit == "ms":
             return f"{seconds / scale:.3g} {unit}"
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
 
 
 def as_text(plan: Plan, proposals: Sequence[Proposal]) -> str:
-    """The whole plan, for a terminal."""
+    """Returns the whole plan, for a terminal."""
     model, hardware, best = plan.model, plan.hardware, proposals[0].estimate
     lines = [
         f"model: {model.name}, {model.parameters:,} parameters, {3 * model.flops / 1e9:,.4g} GFLOP a sample and step"
@@ -145,7 +145,7 @@ def _saving(best: Estimate) -> list[str]:
 
 
 def draw(plan: Plan, best: Estimate, picture: Path) -> None:
-    """Memory by ZeRO stage, the parts of a step, and scaling, as a PNG."""
+    """Draws memory by ZeRO stage, the parts of a step, and scaling, as a PNG."""
     pyplot = optional_packages.pyplot("--plot")
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.5), dpi=100)
     table = figures.zero_table(plan, best.layout)

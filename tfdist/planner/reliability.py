@@ -1,7 +1,7 @@
-"""Failures and snapshots: how often to save, what saving and failing cost. Seconds and bytes.
+"""Failures and snapshots: how often to save, and what saves and failures cost. Seconds and bytes.
 
-Legend: delta, seconds that training stands still for a save; M, mean time between failures of the whole job; tau,
-seconds of training between two saves; R, seconds from a failure to training again.
+Terms: delta, seconds that training pauses for a save; M, mean time between failures of the whole job; tau, seconds of
+training between two saves; R, seconds from a failure until training continues.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_COPY_GBS = 10.0  # to host memory; assumed
+_COPY_GBS = 10.0  # rate of copying to host memory (assumed)
 
 
 def young_interval(delta: float, mtbf: float) -> float:
@@ -18,8 +18,8 @@ def young_interval(delta: float, mtbf: float) -> float:
 
 
 def daly_interval(delta: float, mtbf: float) -> float:
-    """Daly 2006, equation 37: Young's with the next terms of the series, less the save itself; M if saving takes over 2
-    M.
+    """Daly 2006, equation 37: Young's formula with the next terms of the series, minus the save itself; M if a save
+    takes 2 M or longer.
     """
     if delta >= 2 * mtbf:
         return mtbf
@@ -29,20 +29,20 @@ def daly_interval(delta: float, mtbf: float) -> float:
 
 @dataclass(frozen=True)
 class Reliability:
-    """The failures and saves to expect of a job."""
+    """The expected failures and saves of a job."""
 
     mtbf: float  # of the job, seconds
     checkpoint: float  # bytes
-    write: float  # seconds until it is on disk
-    stall: float  # seconds that training waits
+    write: float  # seconds until a snapshot is on disk
+    stall: float  # seconds that training waits for it
     interval: float  # best seconds of training between saves (Daly)
     young: float  # the same by Young's formula
-    saving: float  # part of the time spent waiting for saves
-    lost: float  # part of the time spent on work that failures undo, and on starting again
+    saving: float  # fraction of the time spent waiting for saves
+    lost: float  # fraction of the time spent on work lost in failures, and on restarts
 
     @property
     def availability(self) -> float:
-        """Part of the time that is training which counts."""
+        """Fraction of the time that is training which counts."""
         return max(0.0, 1.0 - self.saving - self.lost)
 
 
@@ -55,10 +55,10 @@ def reliability(
     asynchronous: bool,
     restart: float = 180.0,
 ) -> Reliability:
-    """What to expect of a job on `devices`, each of which fails (with its share of all else) every `mtbf_hours`.
+    """Describes a job on `devices`, each of which fails (with its share of all else) every `mtbf_hours`.
 
-    asynchronous: training waits for the copy to host memory only (at _COPY_GBS), but saves cannot be closer
-    than writing takes. restart: seconds to start again (assumed).
+    asynchronous: training waits only for the copy to host memory (at _COPY_GBS), but saves cannot be closer together
+    than a write takes. restart: seconds to start again (assumed).
     """
     mtbf = mtbf_hours * 3600 / devices
     write = checkpoint / (storage_gbs * 1e9)

@@ -1,4 +1,4 @@
-"""Finds the layouts that are possible on so many devices, that fit, and the three best; or why none fits."""
+"""Finds the layouts that are possible on a number of devices, those that fit, and the three best; or why none fits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tfdist.planner.plan_text import gigabytes
 from tfdist.runtime.mesh import Mesh
 
 BEST = 3
-_SAME = 0.02  # layouts whose speeds differ by less count as equally fast: the simpler one goes first
+_SAME = 0.02  # layouts whose speeds differ by less than this count as equally fast; the simplest is preferred
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The choices that the user has fixed; None: to be found."""
+    """The choices fixed by the user; None: to be searched."""
 
     mesh: Mesh | None = None
     zero: int | None = None
@@ -35,12 +35,12 @@ def parse_mesh(text: str, devices: int) -> Mesh | None:
         return None
     try:
         return Mesh.parse(text, devices)
-    except ConfigError as error:  # it speaks of workers, each of which has a device
+    except ConfigError as error:  # its message is about workers; here each worker has one device
         raise ConfigError(f"--devices={devices}: {error}") from None
 
 
 def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
-    """Every layout that training would take. Raises ConfigError if what is fixed leaves none."""
+    """Yields every layout that training would accept. Raises ConfigError if the user's choices leave none."""
     if wish.recompute and not plan.model.blocks:
         raise ConfigError(
             f"--recompute=blocks, but no blocks of {plan.model.name} are known here that could be computed again: use"
@@ -61,14 +61,14 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
 
 
 class _Candidate(NamedTuple):
-    """A layout, and the division of the batch that it stands for."""
+    """A layout, and the division of the batch to which it belongs."""
 
     layout: Layout
     batch: BatchPlan
 
 
 def _candidates(plan: Plan, wish: Wish) -> Iterator[_Candidate]:
-    """Every layout on which the model can be placed. Raises ConfigError if it cannot on a fixed mesh."""
+    """Yields every layout on which the model can be placed. Raises ConfigError if a fixed mesh does not allow it."""
     recomputes = [wish.recompute] if wish.recompute is not None else [False, True] if plan.model.blocks else [False]
     for mesh in [wish.mesh] if wish.mesh else _meshes(plan):
         if problem := layout_refusals.of_mesh(plan.model, mesh):
@@ -84,7 +84,7 @@ def _candidates(plan: Plan, wish: Wish) -> Iterator[_Candidate]:
 
 
 def _meshes(plan: Plan) -> Iterator[Mesh]:
-    """Every mesh of all devices whose groups along `model` stay within a node."""
+    """Yields every mesh of all devices whose groups along `model` stay within a node."""
     for pipe in _divisors(plan.devices):
         for tensor in _divisors(plan.devices // pipe):
             if tensor <= plan.hardware.per_node:
@@ -98,8 +98,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def _divisions(config: Config, replicas: int) -> Iterator[BatchPlan]:
-    """The divisions to try for a number of replicas. What the flags fix is kept; with --global_batch alone, every
-    division into powers of two is tried."""
+    """Yields the divisions of the batch to try for a number of replicas. Values fixed by flags are kept; with
+    --global_batch alone, every division into powers of two is tried."""
     batch = config.batch
     if batch.global_batch and not batch.micro_batch and not batch.accumulation:
         accumulation = 1
@@ -111,14 +111,14 @@ def _divisions(config: Config, replicas: int) -> Iterator[BatchPlan]:
     try:
         yield plan_batch(batch, replicas)
     except ConfigError:
-        return  # with another number of replicas it may do
+        return  # it may work with another number of replicas
 
 
 def search(plan: Plan, wish: Wish = Wish()) -> list[Proposal]:  # noqa: B008 - frozen
-    """Up to three proposals, the best first, one for each mesh.
+    """Returns up to three proposals, the best first, one for each mesh.
 
-    If none fits: the one that needs the least, and why it does not fit. Raises ConfigError if there is no layout at
-    all.
+    If none fits, returns the one that needs the least memory, and why it does not fit. Raises ConfigError if there is
+    no layout at all.
     """
     found = [estimate(plan, layout) for layout in layouts(plan, wish)]
     if not found:

@@ -1,8 +1,8 @@
-"""A model as a plan knows it: its parts in order, with their weights, work and activations per sample.
+"""A model as the planner describes it: its parts in order, with their weights, work and activations per sample.
 
 A *part* lies between two places where the model can be cut (a block, or a layer). Built-in models are described by
 formula (formulas.py), which takes no time; any other model by training/model_cost.py, which reads its graph and prints
-what `from_json` takes. Legend: bytes are of one sample, before any sharding.
+the input of `from_json`. Bytes are for one sample, before any sharding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfdist.data.sources.source_facts import BYTES, DIGIT_SHAPE, DIGITS, SYNTHET
 
 @dataclass(frozen=True)
 class Weight:
-    """A trained variable. `axis`: of the mesh, that can divide it: "model", "expert" or "" for none."""
+    """A trained variable. axis: the mesh axis that can divide it: "model", "expert", or "" for none."""
 
     path: str
     shape: tuple[int, ...]
@@ -35,18 +35,18 @@ class Weight:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A part of a model, which may stand `repeat` times in a row."""
+    """A part of a model, which may be repeated `repeat` times in a row."""
 
     name: str
     weights: tuple[Weight, ...] = ()
     constants: int = 0  # elements that are kept but not trained (moving averages)
-    flops: float = 0.0  # of the forward pass, products and convolutions only; a multiplication and an addition are two
-    saved: float = 0.0  # bytes that the forward pass leaves for the backward pass
-    divided: float = 0.0  # of those, what tensor parallelism divides
-    largest: float = 0.0  # bytes of the largest tensor, of which the backward pass needs a few more
-    fixed: float = 0.0  # bytes saved whatever the batch: weights cast to the compute type, masks
-    output: float = 0.0  # bytes handed to the next part
-    block: bool = False  # can be cut off as a stage, or recomputed
+    flops: float = 0.0  # of the forward pass; only products and convolutions; a multiplication plus an addition are two
+    saved: float = 0.0  # bytes that the forward pass saves for the backward pass
+    divided: float = 0.0  # those of them that tensor parallelism divides
+    largest: float = 0.0  # bytes of the largest tensor; the backward pass needs a few more of that size
+    fixed: float = 0.0  # bytes saved whatever the batch size: weights cast to the compute type, masks
+    output: float = 0.0  # bytes passed to the next part
+    block: bool = False  # can begin a stage, or be recomputed
     repeat: int = 1
 
     @property
@@ -56,7 +56,7 @@ class ModelPart:
 
     @cached_property
     def elements(self) -> dict[str, int]:
-        """Parameters of one repetition by the axis that can divide them."""
+        """Parameters of one repetition, by the axis that can divide them."""
         return {
             axis: sum(weight.elements for weight in self.weights if weight.axis == axis)
             for axis in {weight.axis for weight in self.weights}
@@ -64,7 +64,7 @@ class ModelPart:
 
     @cached_property
     def largest_weights(self) -> dict[str, int]:
-        """Elements of the largest variable by the axis that can divide it."""
+        """Elements of the largest variable, by the axis that can divide it."""
         return {axis: max(weight.elements for weight in self.weights if weight.axis == axis) for axis in self.elements}
 
 
@@ -74,8 +74,8 @@ class ModelShape:
 
     name: str
     parts: tuple[ModelPart, ...]
-    tokens: int = 1  # per sample; 1 where samples are no sequences
-    heads: int = 1  # tensor parallelism must divide these
+    tokens: int = 1  # per sample; 1 if samples are no sequences
+    heads: int = 1  # must be divisible by the degree of tensor parallelism
     source: str = "formula"  # or "graph"
 
     @property
@@ -89,7 +89,7 @@ class ModelShape:
 
     @property
     def blocks(self) -> int:
-        """Places where it can be cut into stages, plus one."""
+        """Number of places where it can be cut into stages, plus one."""
         return sum(part.repeat for part in self.parts if part.block)
 
     @property
@@ -99,11 +99,11 @@ class ModelShape:
 
     @property
     def experts(self) -> set[int]:
-        """The numbers of experts that its layers have; none, if it has no mixture."""
+        """The numbers of experts in its layers; empty if it has no mixture of experts."""
         return {weight.shape[0] for part in self.parts for weight in part.weights if weight.axis == "expert"}
 
     def stages(self, pipe: int) -> list[list[ModelPart]]:
-        """The parts cut into `pipe` stages of about the same work, each with a block at least."""
+        """Returns the parts cut into `pipe` stages of about the same work, each with at least one block."""
         assert pipe == 1 or pipe <= self.blocks, (pipe, self.blocks)
         if pipe not in self._cut:
             self._cut[pipe] = _cut(self.parts, pipe, self.flops)
@@ -119,8 +119,8 @@ def _cut(parts: Sequence[ModelPart], pipe: int, total: float) -> list[list[Model
     at, done, left, has_block = 0, 0.0, sum(part.repeat for part in parts if part.block), False
     for part in itertools.chain.from_iterable(itertools.repeat(each, each.repeat) for each in parts):
         due = (done + part.flops / 2) * pipe >= (at + 1) * total
-        # A stage begins with a block: when its share of the work is reached, or when each later stage needs one of
-        # those left.
+        # A stage begins with a block: when its share of the work is reached, or when the later stages need all the
+        # blocks that are left.
         if part.block and has_block and at < pipe - 1 and (due or left < pipe - at):
             at, has_block = at + 1, False
         last = stages[at][-1] if stages[at] else None
@@ -133,7 +133,7 @@ def _cut(parts: Sequence[ModelPart], pipe: int, total: float) -> list[list[Model
 
 
 def from_json(values: Mapping[str, Any], tokens: int) -> ModelShape:
-    """Reads what `python -m tfdist.training.model_cost` printed."""
+    """Reads the output of `python -m tfdist.training.model_cost`."""
     parts = tuple(
         ModelPart(
             part["name"],
@@ -152,16 +152,17 @@ def from_json(values: Mapping[str, Any], tokens: int) -> ModelShape:
 
 @dataclass(frozen=True)
 class Sample:
-    """The shape of a sample's x, and how many classes or tokens there are. float32 images or int32 tokens."""
+    """The shape of a sample's x (float32 images or int32 tokens), and the number of classes or tokens."""
 
     shape: tuple[int, ...]
     outputs: int
 
 
 def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | None:
-    """The samples of a built-in source without opening it; `shape` ("224,224,3") and `outputs` of the user go first.
+    """Returns the samples of a built-in source without opening it. The user's `shape` ("224,224,3") and `outputs` have
+    precedence.
 
-    None if the source must be opened to know. Raises ConfigError for a shape that is none.
+    Returns None if the source must be opened to find out. Raises ConfigError for an invalid shape.
     """
     data, options = config.data, parse_args("source_args", config.data.source_args)
     found: Sample | None = None

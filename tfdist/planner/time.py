@@ -1,10 +1,10 @@
-"""The seconds of a step, and of its parts: compute, bubble, communication that nothing hides, update.
+"""The seconds of a step, and of its parts: compute, bubble, communication that is not hidden, update.
 
 step = fixed + (m + p - 1) micro-batches through the slowest stage + exposed communication + update
 
-Products and convolutions run at `efficiency` x peak, which stands for everything else as well (element-wise operations,
-launches); the backward pass takes twice the forward pass, and recompute adds one forward pass. These are assumptions
-until --calibrate replaces them by measured figures.
+Products and convolutions run at `efficiency` x peak, which also covers everything else (element-wise operations,
+launches). The backward pass takes twice the time of the forward pass, and recompute adds one forward pass. These are
+assumptions until --calibrate replaces them by measurements.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ DAY = 86_400.0
 
 
 def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """Part of the step in which a stage of a pipeline (GPipe or 1F1B) has nothing to do: (p - 1) / (m + p - 1)."""
+    """Fraction of a step in which a stage of a pipeline (GPipe or 1F1B) is idle: (p - 1) / (m + p - 1)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, and what it is made of."""
+    """Seconds of one optimizer step, and its parts."""
 
     compute: float  # all micro-batches, without the bubble
     bubble: float
-    tensor: float  # all-reduces of tensor parallelism, all-to-alls of experts, hand-overs between stages
+    tensor: float  # all-reduces of tensor parallelism, all-to-alls of experts, transfers between stages
     gradients: float  # communication of gradients and sharded states, hidden or not
-    exposed: float  # of `gradients`, what the backward pass does not hide
+    exposed: float  # the part of `gradients` that the backward pass does not hide
     update: float
     fixed: float
     algorithm: str  # of the gradient all-reduce
@@ -47,17 +47,17 @@ class StepTime:
 
 
 def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardware, algorithm: str) -> StepTime:
-    """The step of a layout on a hardware."""
+    """Computes the step time of a layout on some hardware."""
     stages = model.stages(layout.pipe)
     slowest = max(sum(part.repeat * part.flops for part in parts) for parts in stages)
     passes = 4 if layout.recompute and any(part.block for part in model.parts) else 3
     rate = hardware.tflops(config.precision.precision) * 1e12 * hardware.efficiency
-    crowding = hardware.crowding(layout.devices)  # of all: on shared processors launches and copies are work, too
+    crowding = hardware.crowding(layout.devices)  # applies to all: on shared processors launches and copies cost, too
     one = passes * slowest * layout.micro_batch / layout.model / rate * crowding
     traffic = gradient_traffic(stages, layout, hardware, algorithm)
     seconds = traffic.seconds * crowding
-    # Each micro-batch's backward pass can hide the traffic of stages 2 and 3; only the last one's the traffic of
-    # stages 0 and 1.
+    # At ZeRO stages 2 and 3 each micro-batch's backward pass can hide traffic; at stages 0 and 1 only the last one's
+    # can.
     windows = layout.micro_batches if layout.zero >= 2 else 1
     exposed = max(seconds - hardware.overlap * one * 2 / passes * windows, seconds * 0.02)
     return StepTime(
@@ -73,7 +73,7 @@ def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardw
 
 
 def gradient_bytes(stages: list[list[ModelPart]], layout: Layout) -> dict[tuple[str, ...], float]:
-    """The bytes of gradients that the fullest stage sends, by the axes along which they are added up."""
+    """Returns the bytes of gradients that the fullest stage sends, by the axes along which they are added up."""
     fullest = max(stages, key=lambda parts: sum(part.repeat * layout.elements(part) for part in parts))
     found: dict[tuple[str, ...], float] = dict.fromkeys((REPLICA_AXES,), 0.0)
     for part in fullest:
@@ -84,16 +84,16 @@ def gradient_bytes(stages: list[list[ModelPart]], layout: Layout) -> dict[tuple[
 
 
 class GradientTraffic(NamedTuple):
-    """The seconds and algorithm by which gradients and sharded states travel."""
+    """How long, and by which algorithm, gradients and sharded states travel."""
 
-    seconds: float  # a step
+    seconds: float  # per step
     algorithm: str
 
 
 def gradient_traffic(
     stages: list[list[ModelPart]], layout: Layout, hardware: Hardware, algorithm: str
 ) -> GradientTraffic:
-    """The traffic between the replicas, float32."""
+    """Returns the traffic between the replicas, in float32."""
     if layout.replicas == 1:
         return GradientTraffic(0.0, "none")
     sizes = [(Group.along(layout.mesh, axes, hardware), size) for axes, size in gradient_bytes(stages, layout).items()]
@@ -105,14 +105,14 @@ def gradient_traffic(
         name = min(times, key=lambda each: times[each]) if algorithm == "auto" else algorithm
         return GradientTraffic(times[name], name)
     once = sum(pass_seconds(group, size, hardware) for group, size in sizes)
-    # 1: reduce-scatter of gradients, all-gather of parameters; 2: the first after each micro-batch; 3: the parameters
-    # also twice in each micro-batch, for the forward and the backward pass.
+    # Stage 1: reduce-scatter of gradients, all-gather of parameters. Stage 2: the former after each micro-batch. Stage
+    # 3: also all-gathers of parameters, twice per micro-batch, for the forward and the backward pass.
     passes = {1: 2, 2: layout.micro_batches + 1, 3: 3 * layout.micro_batches}[layout.zero]
     return GradientTraffic(passes * once, "reduce-scatter and all-gather")
 
 
 def _inner_seconds(stages: list[list[ModelPart]], layout: Layout, hardware: Hardware) -> float:
-    """The seconds of traffic that stands in the way of the next operation."""
+    """Returns the seconds of traffic for which the next operation must wait."""
     seconds = 0.0
     blocks = max((sum(part.repeat for part in parts if part.block) for parts in stages), default=0)
     output = max((part.output for parts in stages for part in parts if part.block), default=0.0) * layout.micro_batch
@@ -124,7 +124,7 @@ def _inner_seconds(stages: list[list[ModelPart]], layout: Layout, hardware: Hard
         group = Group.along(layout.mesh, ["pipe"], hardware)
         link = group.flat(hardware)
         seconds += 2 * (link.alpha + output / link.beta) * (layout.micro_batches + layout.pipe - 1)
-    if layout.expert > 1:  # tokens to their experts and back, forward and backward
+    if layout.expert > 1:  # tokens go to their experts and back, in the forward and the backward pass
         group = Group.along(layout.mesh, ["expert"], hardware)
         experts = max(sum(part.repeat for part in parts if "expert" in part.elements) for parts in stages)
         seconds += 4 * experts * all_to_all(layout.expert, output, group.flat(hardware)) * layout.micro_batches
@@ -132,7 +132,7 @@ def _inner_seconds(stages: list[list[ModelPart]], layout: Layout, hardware: Hard
 
 
 def _update_seconds(stages: list[list[ModelPart]], config: Config, layout: Layout, hardware: Hardware) -> float:
-    """The update reads and writes parameters and slots and reads gradients: bound by memory bandwidth."""
+    """Seconds of the update, which reads and writes parameters and slots and reads gradients: memory-bound."""
 
     def moved_by(part: ModelPart) -> float:
         each = KERAS.parameter * 2 + KERAS.gradient
@@ -147,7 +147,7 @@ def _update_seconds(stages: list[list[ModelPart]], config: Config, layout: Layou
 
 
 def mfu(model: ModelShape, config: Config, layout: Layout, hardware: Hardware, seconds: float) -> float:
-    """Model FLOP utilisation: 3 x the forward pass's operations, without those that recompute adds, over the peak
+    """Model FLOP utilization: 3 x the operations of the forward pass, without those that recompute adds, over the peak
     (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
     peak = layout.devices * hardware.tflops(config.precision.precision) * 1e12
     return 3 * model.flops * layout.global_batch / (seconds * peak)

@@ -1,12 +1,12 @@
-"""Transformers and vision transformers as shapes.py describes them.
+"""Transformers and vision transformers in the terms of shapes.py.
 
-A block saves for its backward pass, in bytes a sample, as TensorFlow runs it (no fused attention, no XLA):
-    2 norms       2 (8 T D + s T D + 12 T)          float32 input and normalised values, and what they were made from
+A block saves for its backward pass, in bytes per sample, as TensorFlow runs it (no fused attention, no XLA):
+    2 norms       2 (8 T D + s T D + 12 T)          float32 input and normalized values, and what they are made from
     attention     4 s T D + H T T (4 + s if s < 4)  queries, keys, values, output; softmax in float32, then cast
-    mlp           5 s T F                           the projection and what the tanh form of GELU is made of
-    dropout       + 2 T D + H T T (1 + s if s = 4)  masks, and the attention weights once more
+    mlp           5 s T F                           the projection and the intermediates of GELU's tanh form
+    dropout       + 2 T D + H T T (1 + s if s = 4)  masks, and the attention weights a second time
 Compare Korthikanti et al. 2022 (arXiv:2205.05198), section 4: their 16-bit block with dropout keeps 34 T D + 5 H T T.
-Legend: T tokens, D width, F = 4 D, H heads, s bytes of the compute type.
+Terms: T tokens, D width, F = 4 D, H heads, s bytes of the compute type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfdist.planner.shapes import ModelPart, ModelShape, Sample, Weight
 
 
 def blocks(size: Size, tokens: int, s: int, dropout: float) -> ModelPart:
-    """All blocks of a stack, one part with `repeat`. See the file's first lines."""
+    """Returns all blocks of a stack as one part with `repeat`. See the module docstring."""
     width = size.width
     row, wide, scores = tokens * width, 4 * tokens * width, size.heads * tokens * tokens
     norms = 2 * ((8 + s) * row + 12 * tokens)

@@ -1,1 +1,1 @@
-"""Telemetry room: observers of training events. Receives values; never reaches back into the loop."""
+"""Telemetry package: observers of training events. It receives values and never reaches back into the loop."""

@@ -1,4 +1,4 @@
-"""An observer in a thread of its own: for those that talk to a server, which may be slow or gone."""
+"""An observer that runs in its own thread: for trackers that talk to a server, which may be slow or gone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from tfdist.telemetry.events import Event, Observer, Tell, observer_of
 
-_MOST_WAITING = 10_000  # events; more means that the server does not keep up
-_LAST_SECONDS = 30.0  # at the end of the run, for what still waits
+_MOST_WAITING = 10_000  # events; more of them mean that the server does not keep up
+_LAST_SECONDS = 30.0  # wait at the end of the run for events not yet passed on
 
 
 class Background(Observer):
-    """Makes an observer and passes events on to it in order, without holding up who tells them. A failure is raised at
-    the next event, or at the close.
+    """Makes an observer and passes events to it in order, without delaying their sender. A failure is raised at the
+    next event, or at the close.
 
-    Of sections it is not told: it would hear of them too late, and of some a hundred times a second.
+    Sections are not passed on: they would arrive too late, and some occur a hundred times a second.
     """
 
     def __init__(self, name: str, make: Callable[[], Tell], last_seconds: float = _LAST_SECONDS):
@@ -31,12 +31,12 @@ class Background(Observer):
         if self._error:
             raise self._error
         if self._events.qsize() >= _MOST_WAITING:
-            self._last_seconds = 0.0  # the run goes on without it, and does not stand still for it
+            self._last_seconds = 0.0  # the run continues without it, and does not wait for it at the end
             raise TimeoutError(f"{self._events.qsize():,} events wait to be passed on")
         self._events.put(event)
 
     def close(self) -> None:
-        """Waits for what was told to be passed on, a limited time.
+        """Waits, for a limited time, until all events have been passed on.
 
         Raises the error of a failed observer, TimeoutError if it is too slow.
         """
@@ -53,5 +53,5 @@ class Background(Observer):
             while (event := self._events.get()) is not None:
                 observer(event)
             observer.close()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised in the thread of who tells events
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised in the thread that sends events
             self._error = error

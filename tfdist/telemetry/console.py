@@ -12,7 +12,7 @@ from tfdist.telemetry.events import Event, Observer
 
 _NOT_METRICS = ("train/learning_rate", "train/gradient_norm", "train/loss_scale", "train/skipped_steps")
 
-EpochAt = Callable[[int], float | None]  # step -> passes over the data by then; None: not known
+EpochAt = Callable[[int], float | None]  # step -> passes over the data by then; None: unknown
 
 
 class PlainConsole(Observer):
@@ -20,8 +20,8 @@ class PlainConsole(Observer):
 
     def __init__(self, total_steps: int, epoch_at: EpochAt):
         self.total_steps, self.epoch_at = total_steps, epoch_at
-        self._evaluated: int | None = None  # samples in an evaluation; None: not known
-        self._weighted = False  # whether they come with weights
+        self._evaluated: int | None = None  # samples in an evaluation; None: unknown
+        self._weighted = False  # whether the evaluation samples have weights
 
     def __call__(self, event: Event) -> None:
         line = self.line(event)
@@ -29,7 +29,7 @@ class PlainConsole(Observer):
             print(without_control(line), flush=True)
 
     def line(self, event: Event) -> str:
-        """The event as a line; "" if it has nothing to show."""
+        """Returns the event as a line; "" if it has nothing to show."""
         values = event.values
         if event.kind == "start":
             self._evaluated, self._weighted = values.get("evaluated_samples"), bool(values.get("eval_weighted"))
@@ -45,13 +45,13 @@ class PlainConsole(Observer):
         return f"{event.kind}: {values['message']}" if values.get("message") else ""
 
     def _size(self, weight: float) -> str:
-        """The size of an evaluation. `weight`: the sum of its weights, which is the number of samples if each is 1."""
+        """The size of an evaluation as text. weight: the sum of its weights: the number of samples if each is 1."""
         if weight == self._evaluated or (self._evaluated is None and not self._weighted and weight.is_integer()):
             return f"{weight:,.0f} samples"
         return f"weight {weight:,.0f}" if weight >= 1000 or weight.is_integer() else f"weight {weight:.4g}"
 
     def train_parts(self, event: Event) -> list[str]:
-        """The pieces of a train line, those that there are."""
+        """Returns the parts of a train line for which there are values."""
         values, parts = event.values, []
         if (epoch := self.epoch_at(event.step)) is not None:
             parts.append(f"epoch {epoch:.2f}")
@@ -75,13 +75,13 @@ class PlainConsole(Observer):
 
 
 class BarConsole(PlainConsole):
-    """The console on a terminal: train events move a bar, the others are lines above it."""
+    """The console on a terminal: train events move a bar, other events are lines above it."""
 
     def __init__(self, total_steps: int, epoch_at: EpochAt):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         super().__init__(total_steps, epoch_at)
-        # Standard error stays what it is where it is a file: errors must not end up on standard output.
+        # Standard error is not redirected if it is a file: errors must not end up on standard output.
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -108,7 +108,7 @@ class BarConsole(PlainConsole):
 
 
 def make_console(progress: str, total_steps: int, epoch_at: EpochAt) -> PlainConsole | None:
-    """The console of --progress; None for none."""
+    """Returns the console of --progress; None for "none"."""
     if progress == "none":
         return None
     bar = progress == "bar" or (progress == "auto" and sys.stdout.isatty())
@@ -116,5 +116,5 @@ def make_console(progress: str, total_steps: int, epoch_at: EpochAt) -> PlainCon
 
 
 def _number(value: float) -> str:
-    """Four decimals, or an exponent where they would show nothing or too much."""
+    """Formats with four decimals, or with an exponent where those would show nothing or too much."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.3e}"

@@ -1,7 +1,7 @@
 """RUN_DIR/metrics.csv, a row per train event, and RUN_DIR/evaluations.csv, a row per evaluation: for spreadsheets.
 
 Columns keep their places over restarts; a value that first appears later gets a new column on the right. At the start
-of an attempt the rows are written anew from the JSONL log, so that they tell the run's one history.
+of an attempt the rows are rewritten from the JSONL log, so that they show one consistent history of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def track(run: Run) -> CsvFiles:
 
 
 class CsvFiles(Observer):
-    """Events as rows, each flushed. history: the events before this attempt."""
+    """Writes events as rows and flushes each. history: the events before this attempt."""
 
     def __init__(self, folder: Path, history: Iterable[Event]):
         events = list(history)
@@ -43,7 +43,7 @@ class CsvFiles(Observer):
 
 
 class _Table:
-    """A CSV file. Rows are kept in memory as well: a new column, or a rollback, rewrites the file."""
+    """A CSV file. Rows are kept in memory, too, because a new column or a rollback rewrites the file."""
 
     def __init__(self, path: Path, events: list[Event]):
         self._path, self._file = path, None
@@ -62,7 +62,7 @@ class _Table:
             self._file.flush()
 
     def _append(self, event: Event) -> bool:
-        """Adds the event's row; whether more than that has changed."""
+        """Adds the event's row. Returns whether anything else has changed, too."""
         kept = (
             [row for row in self._rows if row["step"] < event.step]
             if self._rows and self._rows[-1]["step"] >= event.step
@@ -83,7 +83,7 @@ class _Table:
             writer = csv.DictWriter(file, self._columns)
             writer.writeheader()
             writer.writerows(self._rows)
-        self._file = open(appended_to(self._path), "a", encoding="utf-8", newline="")  # noqa: SIM115 - as long as the run
+        self._file = open(appended_to(self._path), "a", encoding="utf-8", newline="")  # noqa: SIM115 - stays open
         self._writer = csv.DictWriter(self._file, self._columns)
 
     def close(self) -> None:

@@ -1,20 +1,20 @@
-"""The events by which a run tells about itself, and the observers that receive them.
+"""The events that a run emits, and the observers that receive them.
 
-start    once per attempt: message, parameters, config_digest, replicas, workers, flags, data/*; seconds since the
-         process began: startup_s, of which import_s, build_s, restore_s
+start    once per attempt: message, parameters, config_digest, replicas, workers, flags, data/*; in seconds since the
+         process began: startup_s; its parts: import_s, build_s, restore_s
 restore  after resuming: message
 train    every --log_every steps: train/loss, train/METRIC, train/learning_rate (of the next step),
          train/gradient_norm, train/loss_scale, train/skipped_steps, perf/steps_per_s, perf/samples_per_s,
          perf/compute_s, perf/slowest_compute_s, perf/slowest_rank, perf/tokens_per_s, perf/model_flops_per_s,
          perf/mfu, perf/scaling_efficiency (those that are known, see rates.py), data/consumed_samples, data/epoch,
          memory/host_bytes, memory/host_peak_bytes, memory/device_bytes, memory/device_peak_bytes, pause/evaluation_s,
-         pause/saving_s (training stood still for it since the last); with parameter servers staleness/mean,
-         staleness/max, staleness/dropped and updates by
-         staleness, staleness/0, staleness/1, ...
-phases   at a log line, if a call was sampled since (--phase_every): seconds per step since the last: phase/NAME_s,
-         which add up to the wall time (phases.py); overlap/gradient_sync_s: reduction that the backward pass hid;
-         phase_steps: how many steps
-verdict  when it is new or has changed, and at the end: message: what holds the run up (verdict.py); final
+         pause/saving_s (how long training paused for it since the last train event); with parameter servers
+         staleness/mean, staleness/max, staleness/dropped, and the number of updates by
+         staleness: staleness/0, staleness/1, ...
+phases   at a log line, if a call was sampled since the last one (--phase_every): seconds per step since then:
+         phase/NAME_s, which add up to the wall time (phases.py); overlap/gradient_sync_s: reduction hidden behind the
+         backward pass; phase_steps: number of steps
+verdict  when it is new or has changed, and at the end: message: what slows the run down (verdict.py); final
 eval     after an evaluation: eval/loss, eval/METRIC, eval/samples
 save     when a snapshot has been written: message, save/bytes, save/write_s, save/step
 backup   when a backup has been written: save/bytes, save/write_s, save/step
@@ -46,33 +46,33 @@ class Event:
     time: float = field(default_factory=time.time)
 
 
-Tell = Callable[[Event], None]  # what takes events: an observer, or any function
+Tell = Callable[[Event], None]  # a receiver of events: an observer, or any function
 
 
 class Observer:
     """Follows a run. Each method does nothing until it is overridden.
 
-    A user's own need not inherit from it: `observer_of` takes any function of an event, and objects that have some of
-    the other methods as well.
+    A user's own observer need not inherit from this class: `observer_of` accepts any function of an event, and objects
+    that also have some of the other methods.
     """
 
-    name = ""  # in messages; "": that of its class
+    name = ""  # shown in messages; "": the name of its class
 
     def __call__(self, event: Event) -> None:
-        """Takes an event."""
+        """Receives an event."""
 
     def enter(self, name: str) -> None:
         """The worker enters a section of the run (control/sections.py)."""
 
     def leave(self, name: str, failed: bool) -> None:
-        """The worker leaves it. `failed`: by an exception."""
+        """The worker leaves the section. failed: by an exception."""
 
     def close(self) -> None:
-        """There are no more events."""
+        """Called when no more events follow."""
 
 
 class _Own(Observer):
-    """A user's own observer, with the methods that it has."""
+    """Wraps a user's own observer, with those methods that it has."""
 
     def __init__(self, own: Tell):
         self._own = own
@@ -95,13 +95,13 @@ class _Own(Observer):
 
 
 def observer_of(tell: Tell) -> Observer:
-    """`tell` itself if it is an Observer, else one that calls it and whatever methods of an Observer it has."""
+    """Returns `tell` itself if it is an Observer, else an Observer that calls it and whichever methods it has."""
     return tell if isinstance(tell, Observer) else _Own(tell)
 
 
 class FanOut(Observer):
-    """Passes events and sections on to several observers. One that fails, or wants to end the program, is switched
-    off, loudly: training goes on without it. Each has values of its own, which it may change.
+    """Passes events and sections on to several observers. An observer that fails, or tries to end the program, is
+    switched off with a warning, and training continues. Each gets its own copy of the values, which it may change.
     """
 
     def __init__(self, observers: Iterable[Tell]):
@@ -118,7 +118,7 @@ class FanOut(Observer):
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """A context in a section of the run."""
+        """Context manager for a section of the run."""
         self.enter(name)
         failed = True
         try:
@@ -132,7 +132,7 @@ class FanOut(Observer):
             try:
                 observer.close()
             except (Exception, SystemExit) as error:  # noqa: BLE001 - see _each
-                _report_failure(observer, error)  # and not closed again: it may have taken its time already
+                _report_failure(observer, error)  # not closed again: that may have taken its time already
         self.observers.clear()
 
     def _each(self, do: Callable[[Observer], None]) -> None:
@@ -141,7 +141,7 @@ class FanOut(Observer):
                 do(observer)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker's failure must not end the training
                 self.observers.remove(observer)
-                with contextlib.suppress(Exception, SystemExit):  # it has failed; this only frees what it holds
+                with contextlib.suppress(Exception, SystemExit):  # it has failed; this only frees its resources
                     observer.close()
                 _report_failure(observer, error)
 

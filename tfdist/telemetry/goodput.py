@@ -1,22 +1,22 @@
-"""Goodput: the share of a run folder's life that went into training steps which were kept.
+"""Goodput: the share of a run folder's lifetime spent on training steps that were kept.
 
-Everything comes from logs/rank-0.jsonl, over all attempts. The life begins when the first process that told anything
-was started and ends with the last event; `account` cuts it into spans that lie end to end, so the parts always add up
-to it.
+All data comes from logs/rank-0.jsonl, over all attempts. The lifetime begins when the first process that logged
+anything was started, and ends with the last event. `account` cuts it into consecutive spans without gaps, so the parts
+always add up to the lifetime.
 
 train       steps that were kept
-lost        steps that were done again or never kept, and going back from bad numbers
+lost        steps that were repeated or never kept, and rollbacks after bad numbers
 restart     from the last event before a death to the first new step: failure, down, start-up and first step together
-startup     starting a process that follows no death: imports, building, restoring, opening the data
-trace       tracing and compiling: what the first steps of an attempt took longer than the same number of later ones
-evaluation  training stood still for an evaluation
-saving      training stood still for a snapshot or a backup
+startup     start of a process that does not follow a death: imports, building, restoring, opening the data
+trace       tracing and compiling: the extra time of an attempt's first steps over the same number of later ones
+evaluation  training paused for an evaluation
+saving      training paused for a snapshot or a backup
 results     after the last snapshot: export, picture, summary
-idle        after a finished training, until somebody trained on
-other       what the log does not explain
+idle        after a finished training, until somebody continued it
+other       not explained by the log
 
-Between two train events the log tells the seconds of training (steps / perf/steps_per_s) and of each pause
-(pause/NAME_s). After the last train event of an attempt it tells steps and times only: those steps are taken at the
+Between two train events the log has the seconds of training (steps / perf/steps_per_s) and of each pause
+(pause/NAME_s). After the last train event of an attempt it has only steps and times: those steps are counted at the
 attempt's median pace. What a process did after its last event is in no log; it counts as restart.
 """
 
@@ -37,14 +37,14 @@ _AFTER = {
     "backup": "saving",
     "error": "failure",
     "end": "results",
-}  # kind -> what the time before it was for
+}  # kind -> what the time before it was spent on
 
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of the life.
+    """A part of the lifetime.
 
-    Times in Unix seconds; steps (first_step, last_step] were trained in it, none if they are equal.
+    Times in Unix seconds. Steps (first_step, last_step] were trained in it; none if the two are equal.
     """
 
     part: str
@@ -53,7 +53,7 @@ class Span:
     attempt: int
     first_step: int = 0
     last_step: int = 0
-    within: str = ""  # of a restart: "failure", "down", "startup" or "trace"
+    within: str = ""  # for a restart: "failure", "down", "startup" or "trace"
 
     @property
     def seconds(self) -> float:
@@ -62,25 +62,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Restart:
-    """A death, or a stop on request, after which the run was started again."""
+    """A death, or a stop on request, after which the run was restarted."""
 
-    attempt: int  # the new one
-    died: float  # Unix seconds of the last event before
+    attempt: int  # number of the new attempt
+    died: float  # Unix seconds of the last event before the restart
     reason: str
-    from_step: int  # the last that was told
-    to_step: int  # where the new attempt went on
+    from_step: int  # the last step logged before
+    to_step: int  # the step from which the new attempt continued
 
 
 class _Reset(NamedTuple):
-    """A place in the life where the run went back: what was trained before it beyond the step is lost."""
+    """A point at which the run went back to an earlier step: training before it, beyond that step, is lost."""
 
-    spans: int  # how many lie before it
+    spans: int  # number of spans before it
     step: int
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """The life of a run folder, in spans that lie end to end."""
+    """The lifetime of a run folder, in consecutive spans without gaps."""
 
     spans: tuple[Span, ...]
     restarts: tuple[Restart, ...]
@@ -88,7 +88,7 @@ class Goodput:
     state: (
         str  # "finished", "stopped" (on request), "failed", or "running or killed": the log cannot tell these two apart
     )
-    unsaved_steps: int  # done, and in no snapshot that the log tells of
+    unsaved_steps: int  # done, but in no snapshot that the log mentions
 
     @property
     def wall_s(self) -> float:
@@ -96,12 +96,12 @@ class Goodput:
 
     @property
     def parts(self) -> dict[str, float]:
-        """part -> seconds, every part, in the order of PARTS; the sum is `wall_s`."""
+        """part -> seconds, for every part, in the order of PARTS; the sum is `wall_s`."""
         return {part: sum(span.seconds for span in self.spans if span.part == part) for part in PARTS}
 
     @property
     def restart_parts(self) -> dict[str, float]:
-        """The seconds of "restart", by what they consist of."""
+        """The seconds of "restart", by component."""
         return {
             within: sum(span.seconds for span in self.spans if span.within == within)
             for within in ("failure", "down", "startup", "trace")
@@ -109,23 +109,23 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """Useful training seconds per second of life; 0 for a life without length."""
+        """Useful training seconds per second of lifetime; 0 for a lifetime without length."""
         return self.parts["train"] / self.wall_s if self.wall_s else 0.0
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:
-    """A record's time as Unix seconds."""
+    """Returns a record's time as Unix seconds."""
     return datetime.fromisoformat(record["time"]).timestamp()
 
 
 def account(records: Iterable[Mapping[str, Any]]) -> Goodput:
-    """Accounts for the life that the records of a rank-0.jsonl tell of (jsonl.read_jsonl)."""
+    """Accounts for the lifetime recorded in a rank-0.jsonl (jsonl.read_jsonl)."""
     attempts = [_Attempt(list(group)) for _, group in groupby(_in_order(records), key=lambda record: record["attempt"])]
     paces = [pace for attempt in attempts for pace in attempt.paces]
     spans: list[Span] = []
     resets: list[_Reset] = []
     restarts: list[Restart] = []
-    recovering = False  # since a death no new step has been done
+    recovering = False  # no new step has been done since a death
     for before, attempt in zip([None, *attempts], attempts, strict=False):
         if before and not before.finished:
             recovering = True
@@ -156,7 +156,7 @@ def account(records: Iterable[Mapping[str, Any]]) -> Goodput:
 
 
 def _in_order(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records with "at", Unix seconds that never go back: a chief may come back on a host whose clock is behind."""
+    """Returns the records with "at", Unix seconds that never go back: a chief may return on a host whose clock lags."""
     latest, found = float("-inf"), []
     for record in records:
         latest = max(latest, seconds_of(record))
@@ -169,13 +169,13 @@ def _median(values: list[float]) -> float:
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
-    """A value of a record; 0 where it is missing or no number."""
+    """Returns a value of a record; 0 if it is missing or not a number."""
     value = values.get(name)
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 class _Attempt:
-    """The records of one attempt, and what they say as a whole."""
+    """The records of one attempt, and figures derived from all of them."""
 
     def __init__(self, records: list[dict[str, Any]]):
         self.records, self.first, self.last = records, records[0], records[-1]
@@ -185,7 +185,7 @@ class _Attempt:
             for record in [record for record in records if record["kind"] == "train"][1:]
             if (pace := _number(record["values"], "perf/steps_per_s"))
         ]
-        self.pace = _median(self.paces)  # seconds per step; the first interval holds the tracing
+        self.pace = _median(self.paces)  # seconds per step; without the first interval, which includes tracing
         ends = [record for record in records if record["kind"] in ("end", "error")]
         self.finished = bool(ends) and ends[-1]["kind"] == "end" and not ends[-1]["values"].get("stopped")
         self.state = (
@@ -211,29 +211,29 @@ class _Attempt:
 
 
 class _Walk:
-    """Goes through an attempt's records and lays down spans, end to end."""
+    """Goes through an attempt's records and adds consecutive spans."""
 
     def __init__(self, attempt: _Attempt, pace: float):
         self.attempt, self.pace = attempt, pace
         self.spans: list[Span] = []
         self.resets: list[_Reset] = []
-        self.at, self.step = attempt.first["at"], attempt.first["step"]  # up to here all is laid down
+        self.at, self.step = attempt.first["at"], attempt.first["step"]  # everything before is accounted for
         self.trained = False
 
     def start(self, before: _Attempt | None) -> None:
-        """Accounts from the last event of the attempt before, if any, to this one's first event."""
+        """Accounts for the time from the previous attempt's last event, if any, to this attempt's first event."""
         first = self.attempt.first["at"]
         born = first - _number(self.attempt.first["values"], "startup_s")
         self.at = before.last["at"] if before else born
         self._lay(
             "idle" if before and before.finished else "down", born - self.at
-        )  # a spare process was born before the other died
+        )  # negative if a spare process was started before the other died
         self._lay("startup", first - self.at)
 
     def go(self) -> None:
         pending: list[dict[str, Any]] = []  # since the last train event
         for record in self.attempt.records[1:]:
-            if record["step"] < (pending[-1]["step"] if pending else self.step):  # back from bad numbers
+            if record["step"] < (pending[-1]["step"] if pending else self.step):  # rolled back after bad numbers
                 self._tail(pending)
                 self._lay("lost", record["at"] - self.at)
                 self.step, pending = record["step"], []
@@ -246,7 +246,7 @@ class _Walk:
         self._tail(pending)
 
     def _interval(self, record: Mapping[str, Any]) -> None:
-        """Accounts up to a train event. Pauses come first: what pauses is due where the event before was."""
+        """Accounts up to a train event. Pauses come first, since they are due where the previous event was."""
         values, gap, steps = record["values"], record["at"] - self.at, record["step"] - self.step
         speed = _number(values, "perf/steps_per_s")
         clock = min(gap, steps / speed) if speed else gap
@@ -260,7 +260,7 @@ class _Walk:
         self._train(record["at"] - self.at, record["step"])
 
     def _tail(self, pending: list[dict[str, Any]]) -> None:
-        """Accounts for what comes after the last train event."""
+        """Accounts for the time after the last train event."""
         for record in [record for record in pending if record["kind"] in _AFTER or record is pending[-1]]:
             gap, steps = record["at"] - self.at, record["step"] - self.step
             training = (min(gap, steps * self.pace) if self.pace else gap) if steps else 0.0
@@ -281,7 +281,7 @@ class _Walk:
 
 
 def _split(spans: list[Span], resets: list[_Reset]) -> list[Span]:
-    """Cuts what was trained beyond a later reset off as lost."""
+    """Marks training beyond the step of a later reset as lost."""
     kept, limit, found = sorted(resets), float("inf"), []
     for number in range(len(spans) - 1, -1, -1):
         while kept and kept[-1].spans > number:

@@ -1,7 +1,7 @@
 """One JSON object per line and rank: RUN_DIR/logs/rank-K.jsonl.
 
-Schema, version 1: {"v": 1, "time": ISO 8601 in UTC, "run_id", "attempt": how often the run was started before,
-"rank", "host", "kind", "step", "values": {name: number, text, true, false or null}}; not-a-number and infinities are
+Schema, version 1: {"v": 1, "time": ISO 8601 in UTC, "run_id", "attempt": number of earlier starts of the run,
+"rank", "host", "kind", "step", "values": {name: number, text, true, false or null}}. Not-a-number and infinities are
 the texts "nan", "inf", "-inf", since JSON has no numbers for them. Kinds and values: events.py.
 """
 
@@ -23,14 +23,14 @@ from tfdist.telemetry.events import Event, Observer
 
 VERSION = 1
 _TYPES = {"attempt": int, "kind": str, "step": int, "values": dict}
-_NEW_YEAR = "1970-01-01T00:00:00+00:00"  # of a record without a time
+_NEW_YEAR = "1970-01-01T00:00:00+00:00"  # for a record without a time
 _NOT_JSON = ("nan", "inf", "-inf")
-_KEPT = ("train", "eval")  # kinds of the history
+_KEPT = ("train", "eval")  # kinds that belong to the history
 
 
 @contextlib.contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """A context in which it is a ConfigError if the log cannot be read or written."""
+    """Context manager: raises ConfigError if the log cannot be read or written."""
     try:
         yield
     except OSError as error:
@@ -41,7 +41,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 class JsonlObserver(Observer):
-    """Appends events to a file, each flushed, so that a killed process loses nothing that it has told."""
+    """Appends events to a file and flushes each, so that no event is lost when the process is killed."""
 
     def __init__(self, path: Path, *, run_id: str, attempt: int, rank: int):
         self._constant = {
@@ -55,7 +55,7 @@ class JsonlObserver(Observer):
             path.parent.mkdir(parents=True, exist_ok=True)
             torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
             self._file = open(appended_to(path), "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        if torn:  # a killed process left half a line: do not append to it
+        if torn:  # a killed process left half a line; do not append to that line
             self._file.write("\n")
 
     def __call__(self, event: Event) -> None:
@@ -72,7 +72,7 @@ class JsonlObserver(Observer):
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file; lines that are none, as those that a killed process left unfinished, are skipped."""
+    """Yields the records of a file. Skips invalid lines, such as an unfinished last line of a killed process."""
     if not path.exists():
         return
     with _usable(path):
@@ -101,8 +101,8 @@ def _is_time(text: Any) -> bool:
 
 
 def history(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The train and eval records of the run's one history, by step, each step of a kind once: an attempt, or a
-    rollback, replaces all that was told before about later steps."""
+    """Returns the train and eval records of the run's one history, by step, each step of a kind once: an attempt, or a
+    rollback, replaces all earlier records of later steps."""
     kept: list[Mapping[str, Any]] = []
     for record in records:
         kind, step = record["kind"], record["step"]
@@ -118,7 +118,7 @@ def history(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def replay(path: Path, last_step: int) -> list[Event]:
-    """The events of the history in a log up to `last_step`."""
+    """Returns the events of a log's history up to `last_step`."""
     found = []
     for record in history(read_jsonl(path)):
         if record["step"] <= last_step:
@@ -129,7 +129,7 @@ def replay(path: Path, last_step: int) -> list[Event]:
 
 
 def next_attempt(path: Path) -> int:
-    """The number of the attempt that starts now: 0 for the first, else one more than the log's last."""
+    """Returns the number of the attempt that starts now: 0 for the first, else one more than the log's last."""
     return max((record["attempt"] for record in read_jsonl(path)), default=-1) + 1
 
 
@@ -140,7 +140,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: NumPy's scalars as Python's, not-a-number and infinities as text."""
+    """Returns the value as JSON can hold it: NumPy scalars as Python's, not-a-number and infinities as text."""
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     value = value.item() if hasattr(value, "item") else value

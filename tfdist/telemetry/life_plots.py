@@ -1,4 +1,4 @@
-"""Two plots of the report: what the runs' lives went into, as shares and along time. Needs matplotlib."""
+"""Two plots of the report: how the runs' lifetimes were spent, as shares and along time. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MARKS = {
 
 @styled
 def goodput_bars(runs: Sequence[RunLog]) -> str:
-    """A bar per run: the shares of its life."""
+    """Plots a bar per run: the shares of its lifetime."""
     figure, axis = one_plot(11, 0.95 + 0.42 * len(runs))
     shown = [part for part in PARTS if any(run.goodput.parts[part] > 0 for run in runs)]
     for row, run in enumerate(runs):
@@ -50,7 +50,7 @@ def goodput_bars(runs: Sequence[RunLog]) -> str:
 
 @styled
 def time_line(runs: Sequence[RunLog]) -> str:
-    """Plots what every run did when, with its events as marks above."""
+    """Plots what each run did at which time, with its events as marks above."""
     figure, axis = one_plot(11, 1.15 + 0.62 * len(runs))
     longest = max(run.goodput.wall_s for run in runs)
     unit, per_unit = ("h", 3600) if longest > 2 * 3600 else ("min", 60) if longest > 300 else ("s", 1)
@@ -88,8 +88,8 @@ def time_line(runs: Sequence[RunLog]) -> str:
 
 
 def _cells(spans: Sequence[Span], begin: float, width: float) -> list[tuple[str, float, float]]:
-    """(part, start, length) in seconds since `begin`: for every `width` seconds the part that took most of them, equal
-    neighbours joined, so that a long run stays a small picture."""
+    """Returns (part, start, length) in seconds since `begin`: for every `width` seconds the part that took most of
+    them. Equal neighbors are joined, so that a long run stays a small picture."""
     shares: dict[int, dict[str, float]] = {}
     for piece in spans:
         first, last = int((piece.begin - begin) / width), int((piece.end - begin) / width)

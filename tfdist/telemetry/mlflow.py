@@ -1,7 +1,7 @@
-"""MLflow: one MLflow run per tfdist run, found again by its tag after a restart.
+"""MLflow: one MLflow run per tfdist run, found by its tag after a restart.
 
-Where it is kept: MLFLOW_TRACKING_URI, or a SQLite file in the run folder. The experiment: MLFLOW_EXPERIMENT_NAME, or
-"tfdist". To look at a local one: mlflow ui --backend-store-uri sqlite:///RUN_DIR/mlflow.db
+Storage: MLFLOW_TRACKING_URI, or a SQLite file in the run folder. Experiment: MLFLOW_EXPERIMENT_NAME, or "tfdist". To
+view a local one: mlflow ui --backend-store-uri sqlite:///RUN_DIR/mlflow.db
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tfdist.telemetry.trackers import Run, numbers
 
 _TAG = "tfdist.run_id"
 _MOST_PARAMETERS = 100  # in one call
-_LONGEST_PARAMETER = 500  # characters, of the oldest servers
+_LONGEST_PARAMETER = 500  # characters; the limit of the oldest servers
 
 
 def track(run: Run) -> Background:
-    """The tracker `mlflow`. Raises UnsupportedError without the package."""
+    """Makes the tracker `mlflow`. Raises UnsupportedError without the package."""
     packages = "mlflow-skinny sqlalchemy alembic"
     for module in ("sqlalchemy", "alembic") if _uri(run).startswith("sqlite:") else ():
         optional_module(module, "--trackers=mlflow", packages)
@@ -33,16 +33,16 @@ def _uri(run: Run) -> str:
 
 
 class MlflowTracker(Observer):
-    """Metrics as they are, flags as parameters.
+    """Logs metrics under their own names, and flags as parameters.
 
-    What MLflow has of a step stays as it was told first: it cannot forget.
+    A step that MLflow already has keeps its first values, because MLflow cannot delete values.
     """
 
     def __init__(self, run: Run):
         from mlflow import MlflowClient
 
         isolate_random()
-        for name in ("mlflow", "alembic"):  # which tell how they make their tables
+        for name in ("mlflow", "alembic"):  # both log how they create their tables
             logging.getLogger(name).setLevel(logging.WARNING)
         self._client = MlflowClient(tracking_uri=_uri(run))
         self._artifacts = (

@@ -1,4 +1,4 @@
-"""Makes the observers of a worker. A new tracker is a file of its own and a line in tracker_names.py."""
+"""Makes the observers of a worker. A new tracker is a separate file and a line in tracker_names.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tfdist.telemetry.trackers import Run, make_trackers
 
 
 def build_observers(config: TelemetryConfig, run: Run, *, total_steps: int, epoch_at: EpochAt) -> FanOut:
-    """Every rank writes JSONL and may have an endpoint, spans and traces; the chief also shows progress and has the
-    trackers.
+    """Makes a worker's observers. Every rank writes JSONL and may have an endpoint, spans and traces; the chief also
+    shows progress and has the trackers.
     """
-    # Trackers first: they read what earlier attempts left in the log.
+    # Trackers first: they read what earlier attempts wrote to the log.
     trackers = make_trackers(config.trackers, run) if run.rank == 0 else []
     observers: list[Observer | None] = [
         JsonlObserver(run.log, run_id=run.run_id, attempt=run.attempt, rank=run.rank),

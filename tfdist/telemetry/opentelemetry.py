@@ -1,9 +1,9 @@
 """OpenTelemetry spans of every worker: start-up with its parts, training intervals, evaluations, saves, restores.
 
-The usual variables rule: OTEL_TRACES_EXPORTER (otlp, console, or any installed one), OTEL_EXPORTER_OTLP_ENDPOINT,
+The usual variables apply: OTEL_TRACES_EXPORTER (otlp, console, or any installed one), OTEL_EXPORTER_OTLP_ENDPOINT,
 OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_SDK_DISABLED. A tracer provider that
-the program has set already is used as it is. Otherwise all workers of one attempt share one trace id, computed from run
-id and attempt. No span covers the whole run: it would be sent at the end only, and never by a process that is killed.
+the program has already set is used as it is. Otherwise all workers of one attempt share one trace id, computed from run
+id and attempt. No span covers the whole run: it would be sent only at the end, and never by a process that is killed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _make_provider(sdk, run: Run):
 
 
 def _exporter(name: str):
-    """The exporter that is installed under `name`, as OpenTelemetry's own configuration finds it."""
+    """Returns the exporter installed under `name`, found in the way of OpenTelemetry's own configuration."""
     found = next(
         (
             entry

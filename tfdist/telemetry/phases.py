@@ -1,20 +1,20 @@
-"""The phases of a step, in seconds per worker: means over the steps since the last account.
+"""The phases of a step, in seconds per worker: means over the steps since the last "phases" event.
 
 data_wait       waiting for the next batch
 host_to_device  copying it to the device; 0 on a CPU
-forward         forward pass and loss (with tensor parallelism, pipelines and synchronised BatchNorm also what they
-                communicate)
+forward         forward pass and loss (with tensor parallelism, pipelines and synchronized BatchNorm: including their
+                communication)
 backward        until the last gradient is there
-gradient_sync   from then until all gradients are reduced: what the backward pass does not hide, and waiting for slower
-                workers
+gradient_sync   from then until all gradients are reduced: reduction not hidden by the backward pass, and waiting for
+                slower workers
 optimizer       until the weights are updated
-other           entering and leaving the training function, logging, all else between its calls
-checkpoint      training stood still for a snapshot or a backup
-evaluation      training stood still for an evaluation
+other           entering and leaving the training function, logging, everything else between its calls
+checkpoint      training paused for a snapshot or a backup
+evaluation      training paused for an evaluation
 
-They lie end to end and add up to the wall time. Reduction that the backward pass hides is no phase: it is told beside
-them as overlap. Checkpoint, evaluation and, where our own ring reduces, gradient_sync are measured always, the rest in
-sampled calls of the training function; the other calls are taken to split in the same way.
+The phases are consecutive and add up to the wall time. Reduction hidden by the backward pass is no phase; it is
+reported separately as overlap. Checkpoint, evaluation and, where our own ring reduces, gradient_sync are always
+measured, the others in sampled calls of the training function; other calls are assumed to divide in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfdist.telemetry.timer import Clock
 
 
 class Phase(IntEnum):
-    """A phase, and its place in arrays of phases."""
+    """A phase; its value is its index in arrays of phases."""
 
     DATA_WAIT = 0
     HOST_TO_DEVICE = 1
@@ -41,8 +41,8 @@ class Phase(IntEnum):
     EVALUATION = 8
 
 
-PHASES = tuple(phase.name.lower() for phase in Phase)  # as events name them
-IN_CALL = (  # what is measured inside the training function, in the order of `Call.phases_s`
+PHASES = tuple(phase.name.lower() for phase in Phase)  # names used in events
+IN_CALL = (  # phases measured inside the training function, in the order of `Call.phases_s`
     Phase.DATA_WAIT,
     Phase.HOST_TO_DEVICE,
     Phase.FORWARD,
@@ -50,29 +50,29 @@ IN_CALL = (  # what is measured inside the training function, in the order of `C
     Phase.GRADIENT_SYNC,
     Phase.OPTIMIZER,
 )
-_PAUSES = {Phase.CHECKPOINT: "saving", Phase.EVALUATION: "evaluation"}  # of the clock
+_PAUSES = {Phase.CHECKPOINT: "saving", Phase.EVALUATION: "evaluation"}  # names of the clock's pauses
 
 
 @dataclass(frozen=True)
 class Call:
-    """The times of one call of the training function: seconds, sums over its steps."""
+    """The times of one call of the training function, in seconds, summed over its steps."""
 
     steps: int
     wall_s: float
-    sync_s: float | None  # gradient synchronisation; None: only sampled calls know it
+    sync_s: float | None  # gradient synchronization; None: known in sampled calls only
     phases_s: np.ndarray | None  # float64 [len(IN_CALL)]; None: not sampled
-    travel_s: float | None  # in which gradients travelled, hidden or not; None: not known
+    travel_s: float | None  # time in which gradients traveled, hidden or not; None: unknown
 
 
 class PhaseMeter:
-    """Adds up calls, and the pauses of the run's clock, which must be counting."""
+    """Adds up calls, and the pauses of the run's clock, which must be running."""
 
     def __init__(self, clock: Clock):
         self.clock = clock
         self.begin()
 
     def begin(self, ago_s: float = 0.0) -> None:
-        """Forgets all that was until `ago_s` seconds before now; there was no pause since then."""
+        """Forgets everything before `ago_s` seconds ago; there must have been no pause since then."""
         self.clock_s, self.pauses = self.clock.seconds - ago_s, dict(self.clock.pauses)
         self._all: list[Call] = []
 
@@ -81,7 +81,7 @@ class PhaseMeter:
 
     @property
     def overlap_s(self) -> float | None:
-        """Reduction behind the backward pass, per step; None: not known, or there is none to hide."""
+        """Reduction hidden behind the backward pass, per step; None: unknown, or there is none to hide."""
         known = [
             (call.travel_s, call.sync_s) for call in self._all if call.travel_s is not None and call.sync_s is not None
         ]
@@ -90,7 +90,7 @@ class PhaseMeter:
         return max(0.0, sum(travel_s - sync_s for travel_s, sync_s in known)) / sum(call.steps for call in self._all)
 
     def seconds(self) -> np.ndarray | None:
-        """float64 [len(PHASES)]: seconds per step since `begin`; None if no call was sampled."""
+        """Returns float64 [len(PHASES)]: seconds per step since `begin`; None if no call was sampled."""
         sampled = [(call.wall_s, call.phases_s) for call in self._all if call.phases_s is not None]
         if not sampled:
             return None
@@ -113,7 +113,7 @@ class PhaseMeter:
 
 
 def values(seconds: np.ndarray, overlap_s: float | None, split: bool) -> dict[str, float]:
-    """The values of a "phases" event. `split`: whether forward and backward pass can be told apart."""
+    """Returns the values of a "phases" event. split: whether forward and backward pass can be told apart."""
     named = dict(zip(PHASES, seconds.tolist(), strict=True))
     if not split:
         named = {

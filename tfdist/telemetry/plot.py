@@ -1,4 +1,4 @@
-"""The curves of a run as a picture, from its JSONL log."""
+"""Draws the curves of a run as a picture, from its JSONL log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#777777"
 def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None) -> str:
     """Draws loss, accuracy (or perplexity, or gradient norm), throughput and learning rate over steps.
 
-    log: a rank-0.jsonl. reference: label -> loss, drawn as dashed lines. Returns "" or why there is no picture.
+    log: a rank-0.jsonl. reference: label -> loss, drawn as dashed lines. Returns "", or why there is no picture.
     """
     try:
         pyplot = optional_packages.pyplot("--plot")
@@ -56,7 +56,7 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None)
     try:
         with written_whole(picture, "wb", aside=f".{picture.name}.writing") as file:
             figure.savefig(file, format="png")
-    except OSError as error:  # a picture is no reason to fail at the end of a training
+    except OSError as error:  # a missing picture must not make a finished training fail
         return f"no picture: {error}"
     finally:
         pyplot.close(figure)
@@ -69,7 +69,7 @@ def read_series(log: Path) -> dict[str, dict[int, float]]:
 
 
 def series_of(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """name -> {step: value} of the records' history (jsonl.py)."""
+    """Returns name -> {step: value} from the records' history (jsonl.py)."""
     series: dict[str, dict[int, float]] = {}
     for record in history(records):
         for name, value in record["values"].items():

@@ -1,7 +1,7 @@
-"""The look of all plots of the report: their colours, and figures as SVG text. Needs matplotlib.
+"""The look of all plots of the report: their colors, and figures as SVG text. Needs matplotlib.
 
-A run keeps its colour in all plots. Curves of more than 600 points are drawn as means over stretches of steps, with the
-range of each stretch as a band.
+A run keeps its color in all plots. Curves of more than 600 points are drawn as means over intervals of steps, with the
+range of each interval as a band.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ _STYLE: Any = {
     "axes.titlesize": 10,
     "figure.constrained_layout.use": True,
 }
-styled = matplotlib.rc_context(_STYLE)  # a decorator too
+styled = matplotlib.rc_context(_STYLE)  # also works as a decorator
 
 
 def color(number: int) -> str:
-    """The colour of run number `number`."""
+    """Returns the color of run number `number`."""
     return RUN_COLORS[number % len(RUN_COLORS)]
 
 
 def one_plot(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure with one plot; the size in inches."""
+    """Returns a figure with one plot; width and height in inches."""
     figure = Figure(figsize=(width, height))
     return figure, figure.subplots()
 
 
 def as_svg(figure: Figure, title: str) -> str:
-    """The figure as an <svg> element whose ids clash with no other's in the page."""
+    """Returns the figure as an <svg> element whose ids do not clash with those of other figures in the page."""
     stream, prefix = io.StringIO(), re.sub(r"\W+", "-", title)
     with matplotlib.rc_context({"svg.hashsalt": title}):
         figure.savefig(
@@ -83,7 +83,7 @@ def _attribute(text: str) -> str:
 
 
 def draw_line(axis: Axes, points: Sequence[tuple[float, float]], **how) -> None:
-    """A curve; means over stretches with their range as a band where there are too many points."""
+    """Draws a curve; if it has too many points, means over intervals with their range as a band."""
     size = -(-len(points) // _MOST_POINTS)
     if size > 1:
         stretches = [points[at : at + size] for at in range(0, len(points), size)]

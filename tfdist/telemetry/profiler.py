@@ -1,10 +1,10 @@
 """Traces with tf.profiler, for TensorBoard's profile plugin: the steps of --profile_steps, and the next call of the
-training function after SIGUSR2. On the ranks of --profile_ranks.
+training function after SIGUSR2, on the ranks of --profile_ranks.
 
-A trace is written under RUN_DIR/tensorboard (rank 0) or RUN_DIR/tensorboard/rank-K. One call of the training function
-is one step of the plugin, named "train" with the number of its first optimizer step: with --profile_steps one optimizer
-step (see training/loop_hooks.py), on demand as many as the loop makes in a call. Evaluations and saves show under
-their names.
+A trace is written to RUN_DIR/tensorboard (rank 0) or RUN_DIR/tensorboard/rank-K. One call of the training function is
+one step of the plugin, named "train" with the number of its first optimizer step. With --profile_steps a call is one
+optimizer step (see training/loop_hooks.py); on demand it has as many as the loop makes in a call. Evaluations and saves
+appear under their names.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tfdist.telemetry.trackers import Run
 
 
 class Profiler(Observer):
-    """Follows the sections of a run, and traces some.
+    """Follows the sections of a run, and traces some of them.
 
     Args:
-      steps: (first, last): from step `first` to step `last`, where the loop has boundaries; None: on demand only.
-      tell: what takes the event that says where a trace is.
+      steps: (first, last): trace from step `first` to step `last`, where the loop has boundaries; None: on demand only.
+      tell: receives the event that says where the trace is.
     """
 
     def __init__(self, steps: tuple[int, int] | None, run: Run, tell: Tell):
         self._steps, self._run, self._tell = steps, run, tell
         self.folder = run.folder / "tensorboard" / (f"rank-{run.rank}" if run.rank else "")
         self._asked = False
-        self._since: int | None = None  # the step at which the present trace began
+        self._since: int | None = None  # the step at which the current trace began
         self._until = 0
         self._open: list = []
         if threading.current_thread() is threading.main_thread():
@@ -67,7 +67,7 @@ class Profiler(Observer):
             return
         import tensorflow as tf
 
-        # Python's own calls would hide the rest.
+        # Python's own calls would hide everything else, so python_tracer_level is 0.
         options = tf.profiler.experimental.ProfilerOptions(
             host_tracer_level=2, python_tracer_level=0, device_tracer_level=1
         )

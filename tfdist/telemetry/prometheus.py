@@ -1,16 +1,16 @@
 """A Prometheus endpoint per worker: http://HOST:PORT/metrics with the port --prometheus_port + local rank.
 
 tfdist_run_info{run_id,config_digest}    gauge: 1
-tfdist_attempt, tfdist_step              gauge: how often the run was started before; the last step that was told
+tfdist_attempt, tfdist_step              gauge: number of earlier starts of the run; the last step reported
 tfdist_train_loss, tfdist_perf_..., ...  gauge: the numbers of the last events, with _ for / (telemetry/events.py)
 tfdist_events_total{kind}                counter: events, for example warnings
 tfdist_section_seconds_total{section}    counter: time in finished steps, evaluations, saves, restores
 tfdist_section_active{section}           gauge: 1 for the section that the worker is in
-tfdist_section_start_time_seconds        gauge: Unix time at which it entered or left a section last: since when a
-                                         worker hangs
+tfdist_section_start_time_seconds        gauge: Unix time at which the worker last entered or left a section; shows
+                                         since when a worker hangs
 process_...                              memory, processor time, open files of the process
 
-All but process_... carry the label rank. An example of a Grafana dashboard: scripts/grafana_dashboard.json.
+All but process_... have the label rank. An example of a Grafana dashboard: scripts/grafana_dashboard.json.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PrometheusEndpoint(Observer):
         self._entered: list[float] = []
         try:
             self._server, self._thread = self._client.start_http_server(self.port, registry=self._registry)
-        except (OSError, OverflowError) as error:  # the latter: of a port that is too large
+        except (OSError, OverflowError) as error:  # OverflowError: the port number is too large
             reason = error.strerror if isinstance(error, OSError) else error
             raise StartupError(
                 f"--prometheus_port={port}: port {self.port} of local rank {run.local_rank} cannot be opened"
@@ -75,7 +75,7 @@ class PrometheusEndpoint(Observer):
             self._info.labels(self._run.run_id, event.values.get("config_digest", ""), self._rank).set(1)
         for name, value in numbers(event).items():
             self._set(name, value)
-        self._set("step", event.step)  # last: who sees it sees what there is to it
+        self._set("step", event.step)  # last: whoever sees the new step sees its other values, too
 
     def enter(self, name: str) -> None:
         self._entered.append(time.monotonic())

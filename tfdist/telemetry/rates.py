@@ -1,8 +1,8 @@
-"""Computes from samples per second: tokens and model FLOPs per second, MFU, scaling efficiency; and memory in use.
+"""Derives from samples per second: tokens and model FLOPs per second, MFU, scaling efficiency. Also: memory in use.
 
-Model FLOPs are what the model's mathematics needs, whatever the program does (Chowdhery et al. 2022, arXiv:2204.02311,
-appendix B): three times the products and convolutions of the forward pass, recomputed activations not counted. MFU is
-their rate as a share of the devices' peak.
+Model FLOPs are those that the model's mathematics needs, whatever the program does (Chowdhery et al. 2022,
+arXiv:2204.02311, appendix B): three times the products and convolutions of the forward pass; recomputed activations do
+not count. MFU is their rate as a share of the devices' peak.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tfdist.control.memory_amounts import PROCESS, amounts
 
 @dataclass(frozen=True)
 class Rates:
-    """The facts about a run on which rates depend; 0: not known, and then what follows from it is left out."""
+    """The facts about a run on which rates depend. 0 means unknown; the rates that need it are then left out."""
 
     forward_flops: float = 0.0  # of one sample
     tokens: int = 0  # of one sample
@@ -26,7 +26,7 @@ class Rates:
     samples: int = 0  # of an epoch
 
     def values(self, samples_per_s: float, consumed: int) -> dict[str, float]:
-        """The values of a train event that follow from the speed and the position in the data order."""
+        """Returns the values of a train event that follow from the speed and the position in the data order."""
         flops = 3 * self.forward_flops * samples_per_s
         found = {
             "perf/tokens_per_s": self.tokens * samples_per_s,
@@ -39,9 +39,9 @@ class Rates:
 
 
 def host_memory() -> dict[str, float]:
-    """Bytes of this process in the host's memory, now and at most so far; what the system does not tell is left out."""
+    """Returns this process's host memory in bytes, now and at its peak; leaves out what the system does not report."""
     found = amounts(PROCESS)
-    if "VmHWM" not in found:  # not Linux, where ru_maxrss would include what the parent process needed
+    if "VmHWM" not in found:  # not Linux; on Linux ru_maxrss would include the memory of the parent process
         return {
             "memory/host_peak_bytes": float(
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""The report as one HTML page: no scripts, no network, plots as SVG within."""
+"""The report as one HTML page: no scripts, no network, plots as inline SVG."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ details { margin: 8px 0; } summary { cursor: pointer; } code { font-size: 13px; 
 
 
 def as_page(runs: Sequence[RunLog]) -> str:
-    """The whole page. Needs matplotlib."""
+    """Returns the whole page. Needs matplotlib."""
     title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     sections = [
@@ -269,7 +269,7 @@ def _figure(svg: str, caption: str = "", wide: bool = False) -> str:
 
 
 def _grid(panels: Sequence[tuple[str, str]]) -> str:
-    """Plots side by side; those that have nothing to show are left out."""
+    """Returns plots side by side, without those that have nothing to show."""
     return '<div class="grid">' + "\n".join(_figure(svg, caption) for caption, svg in panels if svg) + "</div>"
 
 
@@ -282,7 +282,7 @@ def _table(
     colors: Sequence[str | None] = (),
     raw: bool = False,
 ) -> str:
-    """numbers: columns that are aligned to the right. colors: of the heads. raw: the cells are HTML already."""
+    """numbers: columns that are aligned to the right. colors: those of the heads. raw: the cells are HTML already."""
     tints = [*colors, *[None] * (len(heads) - len(colors))]
     top = "".join(
         f"<th{f' style=color:{tint}' if tint else ''}>{escape(head)}</th>"

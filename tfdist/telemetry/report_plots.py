@@ -1,4 +1,4 @@
-"""The plots of the report, further ones in life_plots.py, each as SVG text to be put into a page. Needs matplotlib."""
+"""The plots of the report (more of them in life_plots.py), each as SVG text to insert into a page. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _PHASE_COLORS = {
 def curves(
     runs: Sequence[RunLog], names: Mapping[str, str], label: str, *, log: bool = False, from_zero: bool = False
 ) -> str:
-    """Values over steps, all runs in one plot; `names`: series -> legend, the first solid, the second dashed.
+    """Plots values over steps, all runs in one plot. names: series -> legend; the first is solid, the second dashed.
 
-    "" if no run has any.
+    Returns "" if no run has any of them.
     """
     if not any(run.series.get(name) for run in runs for name in names):
         return ""
@@ -56,7 +56,7 @@ def curves(
 
 @styled
 def step_times(runs: Sequence[RunLog]) -> str:
-    """Plots how the steps spread over the seconds that they took."""
+    """Plots the distribution of the time per step."""
     found = [(number, run, run.step_seconds()) for number, run in enumerate(runs)]
     found = [(number, run, times) for number, run, times in found if times]
     if not found:
@@ -97,8 +97,8 @@ def step_times(runs: Sequence[RunLog]) -> str:
 
 @styled
 def phases(run: RunLog) -> str:
-    """A bar per rank: mean seconds of each phase, end to end; and, hatched on it, reduction that the backward pass
-    hides.
+    """Plots a bar per rank: mean seconds of each phase, end to end; hatched: reduction hidden by the backward
+    pass.
     """
     if not run.phases:
         return ""
@@ -139,7 +139,7 @@ def phases(run: RunLog) -> str:
 
 @styled
 def stragglers(run: RunLog) -> str:
-    """Seconds that the middle and the slowest worker compute per step, and which worker is the slowest."""
+    """Plots the compute seconds per step of the median and the slowest worker, and which worker is the slowest."""
     middle, slowest, ranks = (
         sorted(run.series.get(f"perf/{name}", {}).items())
         for name in ("compute_s", "slowest_compute_s", "slowest_rank")

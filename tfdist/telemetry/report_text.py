@@ -1,4 +1,4 @@
-"""A run's report as text, and the words that text and page share."""
+"""A run's report as text, and the words that text report and page share."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _RESTART_WORDS = {
 
 
 def restart_detail(goodput: Goodput) -> str:
-    """A phrase about the parts of restarts; "" without any."""
+    """Returns a phrase about the parts of restarts; "" if there were none."""
     return ", ".join(
         f"{seconds:.1f} s {_RESTART_WORDS[within]}" for within, seconds in goodput.restart_parts.items() if seconds
     )
 
 
 def as_text(run: RunLog) -> str:
-    """The run's facts and goodput, in lines."""
+    """Returns the run's facts and goodput as lines of text."""
     goodput = run.goodput
     lines = [f"{run.name} ({run.folder})"]
     lines += [

@@ -1,4 +1,4 @@
-"""A run folder as its logs tell it: series, events, flags, goodput, and the facts that a reader wants first."""
+"""A run folder as seen in its logs: series, events, flags, goodput, and the facts that a reader wants first."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _RANK_FILE = re.compile(r"^rank-(\d+)\.jsonl$")
 
 
 class RunLog:
-    """The content of RUN_DIR/logs and RUN_DIR/flags.txt. `name`: how the run is called beside others."""
+    """The content of RUN_DIR/logs and RUN_DIR/flags.txt. name: what the run is called next to others."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = folder, name or folder.resolve().name
         self.records = list(read_jsonl(folder / "logs" / "rank-0.jsonl"))
-        self.series = series_of(self.records)  # name -> {step: value}, without what was done again
+        self.series = series_of(self.records)  # name -> {step: value}; of repeated steps only the last value
 
     @cached_property
     def goodput(self) -> Goodput:
@@ -47,14 +47,14 @@ class RunLog:
 
     @cached_property
     def phases(self) -> dict[int, dict[str, float]]:
-        """rank -> phase -> mean seconds per step, from the events of kind "phases" of all ranks; ranks without any are
+        """rank -> phase -> mean seconds per step, from the "phases" events of all ranks; ranks without any are
         left out.
         """
         return self._phase_means("phase/")
 
     @cached_property
     def overlaps(self) -> dict[int, dict[str, float]]:
-        """rank -> phase -> mean seconds per step that other phases hide; see `phases`."""
+        """rank -> phase -> mean seconds per step that are hidden behind other phases; see `phases`."""
         return self._phase_means("overlap/")
 
     def _phase_means(self, prefix: str) -> dict[int, dict[str, float]]:
@@ -76,13 +76,13 @@ class RunLog:
 
     @property
     def verdict(self) -> str:
-        """The last one that was told; "" without any."""
+        """The last verdict in the log; "" if there is none."""
         verdicts = self.of_kind("verdict")
         return str(verdicts[-1]["values"]["message"]) if verdicts else ""
 
     @cached_property
     def memory(self) -> dict[str, dict[int, float]]:
-        """ "rank K: NAME" -> {step: value} of the values memory/NAME of any event."""
+        """ "rank K: NAME" -> {step: value}, from the values memory/NAME of all events."""
         found: dict[str, dict[int, float]] = {}
         for rank, records in self._ranks():
             for record in records:
@@ -106,13 +106,13 @@ class RunLog:
         return [record for record in self.records if record["kind"] in kinds]
 
     def timed(self, *kinds: str) -> list[tuple[float, dict[str, Any]]]:
-        """(seconds since the life began, record) of the events of these kinds."""
+        """Returns (seconds since the lifetime began, record) for the events of these kinds."""
         begin = self.goodput.spans[0].begin if self.goodput.spans else 0.0
         return [(seconds_of(record) - begin, record) for record in self.of_kind(*kinds)]
 
     def step_seconds(self) -> list[tuple[float, int]]:
-        """(seconds per step, steps) of every interval between two train events, but for each attempt's first, which
-        holds the tracing.
+        """Returns (seconds per step, steps) for every interval between two train events, without each attempt's first
+        interval, which includes tracing.
         """
         found, attempt, step = [], None, 0
         for record in self.of_kind("train"):
@@ -123,7 +123,7 @@ class RunLog:
         return found
 
     def facts(self) -> dict[str, str]:
-        """The run in a few rows, name -> text; "" where the log does not tell."""
+        """Returns the run in a few rows, name -> text; "" where the log has no value."""
         goodput, starts = self.goodput, self.of_kind("start")
         values = starts[-1]["values"] if starts else {}
         workers = list(dict.fromkeys(str(record["values"].get("workers", "")) for record in starts))
@@ -174,7 +174,7 @@ class RunLog:
         }
 
     def _typical(self, name: str) -> float:
-        """The median over the train events; 0 if none has it."""
+        """Returns the median over the train events; 0 if none has the value."""
         return statistics.median(self.series[name].values()) if self.series.get(name) else 0.0
 
     def _last(self, name: str) -> str:
@@ -183,7 +183,7 @@ class RunLog:
 
 
 def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float:
-    """The smallest value at or below which `share` of the weight lies; `weighted`: (value, weight), not empty."""
+    """Returns the smallest value at or below which `share` of the weight lies. weighted: (value, weight), not empty."""
     left = share * sum(weight for _, weight in weighted)
     for value, weight in sorted(weighted):
         left -= weight

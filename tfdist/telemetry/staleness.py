@@ -1,4 +1,4 @@
-"""The age of the weights to which gradients belong: a histogram of staleness, and its values for events.
+"""The age of the weights for which gradients were computed: a histogram of staleness, and its values for events.
 
 The staleness of an update is the number of other updates between reading the weights and changing them.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-_LARGEST_EXACT = 7  # beyond, buckets double: 8-15, 16-31, ...
+_LARGEST_EXACT = 7  # above it, buckets double: 8-15, 16-31, ...
 
 
 class Staleness:
-    """Counts updates by staleness, and gradients that were dropped because of it."""
+    """Counts updates by staleness, and gradients dropped because of it."""
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
@@ -28,8 +28,8 @@ class Staleness:
         self.dropped += other.dropped
 
     def values(self) -> dict[str, float]:
-        """staleness/mean, staleness/max, staleness/dropped, and the updates per bucket: staleness/0, staleness/1, ...,
-        staleness/8-15.
+        """Returns staleness/mean, staleness/max, staleness/dropped, and the updates per bucket: staleness/0,
+        staleness/1, ..., staleness/8-15.
         """
         updates = self.counts.total()
         result: dict[str, float] = {"staleness/dropped": self.dropped}

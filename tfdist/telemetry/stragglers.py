@@ -1,15 +1,15 @@
-"""Workers that are persistently slower than the others, found from the seconds that each one computes."""
+"""Finds workers that are persistently slower than the others, from the seconds that each one computes."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-_PATIENCE = 5  # intervals in a row: a single one may be a page fault or a noisy neighbour
+_PATIENCE = 5  # intervals in a row: a single one may be a page fault or a noisy neighbor
 
 
 class Stragglers:
-    """A rank is a straggler when it needs `factor` times the median of the others for several intervals in a row."""
+    """A rank is a straggler if it takes `factor` times the median of the others for several intervals in a row."""
 
     def __init__(self, factor: float, patience: int = _PATIENCE):
         self.factor, self.patience = factor, patience
@@ -19,7 +19,7 @@ class Stragglers:
     def add(self, seconds: Sequence[float]) -> list[str]:
         """Adds one interval: compute seconds by rank.
 
-        Returns sentences about ranks that became, or ceased to be, stragglers.
+        Returns sentences about ranks that became stragglers, or are no longer stragglers.
         """
         if self.factor <= 0 or len(seconds) < 2 or min(seconds) <= 0:
             return []

@@ -1,4 +1,4 @@
-"""The end of a run in one table and one JSON file."""
+"""The summary at the end of a run: one table and one JSON file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tfdist.telemetry.jsonl import plain
 
 
 def write_summary(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes the values as JSON; a temporary name, flushed, renamed.
+    """Writes the values as JSON, atomically: a temporary file, flushed, then renamed.
 
-    Raises: OSError when the folder cannot be written.
+    Raises: OSError if the folder cannot be written.
     """
     with written_whole(path, flushed=True) as file:
         json.dump(plain(values), file, indent=1)
 
 
 def print_summary(values: Mapping[str, Any]) -> None:
-    """Prints the values that there are in two columns: a table on a terminal, plain lines elsewhere."""
+    """Prints the values that are not empty in two columns: a table on a terminal, plain lines elsewhere."""
     rows = [(name, _text(value)) for name, value in values.items() if value not in ("", None, {})]
     if not sys.stdout.isatty():
         width = max((len(name) for name, _ in rows), default=0)
@@ -35,7 +35,7 @@ def print_summary(values: Mapping[str, Any]) -> None:
 
     table = Table(show_header=False)
     for name, text in rows:
-        table.add_row(Text(name, style="bold"), Text(text, overflow="fold"))  # paths must be whole, to be copied
+        table.add_row(Text(name, style="bold"), Text(text, overflow="fold"))  # paths are shown whole, for copying
     Console().print(table)
 
 

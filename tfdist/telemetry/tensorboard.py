@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, flags as text and as hyper-parameters, histograms of weights; one run over all attempts.
+"""TensorBoard: scalars, flags as text and as hyperparameters, histograms of weights; one run over all attempts.
 
 Written with TensorBoard's own package.
 """
@@ -17,18 +17,18 @@ _GROUPS = ("train/", "eval/", "perf/", "staleness/")
 
 
 def track(run: Run) -> TensorBoardObserver:
-    """The tracker `tensorboard`: RUN_DIR/tensorboard."""
+    """Makes the tracker `tensorboard`, which writes to RUN_DIR/tensorboard."""
     return TensorBoardObserver(run.folder / "tensorboard", run.resumed_step, run=run)
 
 
 class TensorBoardObserver(Observer):
     """Writes train/, eval/, perf/ and staleness/ values as scalars, and the flags as text.
 
-    resumed_step: what earlier attempts wrote after this step is repeated now; TensorBoard is told to forget it.
-    forgets: whether to say so at all. Said by every attempt, the first too: TensorBoard's server takes no notice of the
+    resumed_step: values that earlier attempts wrote after this step come again; TensorBoard is told to discard the old.
+    forgets: whether to tell it so at all. Every attempt does, the first too, because TensorBoard's server ignores the
       first START of a run.
-    run: for its hyper-parameters and its weights, whose histograms are written every --histograms_every steps, at the
-      next train event. None: neither.
+    run: gives hyperparameters and weights; the weights' histograms are written every --histograms_every steps, at the
+      next train event. None: neither is written.
     """
 
     def __init__(self, folder: Path, resumed_step: int, *, forgets: bool = True, run: Run | None = None):
@@ -42,7 +42,7 @@ class TensorBoardObserver(Observer):
             self._forget(resumed_step + 1)
 
     def _forget(self, step: int) -> None:
-        """Values from this step on are to come once more."""
+        """Tells TensorBoard that values from this step on will come again."""
         session = self._proto.SessionLog(status=self._proto.SessionLog.START)
         self._writer.add_event(self._proto.Event(step=step, session_log=session))
 
@@ -54,7 +54,7 @@ class TensorBoardObserver(Observer):
             Summary.Value(tag=name, simple_value=float(value))
             for name, value in event.values.items()
             if event.kind in ("train", "eval") and name.startswith(_GROUPS) and isinstance(value, Real)
-        ]  # the end repeats what was told
+        ]  # not for "end", which repeats earlier values
         if scalars:
             self._writer.add_event(
                 self._proto.Event(wall_time=event.time, step=event.step, summary=Summary(value=scalars))
@@ -69,7 +69,7 @@ class TensorBoardObserver(Observer):
             )
         if self._run and event.kind in ("start", "end"):
             self._hyper_parameters(self._run, event)
-        self._writer.flush()  # so that a killed process loses nothing that it has told
+        self._writer.flush()  # so that no event is lost when the process is killed
 
     def _on_train(self, event: Event) -> None:
         if event.step <= self._last and self._forgets:  # after a rollback
@@ -90,8 +90,8 @@ class TensorBoardObserver(Observer):
         self._last = event.step
 
     def _hyper_parameters(self, run: Run, event: Event) -> None:
-        """Flags at the start; that the run has ended well at its end, and not before: TensorBoard keeps the first that
-        it reads.
+        """Writes the flags at the start of the run, and its success at its end, but not before: TensorBoard keeps the
+        first status that it reads.
         """
         from tensorboard.plugins.hparams import metadata
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
@@ -121,14 +121,14 @@ class TensorBoardObserver(Observer):
 
 
 def _messages(name: str) -> Any:
-    """TensorBoard's protocol buffers of one file, which no type checker knows."""
+    """Returns TensorBoard's protocol buffers of one file, which are unknown to type checkers."""
     return import_module(f"tensorboard.compat.proto.{name}_pb2")
 
 
 def _text(tag: str, text: str):
     from tensorboard.plugins.text.metadata import create_summary_metadata
 
-    indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown for "as it is"
+    indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown for preformatted text
     tensor = _messages("tensor").TensorProto(dtype=_messages("types").DT_STRING, string_val=[indented.encode()])
     return _messages("summary").Summary.Value(
         tag=tag, metadata=create_summary_metadata(display_name=tag, description=""), tensor=tensor

@@ -1,4 +1,4 @@
-"""The clock of a run: seconds of training, over all attempts, without the pauses for evaluation and saving."""
+"""The clock of a run: seconds of training, over all attempts, without pauses for evaluation and saving."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 
 class Clock:
-    """Counts while running; `now`: a monotonic time in seconds."""
+    """Counts while running. now: returns a monotonic time in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
@@ -31,7 +31,7 @@ class Clock:
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Stops the clock during the context and counts its time under `name`; a clock that stood still stays so."""
+        """Stops the clock during the context and counts that time under `name`. A stopped clock stays stopped."""
         running = self._since is not None
         self.stop()
         begin = self._now()
@@ -43,17 +43,17 @@ class Clock:
                 self.start()
 
     def state(self) -> dict:
-        """The state that a snapshot keeps; JSON."""
+        """Returns the state that a snapshot stores, as JSON types."""
         return {"seconds": self.seconds, "pauses": dict(self.pauses)}
 
     def restore(self, state: dict) -> None:
-        """Goes on counting from a snapshot's state."""
+        """Continues counting from a snapshot's state; the clock is stopped."""
         self._counted, self.pauses = state["seconds"], dict(state["pauses"])
         self._since = None
 
 
 def process_seconds() -> float:
-    """Seconds since this process began, interpreter start and imports included; 0 where the system does not tell."""
+    """Returns seconds since this process began, interpreter start and imports included; 0 if the system has no data."""
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

@@ -1,4 +1,4 @@
-"""The names of the trackers, and where their functions are. No tool is imported: an unknown name is told at once."""
+"""Names of the trackers and where their functions are. No tool is imported, so an unknown name is reported at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRACKERS = {
 
 
 def names_in(trackers: str) -> list[str]:
-    """The names that --trackers lists. Raises ConfigError if `none` stands beside others."""
+    """Returns the names that --trackers lists. Raises ConfigError if it lists `none` together with others."""
     chosen = [name for name in trackers.split(",") if name not in ("", "none")]
     if chosen and "none" in trackers.split(","):
         raise ConfigError(f"--trackers={trackers} names {chosen[0]} and none: drop one of them.")

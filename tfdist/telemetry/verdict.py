@@ -1,19 +1,20 @@
-"""Finds what holds a run up, in one sentence: input, communication, storage, a slow rank, or nothing but the computing.
+"""Finds what slows a run down, in one sentence: input, communication, storage, a slow rank, or just the computing.
 
 Judged from the phases of all workers (phases.py), as shares of the time without evaluations. All workers take part in
-each step, so the time is the same for all, and what one does longer the others spend waiting in gradient_sync:
+each step, so the time is the same for all; if one worker takes longer, the others spend that time in gradient_sync:
 
 storage        the longest checkpoint of any worker
-slow rank      what the slowest worker takes for forward, backward, optimizer and other beyond the median of the others
-input          the longest data wait and host to device of any worker: with readers that are equally slow, the others
-               read ahead while they wait for the last one
-communication  the shortest gradient_sync of any worker: there nobody is waited for any more
+slow rank      how much longer the slowest worker takes for forward, backward, optimizer and other than the median of
+               the others
+input          the longest data wait and host to device of any worker: if all readers are equally slow, the other
+               workers read ahead while they wait for the last one
+communication  the shortest gradient_sync of any worker: that worker waits for nobody
 compute        forward, backward pass and optimizer, median of the workers
 host           other, median of the workers
-nothing        none of these has MOST of it
+nothing        none of these reaches its threshold
 
-The largest of the first four is the verdict if it is LEAST or more, else the larger of the next two if that is MOST or
-more.
+The largest of the first four is the verdict if its share is at least LEAST, else the larger of the next two if its
+share is at least MOST.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from tfdist.control.amounts_text import short_time
 from tfdist.telemetry.phases import PHASES, Phase
 
 LEAST, MOST = 0.2, 0.5
-_PATIENCE = 2  # accounts in a row that must agree before a change is told
+_PATIENCE = 2  # accounts in a row that must agree before a change is reported
 _INPUT = [Phase.DATA_WAIT, Phase.HOST_TO_DEVICE]
 _COMPUTE = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
 _OWN = [*_COMPUTE, Phase.OTHER]
 
 
 class _Subject(NamedTuple):
-    """What a verdict is about: as long as it stays, the verdict is the same."""
+    """The subject of a verdict: while it stays the same, so does the verdict."""
 
     kind: str
     rank: int
 
 
 class _Account(NamedTuple):
-    """Where the time of some steps went."""
+    """How the time of some steps was spent."""
 
     first_step: int
     steps: int
@@ -51,22 +52,22 @@ class _Account(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """The cause that holds a run up, and how much."""
+    """What slows a run down, and how much."""
 
     kind: str  # "storage", "slow rank", "input", "communication", "compute", "host" or "nothing"
     share: float  # of the time
-    rank: int = -1  # of the worker that all wait for, if it is one
-    phase: str = ""  # in which that one is slow
-    phase_s: float = 0.0  # seconds per step in it
-    others_s: float = 0.0  # of the others, median
-    beside: str = ""  # what the rest of the time goes to, where nothing has most of it
+    rank: int = -1  # the worker that all wait for; -1: no single one
+    phase: str = ""  # the phase in which that worker is slow
+    phase_s: float = 0.0  # its seconds per step in that phase
+    others_s: float = 0.0  # those of the others, median
+    beside: str = ""  # how the rest of the time is spent, if nothing takes most of it
 
     @property
     def subject(self) -> _Subject:
         return _Subject(self.kind, self.rank)
 
     def sentence(self, since: int | None) -> str:
-        """The verdict with its figure, since when, and what to do."""
+        """Returns the verdict with its figure, since when it holds, and what to do."""
         percent = f"{100 * self.share:.0f} % of the time"
         when = f", since step {since}" if since is not None else ""
         about, advice = _ADVICE[self.kind]
@@ -127,7 +128,7 @@ _ADVICE = {
 
 
 def judge(by_rank: np.ndarray) -> Finding:
-    """by_rank: float64 [workers, len(PHASES)], seconds per step of each phase on each worker."""
+    """Judges one account. by_rank: float64 [workers, len(PHASES)], seconds per step of each phase on each worker."""
     time = max(float(np.median(np.delete(by_rank, Phase.EVALUATION, axis=1).sum(axis=1))), 1e-12)
     computing, fed = by_rank[:, _OWN].sum(axis=1), by_rank[:, _INPUT].sum(axis=1)
     slow, starved = int(computing.argmax()), int(fed.argmax())
@@ -167,7 +168,7 @@ def judge(by_rank: np.ndarray) -> Finding:
 
 
 def _of_rank(kind: str, share: float, by_rank: np.ndarray, rank: int, phases: list[Phase]) -> Finding:
-    """The finding about a rank, with the phase of `phases` in which it is furthest behind the others."""
+    """Returns the finding about a rank, with the phase of `phases` in which it is furthest behind the others."""
     others = np.median(np.delete(by_rank, rank, axis=0), axis=0)
     phase = max(phases, key=lambda phase: by_rank[rank, phase] - others[phase])
     return Finding(kind, share, rank, PHASES[phase], float(by_rank[rank, phase]), float(others[phase]))
@@ -181,7 +182,7 @@ class Verdicts:
         self._concluded: _Subject | None = None
 
     def add(self, first_step: int, steps: int, by_rank: np.ndarray) -> str:
-        """Adds one account. Returns a sentence when the verdict is new, or has changed, and holds; else ""."""
+        """Adds one account. Returns a sentence if the verdict is new or has changed, and is confirmed; else ""."""
         self._accounts.append(_Account(first_step, steps, by_rank))
         last = self._accounts[-_PATIENCE:]
         subjects = {judge(each.by_rank).subject for each in last}
@@ -191,7 +192,9 @@ class Verdicts:
         return judge(_mean(last)).sentence(self._since(self._concluded))
 
     def final(self) -> str:
-        """The verdict on the whole of it (of a slow rank: on what it has been slow in); "" without any account."""
+        """Returns the verdict on the whole run (for a slow rank: on the time in which it was slow); "" if there is no
+        account.
+        """
         if not self._accounts:
             return ""
         finding = judge(_mean(self._accounts))
@@ -201,8 +204,8 @@ class Verdicts:
         return finding.sentence(since)
 
     def _since(self, subject: _Subject) -> int | None:
-        """The step since which this has been the verdict without a break; None: it is not the last one, or it has
-        always been and is about no rank.
+        """Returns the step since which this has been the verdict without interruption; None if it is not the current
+        one, or if it has always been and concerns no rank.
         """
         since = None
         for account in reversed(self._accounts):
@@ -213,5 +216,5 @@ class Verdicts:
 
 
 def _mean(accounts: Sequence[_Account]) -> np.ndarray:
-    """The mean of a step, by rank."""
+    """Returns the mean of a step, by rank."""
     return np.average([each.by_rank for each in accounts], axis=0, weights=[each.steps for each in accounts])

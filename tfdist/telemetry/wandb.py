@@ -1,7 +1,7 @@
-"""Weights & Biases: one of its runs per tfdist run, under the same id.
+"""Weights & Biases: one of its runs per tfdist run, with the same id.
 
-Its own environment variables rule: WANDB_MODE=offline writes RUN_DIR/wandb for a later `wandb sync`, one folder per
-attempt; WANDB_PROJECT (else "tfdist"), WANDB_ENTITY, WANDB_API_KEY.
+Its own environment variables apply: WANDB_MODE=offline writes RUN_DIR/wandb for a later `wandb sync`, one folder per
+attempt; WANDB_PROJECT (default "tfdist"), WANDB_ENTITY, WANDB_API_KEY.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tfdist.telemetry.trackers import Run, numbers
 
 
 def track(run: Run) -> WandbTracker:
-    """The tracker `wandb`. Raises UnsupportedError without the package, ConfigError if it is not logged in."""
+    """Makes the tracker `wandb`. Raises UnsupportedError without the package, ConfigError if it is not logged in."""
     return WandbTracker(run, optional_module("wandb", "--trackers=wandb", "wandb"))
 
 
 class WandbTracker(Observer):
-    """A row per step; train and eval values of one step share it. Steps only grow there: what was told first stays."""
+    """Logs a row per step, shared by its train and eval values. Steps only grow in W&B: the first values stay."""
 
     def __init__(self, run: Run, wandb: ModuleType):
         known = any((run.folder / "wandb").glob(f"*-{run.run_id}"))
@@ -43,7 +43,7 @@ class WandbTracker(Observer):
             ) from error
         if self._run.resumed:
             last_step = self._run.step - 1
-        else:  # offline, nobody knows what an earlier attempt told, but the log what it had to tell
+        else:  # offline, W&B cannot tell what an earlier attempt sent; assume all that is in the log
             last_step = (
                 max(
                     (record["step"] for record in read_jsonl(run.log) if record["kind"] in ("train", "eval")),

@@ -1,1 +1,1 @@
-"""Data sources: one file each, their names in source_names.py; what is known of them unopened in source_facts.py."""
+"""Data sources: one file each. source_names.py lists them; source_facts.py has what is known before one is opened."""

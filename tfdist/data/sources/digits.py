@@ -18,7 +18,7 @@ from tfdist.data.sources.split import Split, array_split, read_options
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """Every fifth image of each class, in the file's order, is for evaluation: 355 of 1797. Independent of the seed."""
+    """Holds out every fifth image of each class, in file order, for evaluation: 355 of 1797, whatever the seed."""
     read_options(config, {})
     images, digits = _read()
     held_out = np.zeros(len(digits), bool)
@@ -29,7 +29,7 @@ def load(config: DataConfig, split: str) -> Split:
 
 
 def _read() -> tuple[np.ndarray, np.ndarray]:
-    """The file itself: importing scikit-learn takes a second."""
+    """Reads the file itself, because importing scikit-learn takes a second."""
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise UnsupportedError("--source=digits needs scikit-learn: run `pip install scikit-learn`.")

@@ -1,5 +1,5 @@
-"""Shards of a stream that must hold equally many records. Each replica repeats its own: the samples of a shorter one
-would come more often, and nothing would tell it."""
+"""Shards of a stream that must hold equally many records. Each replica repeats its own shard: without this check, the
+samples of a shorter shard would come more often, unnoticed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _BATCH = 64  # records that are counted at once
 
 
 def counted(records: tf.data.Dataset, length: int) -> tf.data.Dataset:
-    """One pass of a shard, `records`: strings. Reading on after its last record is a DataError if there are not
-    `length` of them, and so is reading one more."""
+    """Returns one pass of a shard, `records` (strings). Reading past its last record raises DataError if it has fewer
+    than `length` records; so does reading a record beyond `length`."""
 
     def refuse(count: np.ndarray) -> np.ndarray:
         raise DataError(

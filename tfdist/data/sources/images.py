@@ -1,6 +1,6 @@
-"""Decoding of stored images (JPEG, PNG, GIF, BMP) to one size: whole for evaluation, randomly cropped for training.
+"""Decodes stored images (JPEG, PNG, GIF, BMP) to one size: center crop for evaluation, random crop for training.
 
-Both return float32 [n, size, size, channels] in 0..1 and take one image at a time, in parallel within the batch.
+Both functions return float32 [n, size, size, channels] in 0..1 and decode single images, in parallel within the batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-CENTER = 0.875  # part of the shorter side that the centre crop keeps: 224 of 256 for ImageNet
+CENTER = 0.875  # part of the shorter side that the center crop keeps: 224 of 256 for ImageNet
 
 
 def decode(encoded: tf.Tensor, size: int, channels: int) -> tf.Tensor:
@@ -29,7 +29,7 @@ def decode_cropped(encoded: tf.Tensor, seeds: tf.Tensor, size: int, channels: in
     """string [n], int32 [n, 2] -> images: a random crop of 8 to 100 % of the area, aspect 3/4 to 4/3, half of them
     mirrored.
 
-    Szegedy et al. 2014, arXiv:1409.4842. Of a JPEG only the crop is decoded.
+    Szegedy et al. 2014, arXiv:1409.4842. Only the crop of a JPEG is decoded.
     """
 
     def one(args: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:

@@ -1,7 +1,7 @@
-"""How a name of source_names.py, or package.module:function, becomes a Split.
+"""Turns a name of source_names.py, or package.module:function, into a Split.
 
-A new source is a file in this folder with `load(config, split) -> Split` and one line in source_names.py. Sources are
-imported when they are asked for, so that one with additional dependencies costs the others nothing.
+A new source is a file in this folder with `load(config, split) -> Split` and one line in source_names.py. A source is
+imported only when it is used, so that its additional dependencies cost the others nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _USER = "tfdist.data.sources.user:load"
 
 
 def data_here(config: Config) -> DataConfig:
-    """The configuration for sources: where --data_dir is in an object store, the folder of its copies on this machine,
-    of which storage/data_cache.py brings what a source asks for. Raises ConfigError, StartupError."""
+    """Returns the configuration for sources. If --data_dir is in an object store, it becomes the local folder for
+    copies, into which storage/data_cache.py fetches what a source asks for. Raises ConfigError, StartupError."""
     data = config.data
     if not is_url(data.data_dir):
         return data
@@ -31,8 +31,8 @@ def data_here(config: Config) -> DataConfig:
 
 
 def load_split(config: DataConfig, split: str) -> Split:
-    """The "train" or "eval" split of `--source`. Raises ConfigError for an unknown name, DataError for bad data,
-    StartupError for what cannot be read now."""
+    """Loads the "train" or "eval" split of `--source`. Raises ConfigError for an unknown name, DataError for bad data,
+    StartupError for data that cannot be read now."""
     assert split in SPLITS, split
     load = resolve("source", _USER if ":" in config.source else config.source, SOURCES)
     try:

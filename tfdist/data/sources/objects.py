@@ -1,7 +1,7 @@
-"""A split over the user's own object with __len__ and __getitem__, which is asked for one sample after the other.
+"""A split over the user's own object with __len__ and __getitem__, which is asked for one sample at a time.
 
-Samples become columns of one shape and type. The shape is that of item 0. The type holds all of the items that are
-looked at first (NumPy's promotion: labels 0 and 0.5 make float64). An item that is read later must fit it without loss:
+Samples become columns of one shape and dtype. The shape is that of item 0. The dtype is the common one of the items
+that are checked first (NumPy's promotion: labels 0 and 0.5 make float64). Items read later must fit it without loss:
 only a float may lose digits; nothing is truncated, nothing wraps around.
 """
 
@@ -20,14 +20,14 @@ from tfdist.control.user_errors import failure
 from tfdist.data.checksums import sampled_rows
 from tfdist.data.sources.split import Sample, Split, places
 
-_ORDER = "biufcSUO"  # of kinds of types: bool, whole numbers, floats, complex numbers, text
+_ORDER = "biufcSUO"  # dtype kinds in order: bool, whole numbers, floats, complex numbers, text
 
 
 def object_split(name: str, data: Any) -> Split:
-    """Makes a split with random access through data[i]. Raises DataError for items that do not fit each other."""
+    """Makes a split with random access through data[i]. Raises DataError if items do not fit each other."""
     try:
         size = len(data)
-    except Exception as error:  # whatever the user's code raises, or Python says of what it returns
+    except Exception as error:  # whatever the user's code raises, or Python raises for its return value
         words = f"--source: the length of {name}, a {type(data).__name__}, {failure(error)}"
         raise reading_failed(words, error) from error
     if not size:
@@ -46,7 +46,7 @@ def object_split(name: str, data: Any) -> Split:
 
 
 class _Items:
-    """The items of an object, as rows of columns. spec: of one of them."""
+    """The items of an object, as rows of columns. spec: that of one item."""
 
     def __init__(self, name: str, data: Any):
         self.name, self.data = name, data
@@ -63,13 +63,13 @@ class _Items:
         self.spec = tf.nest.pack_sequence_as(self.structure, specs)
 
     def rows(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """The samples at these indices, one column for each part: [n, *shape]."""
+        """Returns the samples at these indices, one column for each part: [n, *shape]."""
         columns = [
             np.empty([len(indices), *shape], dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
         for row, index in enumerate(indices):
             for number, part in enumerate(self._parts(int(index))):
-                if part.shape != self.shapes[number]:  # an assignment would broadcast it
+                if part.shape != self.shapes[number]:  # the assignment below would broadcast it
                     raise DataError(
                         f"--source: item {index} of {self.name} has {self.places[number]} of shape {part.shape}, item 0"
                         f" has {self.shapes[number]}: give all one shape."
@@ -98,7 +98,7 @@ class _Items:
         return item
 
     def _parts(self, index: int) -> list[np.ndarray]:
-        """The tensors of an item as a flat list. Raises DataError for another structure than item 0 has."""
+        """Returns the tensors of an item as a flat list. Raises DataError if its structure is not that of item 0."""
         item = self._item(index)
         try:
             tf.nest.assert_same_structure(self.structure, item)
@@ -129,7 +129,7 @@ class _Items:
 
 
 def _fits(part: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether `dtype` holds the values of `part` as they are, or as a float with fewer digits."""
+    """Whether `dtype` holds the values of `part` exactly, or as a float with fewer digits."""
     text = (part.dtype.kind in "SUO", dtype.kind in "SUO")
     if any(text):
         return all(text)
@@ -142,7 +142,7 @@ def _fits(part: np.ndarray, dtype: np.dtype) -> bool:
 
 
 def _form(item: tuple) -> str:
-    """(x, y) and the like, with the parts that x and y have, and their shapes."""
+    """Describes an item as (x, y) and the like, with the keys and types of the parts."""
 
     def shown(value: Any) -> str:
         if isinstance(value, dict):

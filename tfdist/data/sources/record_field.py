@@ -1,4 +1,4 @@
-"""A feature of tf.train.Example records, as --source_args names it: FEATURE:KIND[SHAPE] (see tfrecord.py)."""
+"""A feature of tf.train.Example records, as named in --source_args: FEATURE:KIND[SHAPE] (see tfrecord.py)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RecordField:
         return tf.io.FixedLenFeature(self.shape if self.kind in _LISTS else [], stored)
 
     def decode(self, parsed: dict[str, tf.Tensor], seeds: tf.Tensor | None) -> tf.Tensor:
-        """The parsed feature as a tensor [n, *shape]."""
+        """Returns the parsed feature as a tensor [n, *shape]."""
         value = parsed[self.feature]
         if self.kind in _LISTS:
             return tf.cast(value, self.spec.dtype)
@@ -62,5 +62,5 @@ class RecordField:
             if seeds is None:
                 return images.decode(value, size, channels)
             return images.decode_cropped(value, seeds, size, channels)
-        # With the number of rows, and not -1: records that are too long by a whole factor must not become more rows.
+        # The number of rows, not -1: records that are too long by an integer factor must not become more rows.
         return tf.reshape(tf.io.decode_raw(value, self.spec.dtype), [tf.shape(value)[0], *self.shape])

@@ -1,9 +1,9 @@
-"""Random access to the records of TFRecord files, so that they are read in any order without reading the rest.
+"""Random access to the records of TFRecord files: any order, without reading the rest of a file.
 
-A TFRecord file is a row of records, each: length (uint64), checksum of the length, the data, checksum of the data
-(tensorflow/core/lib/io/record_writer.h; the checksum is a masked CRC32-C). The lengths chain through the file, so the
-index is built by looking at 12 bytes a record. (TensorFlow's own random reader is not used: it reads ahead, which took
-0.7 ms a record of 1.5 KB against 0.02 ms here, and returned wrong records when several threads shared one.)
+A TFRecord file is a sequence of records, each: length (uint64), checksum of the length, the data, checksum of the data
+(tensorflow/core/lib/io/record_writer.h; the checksum is a masked CRC32-C). Each length leads to the next record, so the
+index is built by reading 12 bytes per record. (TensorFlow's own random reader is not used: it reads ahead, which took
+0.7 ms per record of 1.5 KB against 0.02 ms here, and it returned wrong records when several threads shared one reader.)
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tfdist.compat.tensorflow_checksums import masked
 from tfdist.control.exit_codes import DataError
 from tfdist.control.own_files import written_whole
 
-Rows = Sequence[int] | np.ndarray  # numbers of records
+Rows = Sequence[int] | np.ndarray  # record numbers
 _HEADER = struct.Struct("<QI")
 HEADER_BYTES = _HEADER.size
-FRAME_BYTES = HEADER_BYTES + 4  # of a record, that are not data
-SLOW_INDEX_SECONDS = 5.0  # an index that took longer is kept beside the files
+FRAME_BYTES = HEADER_BYTES + 4  # bytes of a record that are not data
+SLOW_INDEX_SECONDS = 5.0  # an index that took longer to build is saved beside the files
 
 
 class RecordFiles:
     """The records of some TFRecord files as one sequence, in the order of the files.
 
-    named: how messages name a path. Raises DataError for a file that is not a TFRecord file, is cut short, or is
-    compressed; when reading, for a record whose checksum is wrong.
+    named: returns a path as messages show it. Raises DataError for a file that is not a TFRecord file, is cut short, or
+    is compressed; `read` raises it for a record whose checksum is wrong.
     """
 
     def __init__(self, paths: Sequence[str], named: Callable[[str], str] = str):
@@ -54,27 +54,27 @@ class RecordFiles:
         self.offsets, self.files = self.offsets[rows], self.files[rows]
 
     def read(self, indices: Rows) -> list[bytes]:
-        """The data of these records. Safe to call from several threads."""
+        """Returns the data of these records. Safe to call from several threads."""
         return [_read(self.paths[self.files[i]], int(self.offsets[i]), self._named) for i in indices]
 
 
 def read_in_graph(read: Callable[[Rows], list[bytes]], indices: tf.Tensor) -> tf.Tensor:
-    """`read` as an operation: int64 [n] -> string [n]. read must be a function of the indices alone."""
+    """Runs `read` as an operation: int64 [n] -> string [n]. read must be a function of the indices alone."""
 
-    # stateful=False: otherwise op determinism forbids reading in parallel.
+    # stateful=False: otherwise op determinism forbids parallel reads.
     records = tf.numpy_function(lambda rows: as_objects(read(rows)), [indices], tf.string, stateful=False)
     return tf.ensure_shape(records, indices.shape)
 
 
 def as_objects(records: list[bytes]) -> np.ndarray:
-    """The records as an array of objects, which arrive as they are when a function that TensorFlow calls returns it."""
-    found = np.empty(len(records), object)  # an array of type bytes would drop zero bytes at the end
+    """Returns the records as an object array, which TensorFlow takes unchanged from a Python function that it calls."""
+    found = np.empty(len(records), object)  # an array of dtype bytes would drop zero bytes at the end
     found[:] = records
     return found
 
 
 def _index(paths: list[str], named: Callable[[str], str]) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets int64 [records], file numbers int32 [records])."""
+    """Returns (offsets int64 [records], file numbers int32 [records])."""
     for path in paths:
         if not os.path.isfile(path):
             raise DataError(
@@ -93,7 +93,7 @@ def _index(paths: list[str], named: Callable[[str], str]) -> tuple[np.ndarray, n
 
 
 def _scan(path: str, named: Callable[[str], str]) -> np.ndarray:
-    """Offsets of the records of one file, int64 [records]."""
+    """Returns the offsets of the records of one file, int64 [records]."""
     size = os.path.getsize(path)
     if size == 0:
         return np.zeros(0, np.int64)
@@ -102,15 +102,15 @@ def _scan(path: str, named: Callable[[str], str]) -> np.ndarray:
 
 
 def check_begin(path: str) -> None:
-    """Raises DataError if a file that is not empty does not begin with a record."""
+    """Raises DataError if a non-empty file does not begin with a record."""
     with open(path, "rb") as file:
         data_bytes(path, os.path.getsize(path), 0, file.read(HEADER_BYTES))
 
 
 def offsets_of(path: str, size: int, read: Callable[[int, int], bytes]) -> np.ndarray:
-    """Offsets of the records of a file of so many bytes, int64 [records]. Raises DataError.
+    """Returns the offsets of the records of a file of `size` bytes, int64 [records]. Raises DataError.
 
-    read: (offset, bytes of the record before) -> the header there.
+    read: a function (offset, data bytes of the previous record) -> the header at the offset.
     """
     offsets, offset, length = [], 0, 0
     while offset < size:
@@ -121,7 +121,7 @@ def offsets_of(path: str, size: int, read: Callable[[int, int], bytes]) -> np.nd
 
 
 def data_bytes(path: str, size: int, offset: int, header: bytes) -> int:
-    """The number of data bytes in the record at an offset of a file of so many bytes. Raises DataError."""
+    """Returns the number of data bytes of the record at `offset` in a file of `size` bytes. Raises DataError."""
     if offset + FRAME_BYTES <= size:
         length, checksum = _HEADER.unpack(header)
         if _masked_crc(header[:8]) != checksum:
@@ -135,10 +135,10 @@ def data_bytes(path: str, size: int, offset: int, header: bytes) -> int:
 
 
 def _read(path: str, offset: int, named: Callable[[str], str]) -> bytes:
-    # Opened for each record: that takes microseconds, and thousands of files need no more descriptors than threads.
+    # Opened for each record: that takes microseconds, and the number of descriptors is that of threads, not of files.
     file = os.open(path, os.O_RDONLY)
     try:
-        size = os.fstat(file).st_size  # not as it was when the index was made
+        size = os.fstat(file).st_size  # now, not when the index was made
         length = data_bytes(named(path), size, offset, os.pread(file, HEADER_BYTES, offset))
         data = os.pread(file, length + 4, offset + HEADER_BYTES)
     finally:
@@ -147,7 +147,7 @@ def _read(path: str, offset: int, named: Callable[[str], str]) -> bytes:
 
 
 def checked(path: str, offset: int, data: bytes, length: int, named: Callable[[str], str]) -> bytes:
-    """The data of the record at an offset, without the checksum that follows them. Raises DataError if it differs."""
+    """Returns the data of the record at `offset`, without the checksum after it. Raises DataError if that is wrong."""
     if len(data) != length + 4 or _masked_crc(data[:-4]) != int.from_bytes(data[-4:], "little"):
         raise DataError(
             f"{named(path)} is damaged: the record at byte {offset} has a wrong checksum; restore the file."
@@ -160,13 +160,13 @@ def _masked_crc(data: bytes) -> int:
 
 
 def _cache_path(paths: list[str]) -> str:
-    """The path of the index of these files: the name changes when a file does."""
+    """Returns the path of the index of these files. The name changes when a file changes."""
     stats = [(path, stat.st_size, stat.st_mtime_ns) for path in paths for stat in [os.stat(path)]]
     digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
     return os.path.join(os.path.dirname(paths[0]), f".tfdist-index-{digest}.npz")
 
 
 def _keep(cache: str, index: tuple[np.ndarray, np.ndarray]) -> None:
-    """Writes the index beside the files, if that is allowed; all at once, since several workers may do it."""
+    """Writes the index beside the files, if permitted; atomically, since several workers may do it."""
     with contextlib.suppress(OSError), written_whole(Path(cache), "wb") as file:
         np.savez(file, offsets=index[0], files=index[1])

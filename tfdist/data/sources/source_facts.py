@@ -1,13 +1,13 @@
-"""What is known of built-in sources before they are opened. No TensorFlow: the planner asks too."""
+"""Facts about built-in sources that are known before a source is opened. No TensorFlow: the planner needs them, too."""
 
 from __future__ import annotations
 
 # The digits source.
 DIGIT_SHAPE = (8, 8, 1)
 DIGITS = 10  # classes
-DIGITS_TO_TRAIN = 1442  # samples: of each class four fifths, rounded up
+DIGITS_TO_TRAIN = 1442  # samples: four fifths of each class, rounded up
 
-BYTES = 256  # the vocabulary of the text source
+BYTES = 256  # vocabulary size of the text source
 
 SYNTHETIC = {  # options of the synthetic source
     "task": "image",

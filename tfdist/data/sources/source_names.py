@@ -1,6 +1,6 @@
 """The names of the data sources, and where their functions are.
 
-No TensorFlow: a name that is unknown is told at once.
+No TensorFlow: an unknown name is reported at once.
 """
 
 from __future__ import annotations

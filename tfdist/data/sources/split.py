@@ -1,7 +1,7 @@
-"""What a data source hands over: a Split. And what every source needs to make one.
+"""Split, the result of a data source, and the functions that sources use to make one.
 
-A source is a function `load(config: DataConfig, split: "train" | "eval") -> Split`, one file each, one line in
-source_names.py. Legend: n, samples asked for at once; a *nest* is a tensor, or a tuple or dict of nests.
+A source is a function `load(config: DataConfig, split: "train" | "eval") -> Split`: one file each, and one line in
+source_names.py. Terms: n, number of samples requested at once; a *nest* is a tensor, or a tuple or dict of nests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPLITS = ("train", "eval")
 
 
 def missing(*_: Any) -> Any:
-    """Stands in a split for a way of reading that it lacks. Raises NotImplementedError."""
+    """Takes the place of a way of reading that a split lacks. Raises NotImplementedError."""
     raise NotImplementedError("A split is read by its `fetch` if it has a size, else by its `stream`.")
 
 
@@ -43,17 +43,18 @@ class Split:
     num_classes: classes or vocabulary size of y, or None if y is no class index.
     info: what is worth logging; numbers and strings.
     stream: (shard, shards) -> dataset of single samples, one pass, the same at every call. The shards are disjoint and
-        complete. It is asked for (0, 1), or for a number of shards that divides `stream_shards`.
-    stream_shards: into how many shards of equal length the stream can be cut without reading all of it, for example its
-        files. Of shards of other lengths the samples of the short ones would be taken more often: 1 then.
-    records: in place of stream, of what `decode` makes samples of: then each replica decodes its own rows only.
+        complete. It is called with (0, 1), or with a number of shards that divides `stream_shards`.
+    stream_shards: number of shards of equal length into which the stream can be cut without reading all of it, for
+        example its files. 1 if the shards differ in length: samples of short ones would be taken more often.
+    records: replaces stream; yields the elements that `decode` turns into samples. Each replica then decodes its own
+        rows only.
     decode: a batch of `records`, [n], -> (x, y) or (x, y, w) with leading dim n. Must be stateless.
     fetch_cropped: like fetch, with int32 [n, 2] seeds as its second argument: each image is a random resized crop of
         the stored one, taken while decoding. For images that are stored larger than they are used.
     cheap: making a sample costs little more than copying it, for example because it is in memory.
-    fixed: a benchmark's split: the pipeline makes the first batches once and returns them for ever.
-    labels: all of y, if it is one array of integers that is in memory.
-    contents: checksums of what the split holds, where there is a better way than to read some samples (contents.py).
+    fixed: for benchmarks: the pipeline makes the first batches once and returns them forever.
+    labels: returns all of y, if y is one integer array in memory.
+    contents: returns checksums of the data, if the source has a better way than reading some samples (contents.py).
     """
 
     name: str
@@ -77,23 +78,23 @@ class Split:
             object.__setattr__(self, "stream", self._decoded)
 
     def _decoded(self, shard: int, shards: int) -> tf.data.Dataset:
-        """The stream of decoded `records`."""
+        """Returns the stream of decoded `records`."""
         assert self.records
         return self.records(shard, shards).batch(64).map(self.decode, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
 
     def samples(self, read: Any) -> Sample:
-        """The samples [n] of n elements of `records`, if it has those, or of `stream`."""
+        """Returns the samples [n] of n elements of `records`, if the split has those, else of `stream`."""
         return self.decode(read) if self.records else read
 
     @property
     def length(self) -> int:
-        """`size`, of a split that has one."""
+        """`size`, for a split that has one."""
         assert self.size is not None, self.name
         return self.size
 
     @property
     def sample_bytes(self) -> int:
-        """Memory of one sample; a string counts as one byte."""
+        """Memory of one sample in bytes; a string counts as one byte."""
         return sum(math.prod(spec.shape) * spec.dtype.size for spec in tf.nest.flatten(self.element_spec))
 
     def check(self) -> Split:
@@ -109,13 +110,13 @@ class Split:
         for spec in tf.nest.flatten(self.element_spec):
             if not spec.shape.is_fully_defined():
                 raise DataError(f"{self.name} has samples of varying shape {spec.shape}: give all of them one shape.")
-            if 0 in spec.shape:  # TensorFlow's own operations crash on them
+            if 0 in spec.shape:  # TensorFlow's own operations crash on such samples
                 raise DataError(f"{self.name} has samples of shape {spec.shape}, which hold nothing: look at --source.")
         return self
 
 
 def read_options(config: DataConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`--source_args` over the defaults. Raises ConfigError for an option that the source lacks, or of a wrong type."""
+    """Returns the defaults updated by `--source_args`. Raises ConfigError for an unknown option or a wrong type."""
     given = parse_args("source_args", config.source_args)
     for name, value in given.items():
         if name not in defaults:
@@ -135,7 +136,7 @@ def read_options(config: DataConfig, defaults: Mapping[str, Any]) -> dict[str, A
 
 
 def on_host(array: Any) -> tf.Tensor:
-    """A tensor in host memory. A tf.data map captures it: it is not copied into the graph, whatever its size."""
+    """Returns a tensor in host memory. A tf.data map captures it and does not copy it into the graph, at any size."""
     with tf.device("/cpu:0"):
         return tf.convert_to_tensor(array)
 
@@ -147,9 +148,9 @@ def array_split(
     num_classes: int | None = None,
     scale: bool = False,
 ) -> Split:
-    """A split over arrays in memory.
+    """Makes a split over arrays in memory.
 
-    arrays: (x, y) or (x, y, w) nests of NumPy arrays with one leading dim. scale: see `scaled`; memory keeps the bytes.
+    arrays: (x, y) or (x, y, w) nests of NumPy arrays with one leading dim. scale: see `scaled`; memory holds the uint8.
     Raises DataError if the lengths differ or an array cannot be a tensor.
     """
     flat = tf.nest.flatten(arrays)
@@ -184,17 +185,17 @@ def array_split(
 
 
 def scaled(x: tf.Tensor) -> tf.Tensor:
-    """uint8 images [n, H, W, C] as float32 in 0..1; anything else as it is."""
+    """Returns uint8 images [n, H, W, C] as float32 in 0..1; anything else unchanged."""
     return tf.cast(x, tf.float32) / 255.0 if x.dtype == tf.uint8 and x.shape.rank == 4 else x
 
 
 def scaled_spec(spec: tf.TensorSpec) -> tf.TensorSpec:
-    """The spec of one sample after `scaled`."""
+    """Returns the spec of one sample after `scaled`."""
     return tf.TensorSpec(spec.shape, tf.float32) if spec.dtype == tf.uint8 and spec.shape.rank == 3 else spec
 
 
 def places(nest: Any, names: Sequence[str] = "xyw") -> list[str]:
-    """The names of the parts of a sample, in the order of tf.nest: x, y, w, or x['image'] where there are several."""
+    """Returns the names of the parts of a sample, in tf.nest's order: x, y, w, or x['image'] if x has several parts."""
     if isinstance(nest, dict):
         parts = [(nest[key], f"{names}[{key!r}]") for key in sorted(nest)]
     elif isinstance(nest, tuple | list):

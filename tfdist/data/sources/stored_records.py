@@ -1,7 +1,7 @@
-"""Random access to the records of TFRecord files in an object store, of which no copies are kept: by byte ranges.
+"""Random access by byte ranges to the records of TFRecord files in an object store, if no local copies are kept.
 
-The index of a file is made once, by one process of a machine, which reads the file from front to back; it is kept in
-the cache. After that records that lie close together come in one range, and several ranges at a time.
+The index of a file is made once, by one process per machine, which reads the file from front to back, and is kept in
+the cache. Afterwards, records that lie close together are fetched in one range, and several ranges at a time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tfdist.data.sources.records import HEADER_BYTES, Rows, checked, offsets_of
 from tfdist.storage.data_cache import DataCache
 from tfdist.storage.in_threads import in_threads
 
-_INDEX_BYTES = 1 << 23  # at a time, to find the records
-_GAP_BYTES = 1 << 16  # what lies between two records is read, too, if it is less
-_RANGE_BYTES = 1 << 25  # but no more than this at once, if it is more than one record
+_INDEX_BYTES = 1 << 23  # read at a time to find the records
+_GAP_BYTES = 1 << 16  # the bytes between two records are read, too, if they are no more than this
+_RANGE_BYTES = 1 << 25  # most bytes in one range, unless it is a single record
 
 
 class StoredRecords:
-    """Reads records as records.RecordFiles does, without files here. Raises what DataCache.piece raises, and DataError
-    for what is no TFRecord file, or damaged."""
+    """Reads records as records.RecordFiles does, but without local files. Raises what DataCache.piece raises, and
+    DataError for a file that is damaged or no TFRecord file."""
 
     def __init__(self, cache: DataCache, paths: Sequence[str]):
         self._cache, self._paths = cache, list(paths)
@@ -46,7 +46,7 @@ class StoredRecords:
         self.offsets, self._ends, self.files = self.offsets[rows], self._ends[rows], self.files[rows]
 
     def read(self, indices: Rows) -> list[bytes]:
-        """The data of these records. Safe to call from several threads."""
+        """Returns the data of these records. Safe to call from several threads."""
         rows = [int(row) for row in indices]
         found: dict[int, bytes] = {}
 
@@ -62,7 +62,7 @@ class StoredRecords:
         return [found[row] for row in rows]
 
     def _ranges(self, rows: list[int]) -> Iterator[list[int]]:
-        """Records that are read at once, those of each in the order of their file."""
+        """Yields groups of records to read in one range, each in the order of their file."""
         near: list[int] = []
         for row in sorted(set(rows), key=lambda row: (self.files[row], self.offsets[row])):
             if near and not (
@@ -78,7 +78,7 @@ class StoredRecords:
 
 
 def _offsets(cache: DataCache, path: str) -> np.ndarray:
-    """The offsets of the records of a file, which is read once, or, where records are large, their headers alone."""
+    """Returns the offsets of the records of a file. Reads it once, or only the headers where records are large."""
     size, start, piece = cache.size(path), 0, b""
 
     def header(offset: int, before: int) -> bytes:

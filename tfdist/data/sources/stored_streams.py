@@ -1,5 +1,5 @@
-"""The records of TFRecord files in an object store, each file read from front to back: with TensorFlow's own reader if
-it is whole in the cache when its turn comes, else out of what has come of it so far. The order is the same.
+"""Records of TFRecord files in an object store, each file read from front to back: by TensorFlow's own reader if the
+whole file is in the cache when its turn comes, else from the part downloaded so far. The order is the same.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tfdist.data.sources.records import FRAME_BYTES, HEADER_BYTES, as_objects, c
 from tfdist.storage.data_cache import DataCache
 from tfdist.storage.front_to_back import FrontToBack
 
-_AHEAD = 4  # files that are brought while those before them are read
-_OPENED = 3  # times as many files as are read in turns: those, and others that tf.data opens ahead of their turn
-_PAUSE_SECONDS = 0.002  # until one looks again what has come of a file
-_READ_BYTES = 1 << 21  # of it, at a time, if that holds a record
+_AHEAD = 4  # files that are fetched while those before them are read
+_OPENED = 3  # open files, as a multiple of those read in turns: tf.data opens others ahead of their turn
+_PAUSE_SECONDS = 0.002  # until the next check how much of a file has arrived
+_READ_BYTES = 1 << 21  # of a file, at a time, if that holds a record
 
 
 def stored_records(cache: DataCache, paths: list[str], compression: str, cycle: int) -> tf.data.Dataset:
-    """The records of some files, of which `cycle` are read in turns. paths: of the copies."""
+    """Returns the records of some files, of which `cycle` are read in turns. paths: those of the local copies."""
     files = FrontToBack(cache, at_a_time=cycle)
     numbers = tf.data.Dataset.range(len(paths))
     ahead_of_their_turn = _whole_files(files, paths, compression, cycle)
@@ -36,8 +36,8 @@ def stored_records(cache: DataCache, paths: list[str], compression: str, cycle: 
     def all_there() -> np.bool:
         return np.bool(all(cache.copy(path).is_there() for path in paths))
 
-    # In one thread, which waits for none of them ahead of its turn: else the first records would come later, and a
-    # stream that is stopped would wait for bytes that nobody needs.
+    # In one thread, which waits for no file before its turn. Otherwise the first records would come later, and a
+    # stopped stream would wait for bytes that nobody needs.
     in_turns = numbers.interleave(_growing_files(cache, files, paths, cycle), cycle)
 
     def one_pass(_) -> tf.data.Dataset:
@@ -50,7 +50,7 @@ def stored_records(cache: DataCache, paths: list[str], compression: str, cycle: 
 
 
 def _whole_files(files: FrontToBack, paths: list[str], compression: str, cycle: int) -> Callable:
-    """number of a file -> its records, read by TensorFlow."""
+    """Returns a function: number of a file -> its records, read by TensorFlow."""
     compression_type: Any = compression
 
     def bring(number: np.ndarray) -> bytes:
@@ -64,7 +64,7 @@ def _whole_files(files: FrontToBack, paths: list[str], compression: str, cycle: 
 
 
 def _growing_files(cache: DataCache, files: FrontToBack, paths: list[str], cycle: int) -> Callable:
-    """number of a file -> its records, read by TensorFlow if it is whole, else as they come."""
+    """Returns a function: number of a file -> its records, read by TensorFlow if it is whole, else as they arrive."""
     names = tf.constant(paths, tf.string)
     sizes = tf.constant([cache.size(path) for path in paths], tf.int64)
 
@@ -95,7 +95,7 @@ def _growing_files(cache: DataCache, files: FrontToBack, paths: list[str], cycle
 
 
 def first_of(cache: DataCache, paths: list[str]) -> bytes | None:
-    """The first record of some files, which are not compressed. Brings no more files than it needs."""
+    """Returns the first record of some uncompressed files. Fetches no more files than needed."""
     with contextlib.closing(FrontToBack(cache, at_a_time=1)) as files:
         for path in paths:
             files.begin(path, [])
@@ -109,8 +109,8 @@ def first_of(cache: DataCache, paths: list[str]) -> bytes | None:
 
 
 def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) -> tuple[list[bytes], int]:
-    """The next records of a file that was begun, as far as they have come, and where those after them begin. Raises
-    DataError, also for what is damaged or no TFRecord file, StartupError, ConfigError.
+    """Returns the next records of a file that was begun, as far as they have arrived, and the offset after them. Raises
+    DataError (also for a damaged file or one that is no TFRecord file), StartupError, ConfigError.
     """
     size, named, found = cache.size(path), cache.named(path), []
     if start == size:
@@ -130,7 +130,7 @@ def records_so_far(cache: DataCache, files: FrontToBack, path: str, start: int) 
 
 
 def _around(paths: list[str], at: int, opened: int) -> tuple[list[str], list[str]]:
-    """The files to read after a file, and those not read any more once it is begun, as the last of `opened` files."""
+    """Returns the files to read after a file, and those no longer read once it is begun as the last of `opened`."""
     count = len(paths)
     ahead = [paths[(at + 1 + each) % count] for each in range(min(_AHEAD, count - 1))]
     over = paths[(at - opened) % count]

@@ -2,11 +2,11 @@
 
 task=image: x float32 [*shape], noise plus a brightness that depends on the class (so that there is something to learn);
 y int32 in 0..classes-1. task=text: x, y int32 [T], T = --sequence_length: uniform random tokens 0..vocab-1, and the
-same shifted by one.
+same tokens shifted by one.
 
-A sample is a function of its split and index alone, the same in every process.
+A sample depends only on its split and index, and is the same in every process.
 Options: task, shape, classes, samples (in training), eval_samples, vocab; fixed=True makes the first batches once and
-returns them for ever, so that the input costs nothing.
+returns them forever, so that the input costs nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tfdist.data import order
 from tfdist.data.sources.source_facts import SYNTHETIC
 from tfdist.data.sources.split import Sample, Split, on_host, read_options
 
-NOISE_OFFSETS = 65_536  # different stretches of one noise array
+NOISE_OFFSETS = 65_536  # number of different sections of one noise array
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """Loads a split as described above. Raises ConfigError for an option that is not valid."""
+    """Loads a split as described above. Raises ConfigError for an invalid option."""
     options = read_options(config, SYNTHETIC)
     task, shape, length = options["task"], options["shape"], config.sequence_length
     if task not in ("image", "text"):

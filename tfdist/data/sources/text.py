@@ -1,25 +1,25 @@
-"""The text source: language modelling on the bytes of any text files.
+"""The text source: language modeling on the bytes of any text files.
 
-The files of a split, in the order of their relative paths, each followed by one zero byte, are one long array of bytes,
-held in memory once. Sample i is the window of T + 1 bytes that starts at byte i * T (T = --sequence_length):
-x = its first T bytes, y = its last T, so each byte of the corpus but the first is predicted exactly once. The rest
-of the corpus that fills no window is not used. x, y int32 [T] in 0..255.
+The files of a split, in the order of their relative paths, each followed by one zero byte, form one long array of
+bytes, held in memory once. Sample i is the window of T + 1 bytes that starts at byte i * T (T = --sequence_length):
+x = its first T bytes, y = its last T, so each byte of the corpus but the first is predicted exactly once. A rest of
+the corpus that fills no window is not used. x, y int32 [T] in 0..255.
 
---data_dir is a folder (searched recursively) or one file; without it the corpus is the sources of the standard library
-of the Python that runs, without site-packages, tests and generated tables: 10 MB of real text on every machine.
-(Another Python version is another corpus: compare `info["digest"]` between workers.)
+--data_dir is a folder (searched recursively) or one file. Without it the corpus is the source code of the running
+Python's standard library, without site-packages, tests and generated tables: 10 MB of real text on every machine.
+(Another Python version means another corpus: compare `info["digest"]` between workers.)
 
-Symbolic links are followed, and each file is read once, whatever of them lead to it: under the name where it lies, else
-under that of a link. Links to nothing are skipped, as empty files are; a file that is there and cannot be read ends the
-run.
+Symbolic links are followed. Each file is read once, however many links lead to it: under its own path if that is in
+the folder, else under that of a link. Links to nothing and empty files are skipped; a file that exists but cannot be
+read ends the run.
 
-About 5 % of the files are held out for evaluation: those whose path's SHA-256 says so, so that a file stays where it is
-when others are added. If that leaves a split without a window (few files, or one), the last 5 % of the bytes are held
-out.
+About 5 % of the files are held out for evaluation, chosen by the SHA-256 of their paths, so that a file stays in its
+split when others are added. If that leaves a split without a window (few files, or one), the last 5 % of the bytes are
+held out.
 
-Options: pattern, one or a list of file name patterns, for example pattern=['*.txt','*.md']; eval_pattern, files
-whose relative path matches are held out, and no others; max_bytes, use only so many bytes of the training corpus, and a
-twentieth of it for evaluation (0: all).
+Options: pattern: one or a list of file name patterns, for example pattern=['*.txt','*.md']; eval_pattern: files whose
+relative path matches are held out, and no others; max_bytes: use only so many bytes of the training corpus, and a
+twentieth of that for evaluation (0: all).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PATTERNS = (
     "*.rs",
     "*.java",
 )
-# Not on every machine (tests), somebody else's (packages), or tables rather than text (the last two).
+# Missing on some machines (tests), other people's code (packages), or tables rather than text (the last two).
 STANDARD_LIBRARY_SKIPS = (
     "site-packages",
     "dist-packages",
@@ -79,9 +79,9 @@ _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """Loads a split. info: files, bytes, digest of this split; unigram entropies of both (nats a byte); skipped files.
+    """Loads a split. info: files, bytes, digest of this split; unigram entropies of both (nats a byte); skipped_files.
 
-    Raises DataError if there is no such folder, or too little text for one window in a split.
+    Raises DataError if the folder does not exist, or a split has too little text for one window.
     """
     options = read_options(config, {"pattern": None, "eval_pattern": None, "max_bytes": 0})
     patterns = [_patterns(name, options[name]) for name in ("pattern", "eval_pattern")]
@@ -110,7 +110,7 @@ def load(config: DataConfig, split: str) -> Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The bytes of one split. data uint8 [bytes]; skipped: files of both splits that are empty, links to nothing."""
+    """The bytes of one split. data: uint8 [bytes]; skipped: number of empty files and dead links, in both splits."""
 
     data: np.ndarray
     files: int
@@ -118,7 +118,7 @@ class Corpus:
 
     @functools.cached_property
     def unigram_entropy(self) -> float:
-        """Nats a byte: the loss of the best model that knows only how often each byte occurs."""
+        """Nats per byte: the loss of the best model that knows only how often each byte occurs."""
         p = np.bincount(self.data, minlength=BYTES) / len(self.data)
         return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
@@ -127,7 +127,7 @@ class Corpus:
         return hashlib.sha256(self.data.tobytes()).hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=1)  # both splits are asked for, one after the other
+@functools.lru_cache(maxsize=1)  # both splits are requested, one after the other
 def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int, length: int) -> dict[str, Corpus]:
     cache = cache_of(data_dir)
     where = f"--data_dir={cache.url if cache else data_dir}" if data_dir else "the standard library"
@@ -164,7 +164,7 @@ def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int,
 
 
 def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
-    """(relative path with /, path) of every file that matches, sorted by the former."""
+    """Returns (relative path with /, path) of every file that matches, sorted by the former."""
     if cache := cache_of(data_dir):
         cache.must_copy("--source=text")
         found = [name for name in cache.entries if _matches(posixpath.basename(name), pattern or PATTERNS)]
@@ -188,7 +188,7 @@ def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
 
 
 def _read(path: str) -> bytes:
-    """The text of a file; none of one that is not there, such as where a link leads nowhere."""
+    """Returns the text of a file; empty if the file does not exist, for example at a dead link."""
     try:
         with open(path, "rb") as file:
             return file.read()

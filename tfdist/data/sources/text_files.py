@@ -1,4 +1,4 @@
-"""The files of a folder of texts: each of them once, however many links lead to it."""
+"""Lists the files of a folder of texts: each file once, however many links lead to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tfdist.control.exit_codes import DataError
 
-_NOT_DATA = "lost+found"  # of a disk's own; nobody but root may look into it
+_NOT_DATA = "lost+found"  # made by the file system; only root may read it
 
 
 class _Folder(NamedTuple):
@@ -18,16 +18,17 @@ class _Folder(NamedTuple):
 
 
 def plain_files(root: str, accepts: Callable[[str], bool], enters: Callable[[str], bool]) -> list[tuple[str, str]]:
-    """(relative path with /, path) of every file in or below `root` whose name is accepted, sorted by the former.
+    """Returns (relative path with /, path) of each accepted file in or below `root`, sorted by the former.
 
-    Links are followed. A file to which several names lead has the one under which it lies, and if all are links, that
-    of one of these, always the same. A link to nothing is returned as well; what is neither file nor folder (a pipe,
-    say) is not. enters: whether to look into a folder of this name. Raises DataError for a folder that cannot be read.
+    Links are followed. A file with several names is listed under the name where it lies; if all names are links, under
+    one of them, always the same. A dead link is returned as well; anything else that is neither file nor folder (a
+    pipe, say) is not. accepts, enters: whether to list a file, or search a folder, of this name. Raises DataError for a
+    folder that cannot be read.
     """
     found: dict[str, tuple[str, str]] = {}  # by the real path
     entered: set[str] = set()  # real paths of folders
     folders = [_Folder("", root)]
-    while folders:  # first what lies below the root, then what links there lead to, then what links in these lead to
+    while folders:  # first everything below the root, then the targets of links there, then those of links in these
         links: list[tuple[str, str]] = []
         while folders:
             folder = folders.pop()
@@ -56,7 +57,7 @@ def _entries(folder: str) -> list[os.DirEntry]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except FileNotFoundError:  # gone since
+    except FileNotFoundError:  # removed in the meantime
         return []
     except OSError as error:
         raise DataError(
@@ -65,7 +66,7 @@ def _entries(folder: str) -> list[os.DirEntry]:
 
 
 def _kind(link: str) -> int | None:
-    """What a link leads to; None: to nothing, or nobody knows to what."""
+    """Returns the type of a link's target; None if there is no target, or it cannot be determined."""
     try:
         return stat.S_IFMT(os.stat(link).st_mode)
     except OSError:

@@ -1,20 +1,20 @@
 """The tfds source: any prepared TensorFlow Datasets data set, by name.
 
-Records are read at random: through TFDS's data source if the data set is stored as array_record, through an index of
-the records (records.py) if as TFRecord on a local disk. Anything else is read as a stream. If the decoded samples have
-one size and fit in `memory_mb`, they are decoded once and kept in memory, whatever the format.
+Records are read at random: through TFDS's data source if the data set is stored as array_record; through an index of
+the records (records.py) if it is stored as TFRecord on a local disk. Anything else is read as a stream. If the decoded
+samples have one size and fit in `memory_mb`, they are decoded once and kept in memory, whatever the format.
 
 x is the input, y the label of the data set's supervised keys. uint8 images become float32 in 0..1; integer y is int32.
 
 Options:
-  name        for example mnist or imagenet2012:5.1.0; without it --data_dir is itself a prepared folder (the one with
-              dataset_info.json)
-  train, eval splits in TFDS's language, for example train=train[:90%],eval=train[90%:]; default train, and validation
-              or else test
+  name        for example mnist or imagenet2012:5.1.0; without it, --data_dir must be a prepared folder itself (the one
+              with dataset_info.json)
+  train, eval splits in TFDS's language, for example train=train[:90%],eval=train[90%:]; default: train; validation or
+              else test
   x, y        features to use instead of the supervised keys
-  image_size  for images of varying size: the shorter side is resized to image_size / 0.875, and the centre kept; but in
-              training with --augment=random_resized_crop a random crop is resized while decoding (of a stream, a
-              crop of that centre)
+  image_size  for images of varying size: the shorter side is resized to image_size / 0.875, and the center kept; but in
+              training with --augment=random_resized_crop a random crop is resized while decoding (in a stream: a
+              crop of that center)
   memory_mb   see above; 0: never
   download    True: download and prepare the data set if it is not there. Do it once before a run with several workers:
               `tfds build NAME`
@@ -108,7 +108,7 @@ def load(config: DataConfig, split: str) -> Split:
 
 
 class _Decoder:
-    """Decodes a record into (x, y). image_size 0: samples of one size."""
+    """Decodes records into (x, y). image_size 0: all samples have one size."""
 
     def __init__(self, tfds: Any, info: Any, options: dict[str, Any]):
         self.features, self.image_size = info.features, options["image_size"]
@@ -144,7 +144,7 @@ class _Decoder:
 
     @property
     def stored_bytes(self) -> float:
-        """Memory of one sample as it is kept; infinite for encoded images."""
+        """Memory of one sample as it is kept, in bytes; infinite for encoded images."""
         return math.inf if self.image_size else sum(s.shape.num_elements() * s.dtype.size for s in self._stored_spec)
 
     def pick(self, example: dict[str, tf.Tensor]) -> Sample:
@@ -152,7 +152,7 @@ class _Decoder:
         return x, tf.cast(y, tf.int32) if y.dtype == tf.int64 else y
 
     def stored(self, records: tf.Tensor) -> Sample:
-        """Records, string [n] -> (x, y) as they are stored: encoded images of varying size, uint8 otherwise."""
+        """Returns records, string [n], as (x, y) in stored form: encoded images of varying size, else uint8."""
         return tf.map_fn(
             lambda record: self.pick(self.features.deserialize_example(record, decoders=self.decoders)),
             records,
@@ -160,7 +160,7 @@ class _Decoder:
         )
 
     def finish(self, x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor | None = None) -> Sample:
-        """(x, y) as stored -> as trained on; images are randomly cropped if there are seeds int32 [n, 2]."""
+        """Turns (x, y) as stored into (x, y) for training; crops images at random if there are seeds int32 [n, 2]."""
         if not self.image_size:
             return scaled(x), y
         size, channels = known_dims(self.spec[0].shape)[1:]
@@ -169,8 +169,8 @@ class _Decoder:
 
 
 def _brought(tfds: Any, data_dir: str, options: dict[str, Any], split: str) -> tuple[Any, dict[str, str]]:
-    """(builder, the names of both splits there); of an object store, its description and the split's
-    files are brought.
+    """Returns (builder, the names of both its splits). From an object store, the description of the data set and the
+    files of `split` are fetched first.
     """
     cache = cache_of(data_dir)
     if cache:
@@ -179,7 +179,7 @@ def _brought(tfds: Any, data_dir: str, options: dict[str, Any], split: str) -> t
                 f"--source_args: download=True, but --data_dir={cache.url} is an object store: prepare the data set"
                 " with `tfds build`, and copy its folder there."
             )
-        # What is no shard of samples: the description, names of labels, and the like.
+        # Everything that is no shard of samples: the description, names of labels, and the like.
         cache.bring([path for path in map(cache.path, cache.entries) if "-of-" not in os.path.basename(path)])
     builder = _builder(tfds, data_dir, options)
     chosen = _chosen_splits(builder, options)
@@ -193,7 +193,7 @@ def _brought(tfds: Any, data_dir: str, options: dict[str, Any], split: str) -> t
 
 
 def _builder(tfds: Any, data_dir: str, options: dict[str, Any]) -> Any:
-    """The builder of a prepared data set."""
+    """Returns the builder of a prepared data set."""
     name = options["name"]
     if not name and not data_dir:
         raise DataError(
@@ -220,7 +220,7 @@ def _builder(tfds: Any, data_dir: str, options: dict[str, Any]) -> Any:
 
 
 def _chosen_splits(builder: Any, options: dict[str, Any]) -> dict[str, str]:
-    """{"train": ..., "eval": ...} in TFDS's language. Raises DataError if one is missing, or if they share samples."""
+    """Returns {"train": ..., "eval": ...} in TFDS's language. Raises DataError if one is missing or they overlap."""
     splits = builder.info.splits
     held_out = options["eval"] or next((name for name in ("validation", "test") if name in splits), "")
     chosen = {"train": options["train"], "eval": held_out}
@@ -242,7 +242,7 @@ def _chosen_splits(builder: Any, options: dict[str, Any]) -> dict[str, str]:
 
 
 def _reader(tfds: Any, builder: Any, split: str, cache: DataCache | None) -> Callable[[Rows], list[bytes]] | None:
-    """A function from row numbers to serialized records, or None if the format has no random access."""
+    """Returns a function from row numbers to serialized records, or None if the format has no random access."""
     formats = tfds.core.FileFormat
     if builder.info.file_format is formats.ARRAY_RECORD:
         try:

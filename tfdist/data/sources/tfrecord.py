@@ -1,23 +1,23 @@
 """The tfrecord source: tf.train.Example records in TFRecord files.
 
 The files of a split are those in --data_dir that match a pattern, in the order of their names. They are read at random
-through an index of their records (records.py), so that order, exactly-once and resuming work as for any source.
+through an index of their records (records.py), so order, exactly-once and resume work as for any source.
 
 Options:
-  x, y        what a sample is made of, as FEATURE:KIND[SHAPE], for example x=image:uint8[28,28,1],y=label:int32.
+  x, y        the parts of a sample, as FEATURE:KIND[SHAPE], for example x=image:uint8[28,28,1],y=label:int32.
               KIND[SHAPE] is
                 float32, int64, int32 [...]  a float_list or int64_list (int32 is an int64_list, narrowed)
                 uint8, float16, ... [...]    raw bytes, little endian, in a bytes_list; also raw_float32, raw_int64,
                                              raw_int32. In x, uint8 of rank 3 is an image and becomes float32 in 0..1
-                image[H,H,C]                 a JPEG, PNG, GIF or BMP file, resized, the centre kept (images.py); in
+                image[H,H,C]                 a JPEG, PNG, GIF or BMP file, resized, the center kept (images.py); in
                                              training with --augment=random_resized_crop a random crop is resized
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*
-  stream      True: read the files from front to back instead (see streams.py for what is lost): every replica reads
-              all of them, and decodes its own rows
-  by_file     True, with stream=True: a replica reads only its own files, if their number is a multiple of the
-              replicas'. For files that hold equally many records: a pass that does not is an error
+  stream      True: read the files from front to back instead (streams.py says what is lost). Every replica reads all
+              of them and decodes its own rows
+  by_file     True, with stream=True: a replica reads only its own files, if the number of files is a multiple of the
+              number of replicas. For files with equally many records: a pass with another number is an error
   compression GZIP or ZLIB; only with stream=True
 """
 
@@ -56,7 +56,7 @@ DEFAULTS = {
     "compression": "",
 }
 PATTERNS = {"train": ("*train*",), "eval": ("*eval*", "*val*", "*test*")}
-_CYCLE = 4  # files of a stream that are read at a time, and brought from a store at a time
+_CYCLE = 4  # files of a stream that are read at a time, and fetched from a store at a time
 _HEAD_BYTES, _MOST_HEADS = 1 << 14, 4096
 
 
@@ -130,13 +130,13 @@ def _check(options: dict[str, Any], y: RecordField) -> None:
 
 
 class _Folder:
-    """--data_dir: files that are there; or copies of objects in a store, of which each comes when it is needed."""
+    """--data_dir: a local folder, or local copies of objects in a store, each fetched when it is needed."""
 
     def __init__(self, data_dir: str):
         self._data_dir, self._cache = data_dir, cache_of(data_dir)
 
     def paths(self, options: dict, split: str) -> list[str]:
-        """The split's files, sorted. Raises DataError if there are none, or if one belongs to both splits."""
+        """Returns the split's files, sorted. Raises DataError if there are none, or if one belongs to both splits."""
         found = self._matching(options, split)
         shared = set(found) & set(self._matching(options, "eval" if split == "train" else "train", required=False))
         if shared:
@@ -161,7 +161,7 @@ class _Folder:
         return []
 
     def _of_this_machine(self, pattern: str) -> list[str]:
-        """The files that match. What a pattern would read otherwise is a mere letter in the folder's name."""
+        """Returns the local files that match. Wildcard characters in the folder's name are taken literally."""
         folder = re.sub(r"[*?\[\\]", r"\\\g<0>", self._data_dir)
         return [path for path in tf.io.gfile.glob(os.path.join(folder, pattern)) if not os.path.isdir(path)]
 
@@ -169,11 +169,11 @@ class _Folder:
         return self._cache.size(path) if self._cache else tf.io.gfile.stat(path).length
 
     def checksums(self, paths: list[str]) -> list[int]:
-        """A checksum of the files' names and sizes."""
+        """Returns a checksum of the files' names and sizes."""
         return [checksum_of(f"{os.path.basename(path)} {self.size(path)}".encode() for path in paths)]
 
     def checksum_of_heads(self, paths: list[str]) -> int:
-        """A checksum of the first bytes of the files; of some, if they lie in a store or are thousands."""
+        """Returns a checksum of the files' first bytes; of a part of the files, if they are in a store or thousands."""
         most, heads = SAMPLED if self._cache else _MOST_HEADS, dict[str, bytes]()
 
         def look(path: str) -> None:
@@ -188,7 +188,7 @@ class _Folder:
         return checksum_of(heads[path] for path in wanted)
 
     def at_random(self, paths: list[str]) -> RecordFiles | StoredRecords:
-        """The records of some files, which are there from now on, unless no copies are wanted."""
+        """Returns the records of some files. Files in a store are copied to this machine first, if copies are kept."""
         if self._cache and not self._cache.copies:
             return StoredRecords(self._cache, paths)
         if self._cache:
@@ -197,7 +197,7 @@ class _Folder:
         return RecordFiles(paths)
 
     def first_record(self, paths: list[str], compression: str) -> bytes | tf.Tensor | None:
-        """The first of some files that have any."""
+        """Returns the first record of these files, or None if they have none."""
         if self._cache and not compression:
             self._cache.must_copy("stream=True")
             return first_of(self._cache, paths)
@@ -206,11 +206,11 @@ class _Folder:
         return next(iter(self.records(paths, compression, at_a_time=1).take(1)), None)
 
     def every_nth(self, paths: list[str], compression: str, first: int, n: int) -> tf.data.Dataset:
-        """The records of every nth of some files, from the file number `first` on."""
+        """Returns the records of every nth file, from file number `first` on."""
         return self.records(paths[first::n], compression)
 
     def equal_shards(self, paths: list[str], compression: str) -> Callable[[int, int], tf.data.Dataset]:
-        """`every_nth` of some files, where each nth must hold as many records as the others: see equal_shards.py."""
+        """Returns `every_nth` with a check that each nth has as many records as the others: see equal_shards.py."""
 
         @cache
         def of_the_first() -> int:
@@ -223,7 +223,7 @@ class _Folder:
         return shard
 
     def records(self, paths: list[str], compression: str, at_a_time: int = _CYCLE) -> tf.data.Dataset:
-        """The records of some files, read in turns, each from front to back."""
+        """Returns the records of some files, read in turns, each from front to back."""
         if self._cache:
             self._cache.must_copy("stream=True")
             return stored_records(self._cache, paths, compression, at_a_time)
@@ -234,7 +234,7 @@ class _Folder:
 
 
 def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
-    """Parses one record now, so that a wrong x or y is a clear error and not one from inside tf.data."""
+    """Parses one record now, so that a wrong x or y gives a clear error, not one from inside tf.data."""
     record = bytes(record.numpy()) if isinstance(record, tf.Tensor) else record
     try:
         parse(tf.constant([record]))
@@ -244,7 +244,7 @@ def _try(parse: Callable, record: bytes | tf.Tensor, name: str) -> None:
             has = (
                 ", ".join(f"{key}:{value.WhichOneof('kind')}" for key, value in sorted(stored.items())) or "no features"
             )
-        except Exception:  # whatever the protobuf library raises for bytes that are no message
+        except Exception:  # whatever the protobuf library raises for bytes that are not a message
             has = "no tf.train.Example"
         reason = cause(str(error))
         raise DataError(f"{name}: the first record ({has}) does not fit x and y of --source_args: {reason}") from error

@@ -1,25 +1,25 @@
 """The user's own data: --source=package.module:function.
 
-The function is called in every worker with keyword arguments, of these the ones that it declares: `split` ("train" or
+The function is called in every worker with those of these keyword arguments that it declares: `split` ("train" or
 "eval"), `config` (a DataConfig) and the options in --source_args (all of them must be declared; **kwargs takes
 everything). It returns the data of one split:
 
-  (x, y) or (x, y, w)      arrays with one row a sample, or nests (tuples, dicts) of such arrays
-  an object                with __len__ and __getitem__(i) -> (x, y) or (x, y, w): a sample each, all of one shape and
-                           type (objects.py says how it is found). It may be called from several threads at once.
-                           `num_classes` is read from it if it has one
-  tf.data.Dataset          of single samples, not of batches, the same at every pass: it must not be shuffled, repeated
-                           or sharded, that is done here, and is refused if its first samples are others at a second
-                           look. It is read as a stream (see streams.py for what is lost)
+  (x, y) or (x, y, w)      arrays with one row per sample, or nests (tuples, dicts) of such arrays
+  an object                with __len__ and __getitem__(i) -> (x, y) or (x, y, w): one sample, all of one shape and
+                           type (objects.py says how these are found). Several threads may call it at the same time.
+                           Its attribute `num_classes` is read if it has one
+  tf.data.Dataset          of single samples, not of batches, the same at every pass. It must not be shuffled, repeated
+                           or sharded, since tfdist does that; it is refused if its first samples differ at a second
+                           reading. It is read as a stream (streams.py says what is lost)
   Split                    anything else (tfdist/data/sources/split.py)
 
 or of both: {"train": ..., "eval": ...}, or a pair of pairs, as keras.datasets.*.load_data() returns them. A function
-that does not declare `split` must return both: one set of data for both would be training on what is evaluated on.
-It is called once then, else once for each split.
+that does not declare `split` must return both: otherwise the model would be evaluated on its training data.
+Such a function is called once, others once for each split.
 
-Python's, NumPy's and TensorFlow's random numbers start from --seed at each call, so that a split drawn from them is the
-same on all workers and after a restart. What is drawn from elsewhere must have a seed of its own: workers compare what
-they hold (tfdist/data/contents.py), and differences end the run.
+Python's, NumPy's and TensorFlow's random numbers start from --seed at each call, so that a random split is the same on
+all workers and after a restart. Other random generators need a seed: workers compare their data
+(tfdist/data/contents.py), and differences end the run.
 
 w is the weight of a sample (or of each of its tokens), float32. Integer y of rank 1 gives the number of classes.
 """
@@ -45,12 +45,12 @@ from tfdist.data.sources.split import Split, array_split
 from tfdist.plugins import own_code, resolve
 from tfdist.runtime.errors import cause
 
-_MOST_CLASSES = 10**8  # a model has an output for each
+_MOST_CLASSES = 10**8  # a model has an output for each class
 
 
 def load(config: DataConfig, split: str) -> Split:
-    """Loads a split by the user's function. Raises ConfigError for a function that is missing or options it does not
-    take, DataError for its data."""
+    """Loads a split by the user's function. Raises ConfigError if the function is missing or does not take an option,
+    DataError for its data."""
     function = resolve("source", config.source, {})
     arguments, takes_split = _arguments(function, config, split)
     result = _called.pop(config, None) if split == "eval" else None
@@ -73,14 +73,14 @@ def load(config: DataConfig, split: str) -> Split:
             " which would be both trained and evaluated on: declare `split`, or return {'train': ..., 'eval': ...}."
         )
     found = _split(name, pair[split == "eval"])
-    # Classes are counted over both, since one split may lack the last of them.
+    # Classes are counted over both splits, since one of them may lack the last class.
     counts = [_count_classes(part) for part in pair]
     classes = [count for count in counts if count is not None]
     return dataclasses.replace(found, num_classes=max(classes)) if len(classes) == len(counts) else found
 
 
-# What a function that returns both splits has returned for "train", until "eval" is asked for: a split that it draws
-# anew at each call would put samples that are trained on into the evaluation.
+# The result of a function that returns both splits, kept from "train" until "eval" is asked for: a function that draws
+# a new split at each call would put training samples into the evaluation.
 _called: dict[DataConfig, Any] = {}
 
 
@@ -88,7 +88,7 @@ def _arguments(function: Callable, config: DataConfig, split: str) -> tuple[dict
     options = parse_args("source_args", config.source_args)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         parameters = ()
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     declared = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -140,7 +140,7 @@ def _split(name: str, data: Any) -> Split:
 
 
 def _check_arrays(name: str, data: tuple) -> None:
-    """Raises DataError for what is no array of numbers with a row a sample."""
+    """Raises DataError for anything that is not an array of numbers with one row per sample."""
     for part, words in zip(data, ("x", "y", "w"), strict=False):
         if part is None or isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
             raise DataError(
@@ -206,7 +206,7 @@ def _is_pair_of_pairs(value: Any) -> bool:
 
 
 def _count_classes(data: Any) -> int | None:
-    """Largest label + 1 if the data are arrays with integer labels of rank 1, else None."""
+    """Returns the largest label + 1 if the data are arrays with integer labels of rank 1, else None."""
     if not isinstance(data, tuple) or len(data) not in (2, 3) or isinstance(data[1], (tuple, dict)):
         return None
     y = np.asarray(data[1])
