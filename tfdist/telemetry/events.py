@@ -128,12 +128,13 @@ class FanOut(Observer):
             self.leave(name, failed)
 
     def close(self) -> None:
-        for observer in self.observers:
+        while self.observers:
+            observer = self.observers[-1]  # last to first: what it reports at its end reaches those before it
             try:
                 observer.close()
             except (Exception, SystemExit) as error:  # noqa: BLE001 - see _each
                 _report_failure(observer, error)  # not closed again: that may have taken its time already
-        self.observers.clear()
+            self.observers = [each for each in self.observers if each is not observer]
 
     def _each(self, do: Callable[[Observer], None]) -> None:
         for observer in list(self.observers):

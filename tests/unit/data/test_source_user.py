@@ -61,6 +61,7 @@ mixed = lambda split: Items(lambda i: ({"b": i % 2 == 0, "a": "word"}, np.float3
 float_late, float_whole = other(301, (1.0, 0), (1.0, 1.5)), other(301, (1.0, 0), (1.0, 2.0))
 too_large, negative = other(301, (1, np.int32(1)), (1, 2**40)), other(301, (np.uint8(1), 1), (np.int64(-1), 1))
 infinite = other(301, (1, np.float32(1)), (1, 1e300))
+many_digits = other(301, (1, np.float64(1)), (1, 2**53 + 1))
 fewer_digits = other(301, (1, np.float32(1)), (1, 0.1))
 nothing_there, text_late = other(301, (1, 1), (1, None)), other(301, (1, 1), (1, "a"))
 weight_missing, other_keys = other(301, (1, 1, 0.5), (1, 1)), other(301, ({"a": 1, "b": 2}, 1), ({"a": 1}, 1))
@@ -275,6 +276,7 @@ def test_the_type_holds_all_of_the_items():
         ("float_late", "has y = 1.5 (float64), which int64, the type of the first items, cannot hold"),
         ("float_whole", "has y = 2. (float64), which int64"),
         ("too_large", "has y = 1099511627776 (int64), which int32"),
+        ("many_digits", "has y = 9007199254740993 (int64), which float64"),
         ("negative", "has x = -1 (int64), which uint8"),
         ("infinite", "has y = 1.e+300 (float64), which float32"),
         ("nothing_there", "has y = None, which is neither numbers nor text"),

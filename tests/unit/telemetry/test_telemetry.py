@@ -285,3 +285,27 @@ def test_what_an_observer_changes_is_its_own():
     before = dict(event.values)
     FanOut([lambda event: event.values.clear(), seen.append])(event)
     assert event.values == before and seen[0].values == before
+
+
+def test_what_an_observer_reports_at_its_end_reaches_the_others():
+    """As the profiler does of a trace that the end of a run cuts short."""
+    seen, calls = [], []
+
+    class Reporting:
+        def __call__(self, event):
+            pass
+
+        def close(self):
+            observers(train_event(7))
+
+    class File:
+        def __call__(self, event):
+            assert not calls, "closed"
+            seen.append(event.step)
+
+        def close(self):
+            calls.append("closed")
+
+    observers = FanOut([File(), Reporting()])
+    observers.close()
+    assert seen == [7] and calls == ["closed"] and not observers.observers

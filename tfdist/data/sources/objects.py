@@ -138,7 +138,8 @@ def _fits(part: np.ndarray, dtype: np.dtype) -> bool:
             return bool((np.isfinite(part) == np.isfinite(part.astype(dtype))).all())
     if _ORDER.index(part.dtype.kind.replace("u", "i")) > _ORDER.index(dtype.kind.replace("u", "i")):
         return False
-    return bool((part.astype(dtype) == part).all())
+    held = part.astype(dtype)
+    return bool(((held == part) & (held.astype(part.dtype) == part)).all())  # NumPy compares as float64, if need be
 
 
 def _form(item: tuple) -> str:
