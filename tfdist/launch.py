@@ -156,8 +156,7 @@ def launch_program(command: list[str], name: str, options: LaunchOptions) -> int
     tfdist.fit.
 
     Logs are in runs/NAME/logs. Where the program saves is unknown here, so its number of backups counts as progress;
-    there is none with Ray, whose workers may be on other machines.
-    """
+    there is none with Ray, whose workers may be on other machines."""
     if options.ps or options.min_workers or options.evaluator or options.elastic:
         raise ConfigError(
             "--ps, --min_workers, --evaluator and --elastic are for flags of tfdist.train, not for a script or a"
@@ -235,8 +234,7 @@ def launch_on_ray(arguments: list[str], logs: Path, options: LaunchOptions, conf
 
 def same_batch(config: Config, options: LaunchOptions) -> list[str]:
     """Flags that keep the global batch, and the memory per worker, of the full number of workers: with fewer workers,
-    the accumulation rises.
-    """
+    the accumulation rises."""
     gpus = options.gpus_per_worker or (len(visible_gpus(os.environ)) // options.workers if options.on == "local" else 0)
     local = config.strategy.virtual_devices or max(gpus, 1)
     plan = plan_batch(config.batch, replicas_of(config, options.workers, local))
