@@ -70,10 +70,8 @@ def main(argv: list[str]) -> int:
 
 
 def slurm(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:
-    """Makes a batch script for sbatch.
-
-    arguments: flags of tfdist.train, from which `config` was made; if that is None, a script, or -m and a module, with
-    its arguments.
+    """Makes a batch script for sbatch. arguments: flags of tfdist.train, from which `config` was made; if that is None,
+    a script, or -m and a module, with its arguments.
     """
     for name in ("partition", "account", "log"):
         if not re.fullmatch(_SBATCH_VALUE, getattr(options, name)):

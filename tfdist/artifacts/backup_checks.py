@@ -39,9 +39,7 @@ def refuse_backup_of_later(backup: str, written_by: int, is_kept: bool) -> None:
 
 
 def refuse_unbuilt(model: keras.Model) -> None:
-    """Raises ConfigError as Keras does, when a fit begins: otherwise a killed run would fail only when it
-    is resumed.
-    """
+    """Raises ConfigError as Keras does, when a fit begins: else a killed run would fail only when it is resumed."""
     if not model.built:
         raise ConfigError(
             "BackupAndRestore needs a model that is built, into which a backup can be restored:"

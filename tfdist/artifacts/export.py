@@ -20,9 +20,7 @@ KERAS_FILE, SAVED_MODEL_FOLDER = "model.keras", "saved_model"
 
 
 def load_export(path: str) -> keras.Model:
-    """Loads the model of a `.keras` file, which need not be trusted: nothing in it is executed.
-    Raises CheckpointError.
-    """
+    """Loads the model of a `.keras` file, which may be untrusted: nothing in it is executed. Raises CheckpointError."""
     if Path(path).is_dir():
         raise CheckpointError(
             f"{path} is a folder (a SavedModel, perhaps), and no .keras file: give the {KERAS_FILE} that --export=keras"

@@ -153,9 +153,7 @@ def _inside(value: Any, depth: int, seen: dict[int, Any] | None = None) -> Itera
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """The objects inside a user-defined value, in an order that is the same in another process; none for
-    other values.
-    """
+    """The objects inside a user-defined value, in an order that is the same in every process; else none."""
     if isinstance(value, (list, tuple, collections.deque)):
         return value if len(value) <= _MOST else ()
     if isinstance(value, Mapping):

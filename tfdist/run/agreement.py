@@ -57,9 +57,7 @@ _TOGETHER = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The identity of a run: `run_id` is the same over all restarts and ranks; `attempt`: how often it was started
-    before.
-    """
+    """The identity of a run: `run_id` is shared by all restarts and ranks; `attempt` counts the earlier starts."""
 
     run_id: str
     attempt: int

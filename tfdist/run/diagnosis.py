@@ -1,7 +1,5 @@
-"""Finds samples that may have caused a loss that was not finite, or a label that fits no output.
-
-The search runs only after the damage (data/flaws.py), over the samples read by the last call of the training function,
-or by the evaluation.
+"""Finds samples that may have caused a loss that was not finite, or a label that fits no output. It searches only after
+the damage (data/flaws.py), in the samples read by the last call of the training function, or by the evaluation.
 """
 
 from __future__ import annotations
@@ -50,10 +48,8 @@ class Diagnosis:
     def flaws(
         self, evaluated: bool = False, classes: int | None = None, first: int | None = None, failed: bool = False
     ) -> str:
-        """Describes suspicious samples since step `first` (None: those of the last call), or among the evaluated ones;
-        or "".
-
-        failed: the step after the last completed one failed, and its samples count, too.
+        """Describes suspicious samples since step `first` (None: in the last call), or among the evaluated ones; or
+        returns "". failed: the step after the last completed one failed, and its samples count, too.
         """
         config, job = self.job.config, self.job
         choices = {place: flaws.rows(count) for place, count in table_sizes(job.model).items()}

@@ -59,8 +59,7 @@ class HealthMonitor:
         return requests
 
     def all_saved(self) -> None:
-        """Notes that training is over and all its files are written on this machine: no request to stop can come too
-        late.
+        """Notes that training is over and all its files are on this machine: no request to stop can come too late.
         Uploads to an object store may still be under way; the next start sends them."""
         if self._requests:
             self._requests.all_saved = True
@@ -145,8 +144,8 @@ class HealthMonitor:
 
 
 def take_signals(options: ClusterConfig) -> SignalRequests:
-    """Takes over SIGTERM, SIGHUP and SIGUSR1, and listens for the platform's notices. Once per process, in its main
-    thread.
+    """Takes over SIGTERM, SIGHUP and SIGUSR1, and awaits the platform's notices. Once per process, in its
+    main thread.
     """
     requests = SignalRequests().install()
 

@@ -1,6 +1,5 @@
-"""A parameter-server run, on the chief: a session (session.py) whose steps are computed by workers.
-
-Workers and parameter servers run the code in runtime/parameter_server.py.
+"""A parameter-server run, on the chief: a session (session.py) whose steps are computed by workers. Workers and
+parameter servers run the code in runtime/parameter_server.py.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def slices(config: Config, workers: int) -> int:
 
 
 def resolve(config: Config, cluster: Cluster) -> Config:
-    """Resolves the batch arithmetic to numbers: the chief composes as the only replica, but the slices count as
-    replicas.
-    """
+    """Resolves the batch arithmetic: the chief composes as the only replica, but the slices count as replicas."""
     plan = plan_batch(config.batch, slices(config, len(cluster.spec["worker"])))
     numbers = {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "micro_batch": 0}
     return config.replace(strategy=resolve_strategy(config, cluster), **numbers).validate()

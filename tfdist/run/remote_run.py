@@ -110,9 +110,7 @@ class RemoteRun:
             )
 
     def _must_hold_nothing_else(self) -> None:
-        """Raises ConfigError if other files are there: all below a run's URL is brought, and some replaced. Also
-        StoreError.
-        """
+        """Raises ConfigError on other files: all below a run's URL is brought, and some replaced. Also StoreError."""
         for name in self.objects.names():
             if name != LEASE and not name.startswith(_WITHOUT_STATUS):
                 raise ConfigError(
@@ -121,7 +119,7 @@ class RemoteRun:
                 )
 
     def bring_own(self) -> None:
-        """Brings the logs that this worker has written on another machine, before it continues them. Raises
+        """Brings the logs that this worker has written on another machine, before it appends to them. Raises
         TfdistError.
         """
         if not self._is_chief:

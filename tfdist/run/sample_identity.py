@@ -23,9 +23,7 @@ class SampleIdentity:
         return contents.identity(self._split)
 
     def changes(self, snapshot: Snapshot) -> list[str]:
-        """Sentences about data that differ from the snapshot's; none for a snapshot of an older version without a
-        record.
-        """
+        """Sentences about data that differ from the snapshot's; none if an older version wrote it without a record."""
         before = snapshot.manifest.get("samples")
         what = before and contents.changed(self._split, before, self.found)
         return [f"The data have changed since {snapshot.path} was written ({what})"] if what else []

@@ -1,5 +1,5 @@
-"""The trainers of a session. A trainer runs the steps of this worker's replicas, or those of workers that parameter
-servers serve (parameter_server_run.py). All other parts of a run are the same.
+"""The trainers of a session: they run the steps of this worker's replicas, or those of workers that parameter servers
+serve (parameter_server_run.py). All other parts of a run are the same.
 """
 
 from __future__ import annotations
