@@ -252,9 +252,7 @@ class RemoteSnapshots:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        """Removes a snapshot, manifest first: if killed midway, it leaves nothing that is trusted.
-        Raises StoreError.
-        """
+        """Removes a snapshot, manifest first: killed midway, it leaves nothing that is trusted. Raises StoreError."""
         files = {os.path.basename(file) for file in self._objects.names(step_folder(step))}
         with contextlib.suppress(CheckpointError):  # a listing may be outdated
             files |= self._files(step)

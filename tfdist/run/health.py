@@ -144,7 +144,7 @@ class HealthMonitor:
 
 
 def take_signals(options: ClusterConfig) -> SignalRequests:
-    """Takes over SIGTERM, SIGHUP and SIGUSR1, and awaits the platform's notices. Once per process, in its
+    """Takes over SIGTERM, SIGHUP and SIGUSR1, and awaits the platform's notice. Once per process, in its
     main thread.
     """
     requests = SignalRequests().install()

@@ -119,9 +119,7 @@ class RemoteRun:
                 )
 
     def bring_own(self) -> None:
-        """Brings the logs that this worker has written on another machine, before it appends to them. Raises
-        TfdistError.
-        """
+        """Brings the logs that this worker wrote on another machine, before it appends to them. Raises TfdistError."""
         if not self._is_chief:
             with as_sentence():
                 self._bring(self._owns)

@@ -115,9 +115,7 @@ class SessionHooks:
         return restored, self._iterators(restored)
 
     def _requests(self, step: int) -> Requests:
-        """The requests of this worker; also passes on the writers' messages, and copies the state if it may
-        be needed.
-        """
+        """This worker's requests; also passes on the writers' messages, and copies the state if it may be needed."""
         self.monitor.faults.at("step", step)
         self.diagnosis.called_at = step
         self.report_saves(step)
