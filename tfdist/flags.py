@@ -33,7 +33,7 @@ from tfdist.control.own_files import written_whole  # noqa: E402
 from tfdist.control.terminal import as_line  # noqa: E402
 
 FLAGS_FILE = "flags.txt"
-_WRITTEN = "# Written by tfdist"  # in such files, values are never quoted
+_WRITTEN = "# Written by tfdist"  # in such files, values are taken literally
 _MOST_BYTES = 2**20  # limit for a flag file; a device has no end
 
 

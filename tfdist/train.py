@@ -72,7 +72,7 @@ def _run(config: Config, argv: list[str]) -> int:
         from tfdist.run.snapshot_evaluation import follow
 
         return follow(config)
-    strategy = strategy_or_undecided(resolve_strategy(config, cluster, gpus=lambda: 0))  # it would start TensorFlow
+    strategy = strategy_or_undecided(resolve_strategy(config, cluster, gpus=lambda: 0))  # counting starts TensorFlow
     if strategy.parameter_servers:
         if cluster.role in ("worker", "ps"):  # these need nothing of the rest, not even Keras
             from tfdist.runtime import parameter_server

@@ -42,7 +42,7 @@ def whole_manifest(
 ) -> tuple[str, dict[str, Any]]:
     """Returns the manifest of a snapshot in the store, as text and as entries, if all its files are there in full size.
 
-    listed: sizes by name from a listing, which may be outdated: only for other files the store is asked again. Raises
+    listed: sizes by name from a listing, which may be outdated: the store is asked again only for other files. Raises
     CheckpointError, StoreError.
     """
     name, listed = step_folder(step), listed or {}

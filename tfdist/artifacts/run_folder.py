@@ -33,7 +33,7 @@ def written(config: Config) -> Iterator[None]:
 def run_folder(config: Config) -> Path:
     """RUN_DIR, made if it does not exist. From now on other users cannot write to anything that this process makes."""
     folder = config.run.folder
-    # Only this user may write what will be loaded again; who may read it is up to the user.
+    # Other users must not be able to write what will be loaded again; who may read it is up to the user.
     os.umask(os.umask(0o077) | 0o002)
     try:
         # A working copy is private.

@@ -1,5 +1,5 @@
-"""Elastic training: continues in the same process while other workers come and go. A worker of `tfdist.launch
---elastic` runs this.
+"""Elastic training: continues in the same process while other workers come and go. Workers of `tfdist.launch --elastic`
+run this.
 
   join a group             the launcher says who is in it, and which rank this process has (control/membership.py)
   train (session.run)      every worker keeps a copy of the state in its memory, at boundaries that are the same for all

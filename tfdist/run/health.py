@@ -47,7 +47,7 @@ class HealthMonitor:
         self._explanations.insert(0, explanation)
 
     def signals(self) -> SignalRequests:
-        """Returns the signal requests of this process; takes over the signals at the first call.
+        """Returns the signal requests of this process; takes over the signals if that was not done before.
 
         The grace period is counted from the first SIGTERM.
         """
@@ -144,7 +144,7 @@ class HealthMonitor:
 
 
 def take_signals(options: ClusterConfig) -> SignalRequests:
-    """Takes over SIGTERM, SIGHUP and SIGUSR1, and awaits the platform's notice. Once per process, in its
+    """Takes over SIGTERM, SIGHUP and SIGUSR1, and awaits the platform's notice. Once per process, in the
     main thread.
     """
     requests = SignalRequests().install()

@@ -125,7 +125,7 @@ class RemoteRun:
                 self._bring(self._owns)
 
     def _bring(self, wanted) -> None:
-        """Brings files that are missing here, or shorter than in the store: those have been continued elsewhere."""
+        """Brings files that are missing here, or shorter than in the store: they were written elsewhere meanwhile."""
         bring_files(self.objects, self.folder, wanted, longer=True)
 
     def start(self) -> None:

@@ -37,8 +37,7 @@ class DataCache:
     """The objects below `url`, and the folder of their copies.
 
     limit: bytes that all copies of the machine may take; 0: no limit. copies: whether to copy objects that can also be
-    read in pieces. Attributes: folder, with the copies; entries, the objects by name, as listed when this process
-    started reading.
+    read in pieces. Attributes: folder, with the copies; entries, the objects by name, as first listed in this process.
     """
 
     def __init__(self, url: str, cache_dir: str, limit: float = 0.0, copies: bool = True):

@@ -58,7 +58,7 @@ class ObjectCopy:
             self._record_file.unlink(missing_ok=True)
             with self._room():
                 self._fetch(growing)
-                with written_whole(self._record_file) as file:  # from then on it counts as a copy
+                with written_whole(self._record_file) as file:  # only from now on it counts as a copy
                     json.dump(self.record, file)
             return "fetched"
 

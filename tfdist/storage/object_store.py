@@ -1,7 +1,7 @@
 """The objects below one URL, and the few operations that tfdist needs of a store, built on fsspec's file systems.
 
 Transient faults (a lost connection, an answer 500, a truncated body) are retried with growing pauses, for `patience`
-seconds. After that, and at once for permanent faults (no credentials, no permission, no bucket), StoreError gives the
+seconds; permanent ones (no credentials, no permission, no bucket) for 2 seconds at most. Then StoreError gives the
 reason in a sentence. Credentials come from each store's own environment variables and files, and are never shown.
 """
 
@@ -212,9 +212,7 @@ class ObjectStore:
         self._patiently(f"removing {name}", delete, writes=True)
 
     def remove_half_sent(self, beginning: str) -> None:
-        """Aborts multipart uploads, which cost money on S3, left by a killed process for objects with this
-        name prefix.
-        """
+        """Aborts multipart uploads that a killed process left for names with this prefix; they cost money on S3."""
         call = getattr(self._system, "call_s3", None)
         if call is None:  # other stores have none, or expire them
             return

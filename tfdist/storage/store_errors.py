@@ -1,6 +1,4 @@
-"""Errors of object stores, as sentences: why, whether they are transient, and the exit code that a command
-ends with.
-"""
+"""Errors of object stores, as sentences: why, whether transient, and the exit code that a command ends with."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def is_of_this_machine(error: BaseException) -> bool:
-    """Whether not the store has failed, but the local disk to which its objects are written."""
+    """Whether the local disk has failed, to which objects are written here, and not the store."""
     return isinstance(error, OSError) and error.errno in _OF_THE_DISK
 
 

@@ -2,8 +2,8 @@
 
 A store has no locks. A lease is created by a write that fails if one exists (if the store supports this), and is
 renewed every 15 seconds. An owner is dead when its process on this machine is gone, when it belongs to the same job
-(whoever restarts a job has ended it), or when it has not renewed the lease for 60 seconds of the observer's clock. If
-two take over a dead owner's lease at the same moment, they notice when they renew it: one ends.
+(whoever restarts a job has ended its earlier attempt), or when it has not renewed the lease for 60 seconds of the
+observer's clock. If two take over a dead owner's lease at the same moment, they notice when they renew it: one ends.
 """
 
 from __future__ import annotations
