@@ -12,7 +12,7 @@ __all__ = ["barrier", "evaluate", "fit", "init", "is_chief", "predict", "spread"
 
 
 def __getattr__(name: str) -> Any:
-    """The functions for Keras scripts, found when they are first asked for."""
+    """Imports the functions for Keras scripts at their first use."""
     if name not in __all__:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
     from tfdist.keras_fit import api

@@ -1,4 +1,4 @@
-"""tfdist COMMAND ...: the commands under one name. Each is the same as `python -m tfdist.COMMAND ...`."""
+"""tfdist COMMAND ...: all commands under one name. Each is the same as `python -m tfdist.COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MODULES = {"fit": "script"}  # tfdist.fit is a function
 
 
 def main() -> None:
-    """The command `tfdist`, and `python -m tfdist`. Ends the process."""
+    """The entry point of `tfdist` and `python -m tfdist`. Ends the process."""
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()  # as `python -m` has it: modules of yours may lie there
+        sys.path[0] = os.getcwd()  # as with `python -m`: the user's modules may be there
     name, *arguments = sys.argv[1:] or [""]
     if name not in COMMANDS:
         exit_codes.run_command(_without_command, [name])
@@ -58,7 +58,7 @@ def _without_command(argv: list[str]) -> int:
 
 
 def help_text() -> str:
-    """The text of `tfdist --help`."""
+    """Returns the text of `tfdist --help`."""
     width = max(map(len, COMMANDS))
     return "\n".join(
         [

@@ -1,10 +1,10 @@
-"""Config -> a job: how the parts of a run are put together. The order is written down here and nowhere else:
+"""Builds the parts of a run (`Job`) from a Config. The order is defined only here:
 
-environment -> runtime (`start_runtime`); data -> batch plan, length -> precision -> schedule, objective -> synchronised
-BatchNorm -> model -> optimizer -> trials of the model on a few rows -> on a mesh, what training/parallel/compose.py
-does, else faster kernels, slots, recompute -> step (`compose`). Restore, observers, evaluator and loop follow in
-run/session.py; what workers and servers of parameters need besides (Parameters, RemoteStep, Reading) is put together in
-run/parameter_server_run.py.
+environment -> runtime (`start_runtime`); data -> batch plan, length -> precision -> schedule, objective -> synchronized
+BatchNorm -> model -> optimizer -> trial runs of the model on a few rows -> on a mesh: training/parallel/compose.py;
+otherwise faster kernels, slots, recompute -> step (`compose`). Restore, observers, evaluator and loop follow in
+run/session.py. Parameter-server runs need more parts (Parameters, RemoteStep, Reading), which
+run/parameter_server_run.py builds.
 """
 
 from __future__ import annotations
@@ -69,27 +69,27 @@ class Job:
     objective: Objective
     schedule: Schedule
     step: TrainStep
-    parameters: int  # of the whole model, however it is divided
-    first_data: tuple[Split, tf.data.Dataset] | None = None  # of the first replica here, from the split's beginning
-    warnings: Sequence[str] = ()  # of what was composed, for the user
-    state: ShardedState | None = None  # where the state is divided over a mesh: how to bring it together
+    parameters: int  # of the whole model, however it is sharded
+    first_data: tuple[Split, tf.data.Dataset] | None = None  # for the first local replica, from the start of the split
+    warnings: Sequence[str] = ()  # messages for the user about this composition
+    state: ShardedState | None = None  # if the state is sharded over a mesh: how to gather it
 
     @property
     def stream_cut(self) -> int:
-        """The number of streams into which a run that begins now cuts its data; see data/streams.py."""
+        """The number of streams into which a new run cuts its data; see data/streams.py."""
         return streams.stream_cut(self.train_split, self.plan)
 
     def iterators(self, consumed: int, cut: int | None = None) -> list:
         """Makes an iterator of training micro-batches for each local replica, from a position in the data order.
 
-        cut: `stream_cut` of the run that `consumed` was reached in; None: of this one.
+        cut: `stream_cut` of the run that has reached `consumed`; None: that of this run.
         """
 
         def dataset(index: int) -> tf.data.Dataset:
             if self.first_data and not index and not consumed and cut in (None, self.stream_cut):
                 split, made = self.first_data
                 if split is self.train_split:
-                    return made  # to trace it anew would take a tenth of the start of a small run
+                    return made  # tracing it again would take a tenth of a small run's startup
             replica = self.runtime.first_replica + index
             return train_dataset(self.config, self.train_split, self.plan, replica, consumed, cut)
 
@@ -99,14 +99,14 @@ class Job:
         return [iter(each) for each in datasets]
 
     def evaluator(self, model: keras.Model | None = None) -> Evaluator | None:
-        """Evaluates on the evaluation split; None if the source has none.
+        """Returns an evaluator for the evaluation split, or None if the source has none.
 
-        model: another model, evaluated as it is; without one the job's is, with its moving averages.
+        model: another model, evaluated as it is; by default the job's model with its moving averages.
         """
         split, runtime, options = self.eval_split, self.runtime, self.config.data
         if split is None:
             return None
-        # For the last batch, too: one process needs it for a model that knows the rows of the batch before.
+        # Pads the last batch. A single process needs this, too, if the model keeps state for each row of a batch.
         filled = runtime.size > 1 or runtime.replicas > 1 or bool(keras_layers.stateful_layer(model or self.model))
 
         size = functools.cache(lambda: input_pipeline.eval_size(split, options.eval_samples))
@@ -130,12 +130,12 @@ class Job:
 
 
 def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None) -> Job:
-    """Builds every part of a run on a runtime. Raises TfdistError subclasses on what a user can mend.
+    """Builds every part of a run on a runtime. Raises TfdistError subclasses for problems that the user can fix.
 
-    limits: the memory that the state must fit; None: is not checked.
+    limits: the memory limits that the state must fit into; None: not checked.
     """
     train_split, eval_split = _load_splits(config, runtime)
-    if eval_split and config.loop.eval_every >= 0:  # what cannot be evaluated is told before the training, not after it
+    if eval_split and config.loop.eval_every >= 0:  # fail before the training rather than after it
         streams.must_end(eval_split, config.data.eval_samples)
     plan = plan_batch(config.batch, runtime.replicas)
     config = resolve(config, plan, train_split)
@@ -191,17 +191,17 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
 
 
 def _make_model(config: Config, split: Split) -> keras.Model:
-    """Builds the model, with the generator of what code of the user's own draws without one."""
+    """Builds the model, and the generator for user code that draws random numbers without one."""
     model = build_model(config.model, split.element_spec[0], split.num_classes)
     return with_generator(model, own_objective=":" in config.model.objective)
 
 
 def _build_whole(config: Config, runtime: Runtime, model: keras.Model, optimizer: keras.Optimizer) -> None:
-    """Makes ready a model and an optimizer that every replica holds all of."""
+    """Prepares a model and an optimizer that are replicated as a whole."""
     read_rows(model)
     if config.model.fused_batchnorm and (runtime.replicas == 1 or not config.model.sync_batchnorm):
         fuse_batch_norm(model)
-    if tf.config.list_logical_devices("GPU"):  # unlike a CPU it is held up by memory
+    if tf.config.list_logical_devices("GPU"):  # unlike CPUs, GPUs are memory-bound here
         keep_softmax_short(model)
     with runtime.scope():
         optimizer.build(model.trainable_variables)
@@ -226,10 +226,10 @@ def _step_options(config: Config, runtime: Runtime, plan: BatchPlan, split: Spli
 
 
 def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
-    """Loads both splits; all workers hold the same ones."""
+    """Loads both splits; they are the same on all workers."""
     found, data = [], data_here(config)
     for name in SPLITS:
-        # Whatever ran before, a source of the user's own that draws its split at random draws the same one.
+        # Seeds again, so that a user-defined source that draws its split at random always draws the same one.
         keras.utils.set_random_seed(config.run.seed)
         found.append(load_split(data, name))
     for split in found:
@@ -238,7 +238,7 @@ def _load_splits(config: Config, runtime: Runtime) -> list[Split]:
 
 
 def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
-    """Replaces what was given indirectly (--epochs, --micro_batch) by the numbers it comes to."""
+    """Replaces indirect settings (--epochs, --micro_batch) by the resulting numbers."""
     steps = config.run.steps
     if not steps:
         if split.size is None:
@@ -247,7 +247,7 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
                 " not: use --steps."
             )
         steps = math.ceil(config.run.epochs * split.size / plan.global_batch)
-    # A limit on the micro-batch stays one: another number of workers may need another accumulation.
+    # A limit on the micro-batch remains a limit: another number of workers may need another accumulation.
     limited = bool(config.batch.global_batch and config.batch.micro_batch and not config.batch.accumulation)
     batch = {} if limited else {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "micro_batch": 0}
     return config.replace(steps=steps, epochs=0.0, **batch).validate()
@@ -256,7 +256,7 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
 def train_dataset(
     config: Config, split: Split, plan: BatchPlan, replica: int, consumed: int, cut: int | None = None
 ) -> tf.data.Dataset:
-    """The training micro-batches of one replica, from a position in the data order. cut: see `Job.iterators`."""
+    """Returns a replica's training micro-batches, from a position in the data order. cut: see `Job.iterators`."""
     return input_pipeline.train_dataset(
         split,
         input_pipeline.Reading(
@@ -273,13 +273,13 @@ def train_dataset(
 
 
 def batch_spec(config: Config, split: Split, plan: BatchPlan, replica: int) -> tuple:
-    """The spec of a replica's micro-batches (x, y, w)."""
+    """Returns the element spec of a replica's micro-batches (x, y, w)."""
     spec: Any = train_dataset(config, split, plan, replica, 0).element_spec
     return spec
 
 
 def _first_rows(config: Config, split: Split) -> Callable[[int], Any]:
-    """(number) -> so many samples (x, y, w), the same on all workers."""
+    """Returns a function (number) -> that many samples (x, y, w), the same on all workers."""
 
     @functools.cache
     def rows(number: int) -> Any:
@@ -289,11 +289,11 @@ def _first_rows(config: Config, split: Split) -> Callable[[int], Any]:
 
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:
-    """The memory limits of this worker, once its runtime has started."""
+    """Returns the memory limits of this worker, once its runtime has started."""
     return memory_check.find_limits(cluster, bool(tf.config.list_physical_devices("GPU")))
 
 
 def start_runtime(config: Config, cluster: Cluster, began: float | None = None) -> Runtime:
-    """The environment, then the runtime. `began`: since when peers have been waited for (startup_deadline.py)."""
+    """Prepares the environment, then starts the runtime. began: since when peers are awaited (startup_deadline.py)."""
     prepare_environment(config)
     return create_runtime(config, cluster, began)

@@ -1,15 +1,15 @@
-"""python -m tfdist.comm: measures how fast the workers exchange data, and fits latency and bandwidth to it.
+"""python -m tfdist.comm: measures how fast workers exchange data, and fits latency and bandwidth to the results.
 
-On a cluster it is started like a training: once per worker, with TF_CONFIG (or what else tells the cluster) and the
-flags of the training. With --workers it starts that many workers on this machine, a job for every number and every
+On a cluster, start it like a training: once per worker, with TF_CONFIG (or whatever describes the cluster) and the
+flags of the training. With --workers it starts that many workers on this machine: one job for every number and every
 runtime:
 
   python -m tfdist.comm --workers=2,4 --runtimes=multi_worker:socket,multi_worker:ring,horovod,mesh
 
-It prints times, algorithm and bus bandwidth as NVIDIA's nccl-tests define them, a fitted line for each collective with
-its error at sizes that were not used in the fit, and what ring, tree and halving-doubling would need of the link. Of
-several numbers of workers it says which of them explains all best. --out gets RUNTIME-N.csv and .png, and
-RUNTIME-models.png.
+It prints times, and algorithm and bus bandwidth as NVIDIA's nccl-tests define them; for each collective a fitted line
+with its error at sizes that were not used in the fit; and the link (latency and bandwidth) that ring, tree and
+halving-doubling would need. Given several numbers of workers, it says which of these algorithms explains all
+measurements best. --out gets RUNTIME-N.csv and .png, and RUNTIME-models.png.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RUNTIMES = tuple(name for name, strategy in STRATEGIES.items() if strategy.excha
 
 @dataclass(frozen=True)
 class CommOptions:
-    """What is measured."""
+    """What to measure."""
 
     workers: str = option(
         "",
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def collectives_of(options: CommOptions) -> list[str]:
-    """The names in --collectives. Raises ConfigError."""
+    """Returns the names in --collectives. Raises ConfigError."""
     names = list(COLLECTIVES) if options.collectives == "all" else list(dict.fromkeys(options.collectives.split(",")))
     for name in names:
         if name not in COLLECTIVES:
@@ -92,7 +92,7 @@ def collectives_of(options: CommOptions) -> list[str]:
 
 
 def sizes_of(options: CommOptions) -> list[int]:
-    """Bytes, from the smallest to the largest, each `factor` times the one before. Raises ConfigError."""
+    """Sizes in bytes, from the smallest to the largest, each `factor` times the previous one. Raises ConfigError."""
     if options.smallest > options.largest:
         raise ConfigError(f"--smallest={options.smallest} is above --largest={options.largest}: swap them.")
     found, size = [], float(options.smallest)
@@ -103,7 +103,7 @@ def sizes_of(options: CommOptions) -> list[int]:
 
 
 def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[str]]]:
-    """(label, its flags) of each of --runtimes. Raises ConfigError."""
+    """Returns (label, its flags) for each of --runtimes. Raises ConfigError."""
     strategy, communication = resolve_strategy(config, Cluster(size=2)), config.strategy.communication
     default = strategy + (f":{communication}" if communication != "auto" else "")
     found = []
@@ -120,7 +120,7 @@ def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[st
 
 
 def make_folder(out: Path) -> None:
-    """Makes the folder `out`. Raises ConfigError."""
+    """Creates the folder `out`. Raises ConfigError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -130,12 +130,12 @@ def make_folder(out: Path) -> None:
 
 
 def stem(out: Path, label: str, count: int | str) -> Path:
-    """The path of results, without its ending."""
+    """Returns the path of result files, without the suffix."""
     return out / f"{label.replace(':', '-')}-{count}"
 
 
 def measure_as_worker(config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
-    """Measures as one worker of the cluster. Raises TfdistError subclasses; a lost peer is one."""
+    """Measures as one worker of the cluster. Raises TfdistError subclasses, among them one for a lost peer."""
     cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
     if cluster.role not in ("chief", "worker"):
         raise ClusterError(
@@ -180,7 +180,7 @@ def measure_on(
     sizes: list[int],
     out: Path,
 ) -> None:
-    """Measures what of `names` the runtime has, prints each as soon as it is known, writes the files."""
+    """Measures those of `names` that the runtime has, prints each as soon as it is known, and writes the files."""
     from tfdist.communication import present
     from tfdist.communication.measure import measure
 
@@ -205,7 +205,7 @@ def measure_on(
 
 
 def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, list[str]]], out: Path) -> int:
-    """Starts one local job after the other; returns the first exit code that is not 0."""
+    """Starts the local jobs one after another; returns the first exit code that is not 0."""
     counts = options.workers.split(",")
     if not all(count.isdecimal() and int(count) > 1 for count in counts):
         raise ConfigError(f"--workers={options.workers} must be a number from 2, or several such as 2,4.")
@@ -213,7 +213,7 @@ def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, 
     for label, runtime in runtimes:
         for count in map(int, counts):
             print(f"tfdist: {count} workers by {label}", flush=True)
-            # A flag that is given twice counts as it was given last.
+            # If a flag is given twice, the last value counts.
             job = LocalJob(
                 [sys.executable, "-m", "tfdist.comm", *argv, "--workers=", "--runtimes=", *runtime],
                 count,
@@ -237,7 +237,7 @@ def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, 
 
 
 def compare_models(label: str, out: Path, counts: list[int]) -> None:
-    """Compares the algorithms over several numbers of workers, by which they can be told apart."""
+    """Compares the algorithms over several numbers of workers, since only these tell them apart."""
     from tfdist.communication import present
 
     together = [series for count in counts for series in present.read_csv(stem(out, label, count).with_suffix(".csv"))]
@@ -253,7 +253,7 @@ def compare_models(label: str, out: Path, counts: list[int]) -> None:
 
 
 def drawn(draw: Callable[[Path, Sequence[Series]], None], path: Path, series: Sequence[Series]) -> str:
-    """Draws a picture. Returns its name, or why there is none: the numbers are worth having without it."""
+    """Draws a picture. Returns its name, or the reason why there is none: the numbers are useful without it."""
     try:
         draw(path, series)
     except UnsupportedError as error:

@@ -1,10 +1,10 @@
-"""python -m tfdist.completion SHELL: prints a script by which bash, zsh or fish complete `tfdist` and its flags.
+"""python -m tfdist.completion SHELL: prints a script with which bash, zsh or fish complete `tfdist` and its flags.
 
   eval "$(tfdist completion bash)"          in ~/.bashrc
   eval "$(tfdist completion zsh)"           in ~/.zshrc, after compinit
   tfdist completion fish | source           in ~/.config/fish/config.fish
 
-The script holds the commands, flags and values as they are now: completing starts no Python.
+The script contains the current commands, flags and values: completing starts no Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tfdist.data.sources.source_names import SOURCES
 from tfdist.models.model_names import MODELS
 from tfdist.run.snapshot_evaluation import EvaluateOptions
 
-# What may stand for `package.module:function`.
+# The values that may be given instead of `package.module:function`.
 NAMES = {"strategy": ("auto", *STRATEGIES), "source": tuple(SOURCES), "model": tuple(MODELS)}
 
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def script(shell: str) -> str:
-    """The script for one of SHELLS."""
+    """Returns the script for one of SHELLS."""
     found, parsers = {}, parsers_before_dashes()
     for name, parser in parsers.items():
         found[name] = parser.flags()
@@ -71,13 +71,13 @@ def script(shell: str) -> str:
 
 
 def parsers_before_dashes() -> dict[str, CommandParser]:
-    """The parsers of the commands that have flags by argparse; `jobs` has some for each kind of file."""
+    """The parsers of the commands that define their flags with argparse; `jobs` has one for each kind of file."""
     jobs = {f"jobs {kind}": parser for kind, parser in job_parser("").kinds().items()}
     return {"launch": launch_parser(""), "plan": plan.plan_parser(), **jobs, "report": report.report_parser()}
 
 
 def flags_of(components: Iterable[type]) -> Iterator[FlagValues]:
-    """The flags that are fields of the configuration."""
+    """Yields the flags that are fields of the configuration."""
     yield FlagValues("--flagfile")
     yield from (FlagValues(name, switch=True) for name in ("--help", "--helpfull", "--version"))
     for kind in components:

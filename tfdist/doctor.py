@@ -1,15 +1,15 @@
-"""python -m tfdist.doctor: is this machine, or are these workers, fit to train? Before the first job, and when one
-fails.
+"""python -m tfdist.doctor: is this machine, or are these workers, fit to train? Run it before the first job, and when a
+job fails.
 
   python -m tfdist.doctor                                    this machine
   python -m tfdist.doctor --workers=2 --run_dir=runs/one     as many workers on it
   srun python -m tfdist.doctor --run_dir=/shared/run         on Slurm; elsewhere once per worker, with its TF_CONFIG
   python -m tfdist.launch --on=ray --workers=2 -- -m tfdist.doctor      on Ray
 
-Looks at versions, GPUs, driver and cuDNN, computes in each precision with and without XLA, looks at cores, memory,
-/dev/shm, open files, the run folder, and the object stores in the flags; of several workers also at addresses, ports,
-clocks and an all-reduce. One line each: fine, or what is wrong and how to mend it. Takes the flags of the training.
-Exit code 13 if anything is wrong on any worker.
+Checks versions, GPUs, driver and cuDNN; computes in each precision with and without XLA; checks cores, memory,
+/dev/shm, open files, the run folder, and the object stores in the flags. With several workers it also checks addresses,
+ports, clocks and an all-reduce. Each check prints one line: fine, or what is wrong and how to fix it. Takes the flags
+of the training. Exit code 13 if anything is wrong on any worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tfdist.diagnosis.findings import Finding, State, is_healthy
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What is looked at."""
+    """What to check."""
 
     workers: int = option(0, "Start this many workers on this machine. 0: be one worker of the cluster.", least=0)
     arithmetic: bool = option(True, "Try matrix products and convolutions, which takes half a minute.")
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         return concluded(alone)
     addresses = meeting.addresses(cluster)
     if is_healthy(addresses) and report.gpus:
-        with contextlib.suppress(socket.gaierror):  # of IPv6 alone: the interfaces are known by their older addresses
+        with contextlib.suppress(socket.gaierror):  # IPv6 only: the interfaces are known by their IPv4 addresses
             own_address = socket.gethostbyname(host_of(cluster.peers[cluster.rank]))
             addresses.append(interfaces.network(interfaces.read_interfaces(), own_address, os.environ))
     if not is_healthy(addresses):
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def examine(config: Config, options: DoctorOptions) -> meeting.WorkerReport:
-    """Checks all that one process can see."""
+    """Runs all checks that one process can do alone."""
     versions, cards = packages.packages(), gpus.read_gpus()
     findings = [versions]
     build, computed = (None, [])
@@ -96,7 +96,7 @@ def examine(config: Config, options: DoctorOptions) -> meeting.WorkerReport:
 
 
 def show(findings: list[Finding] | tuple[Finding, ...], cluster: Cluster | None = None, rank: int = 0) -> None:
-    """A line for each; of several workers under their names."""
+    """Prints a line for each finding; with a cluster, below the worker's name."""
     if cluster:
         print(f"{cluster.name(rank)}:")
     for finding in findings:
@@ -104,7 +104,7 @@ def show(findings: list[Finding] | tuple[Finding, ...], cluster: Cluster | None 
 
 
 def concluded(findings: list[Finding]) -> int:
-    """Says what all comes to. Returns the exit code."""
+    """Prints the overall result. Returns the exit code."""
     counts = {state: sum(finding.state is state for finding in findings) for state in State}
     if is_healthy(findings):
         print(
@@ -116,7 +116,7 @@ def concluded(findings: list[Finding]) -> int:
 
 
 def start_workers(argv: list[str], count: int) -> int:
-    """Starts workers on this machine. Returns the exit code of all."""
+    """Starts workers on this machine. Returns the exit code of the job."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     with tempfile.TemporaryDirectory(prefix="tfdist-doctor-") as logs:

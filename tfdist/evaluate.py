@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
 
 
 def evaluate(*args: Any, **kwargs: Any) -> Any:
-    """Evaluates as `evaluate` in keras_fit/api.py."""
+    """Calls `evaluate` in keras_fit/api.py."""
     from tfdist.keras_fit import api
 
     return api.evaluate(*args, **kwargs)
@@ -33,5 +33,5 @@ def evaluate(*args: Any, **kwargs: Any) -> Any:
 if __name__ == "__main__":
     exit_codes.run_command(main, sys.argv[1:])
 else:
-    # The package has a function of this name, in whose place an import of this file would put the module.
+    # The package has a function of this name. Importing this file would replace it by the module.
     sys.modules[__name__] = evaluate  # type: ignore[assignment] - Python allows any object there

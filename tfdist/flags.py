@@ -1,10 +1,10 @@
-"""The command line: turns the options of config/ into absl flags, reads flag files, writes the resolved ones.
+"""The command line: turns the options of config/ into absl flags, reads flag files, writes the resolved options.
 
-Only the commands import this. What differs from plain absl, on purpose:
+Only the commands import this. Intentional differences from plain absl:
 - The command line always wins over flag files, wherever `--flagfile` stands (absl: the last one by position).
-- A nested flag file is looked up beside the file that names it, then in the working directory.
-- Quotes around a value in a flag file, and a comment behind it, are refused (absl: part of the value).
-- `--help` shows the flags that people use first, by component; `--helpfull` all.
+- A nested flag file is looked up next to the file that names it, then in the working directory.
+- Quotes around a value in a flag file, and a comment behind a value, are refused (absl: part of the value).
+- `--help` shows only the most used flags, by component; `--helpfull` shows all.
 No TensorFlow import: `--help` and `--dry_run` must answer at once.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from tfdist.control import optional_packages
 
-optional_packages.end_without_packages()  # before the first import of a package that is not Python's own
+optional_packages.end_without_packages()  # before the first import of a third-party package
 
 from absl import flags as absl_flags  # noqa: E402
 
@@ -33,8 +33,8 @@ from tfdist.control.own_files import written_whole  # noqa: E402
 from tfdist.control.terminal import as_line  # noqa: E402
 
 FLAGS_FILE = "flags.txt"
-_WRITTEN = "# Written by tfdist"  # in which values stand as they are
-_MOST_BYTES = 2**20  # of a flag file; a device has no end
+_WRITTEN = "# Written by tfdist"  # in such files, values are taken literally
+_MOST_BYTES = 2**20  # limit for a flag file; a device has no end
 
 
 class Parsed(NamedTuple):
@@ -53,7 +53,7 @@ def parse(
       argv: arguments, for example ["--flagfile=flags/digits_cnn.flags", "--steps=30"].
       usage: text shown above the flags by --help.
       command: a frozen dataclass of `config.option()` fields with the command's own flags, or None.
-      before: of a command whose own flags stand before `--`, and `argv` behind it, the parser of its own.
+      before: if the command's own flags stand before `--`, and `argv` is what follows it: the parser of its own flags.
 
     Returns: the Config (not yet validated) and the command's own options (each within its limits).
     Raises: ConfigError with a sentence; SystemExit(0) for --help and --version.
@@ -70,7 +70,7 @@ def parse(
     values = _define(components)
     try:
         rest = values(["tfdist", *expand_flagfiles(argv)])[1:]
-    except (absl_flags.Error, ValueError) as error:  # ValueError: of a switch, "--noshuffle=maybe does not take ..."
+    except (absl_flags.Error, ValueError) as error:  # ValueError: from a switch, "--noshuffle=maybe does not take ..."
         raise error if isinstance(error, ConfigError) else ConfigError(as_line(_sentence(error, before))) from None
     if rest:
         raise ConfigError(f"{rest[0]!r} is not a flag: every argument has the form --name=value.")
@@ -86,14 +86,14 @@ def parse(
 
 
 def asked_help(argv: list[str]) -> Literal["", "key", "full"]:
-    """The help for which a command line asks: of the flags that people use first, of all, or none."""
+    """Returns the help that a command line asks for: the most used flags, all flags, or none."""
     if "--helpfull" in argv:
         return "full"
     return "key" if {"--help", "-h", "-help", "--helpshort"} & set(argv) else ""
 
 
 def expand_flagfiles(argv: list[str]) -> list[str]:
-    """Replaces every --flagfile by the file's flags, in front of all others, so that the command line wins."""
+    """Replaces every --flagfile by the file's flags, placed before all other flags so that the command line wins."""
     from_files: list[str] = []
     others: list[str] = []
     arguments = iter(argv)
@@ -122,7 +122,7 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
             raise ConfigError(
                 f"--flagfile={path} is longer than {_MOST_BYTES} bytes: name a file of flags, one a line."
             )
-        lines = found.decode("utf-8-sig").splitlines()  # an editor may have put a mark in front
+        lines = found.decode("utf-8-sig").splitlines()  # an editor may have added a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"--flagfile={path} cannot be read ({reason}): check the path.") from None
@@ -150,7 +150,7 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
 
 
 def write_flagfile(config: Config, path: Path, command: str) -> None:
-    """Writes all flags, resolved, as a flag file that reproduces the run. Atomic: a temporary name, flush, rename."""
+    """Writes all resolved flags as a flag file that reproduces the run. Atomic: temporary name, flush, rename."""
     lines = [
         (
             f"{_WRITTEN} at the start of the run; `python -m tfdist.train --flagfile={FLAGS_FILE}"
@@ -173,12 +173,12 @@ def write_flagfile(config: Config, path: Path, command: str) -> None:
 
 
 def as_arguments(config: Config) -> list[str]:
-    """The command line that gives this configuration."""
+    """Returns the command line that gives this configuration."""
     return [format_flag(name, value) for name, value in config.flat().items() if value is not None]
 
 
 def format_flag(name: str, value: Any) -> str:
-    """Formats a flag as it is written on a command line; None: a switch that is not given."""
+    """Formats a flag as on a command line; None: a switch that is not set."""
     if value is None:
         return f"--[no]{name}"
     if isinstance(value, bool):
@@ -187,7 +187,7 @@ def format_flag(name: str, value: Any) -> str:
 
 
 def package_versions() -> dict[str, str | None]:
-    """The installed versions of what computes; None: not known. Imports nothing of it."""
+    """Returns the installed versions of the numerical packages; None: unknown. Imports none of them."""
     return {name: _version(name) or _version(f"{name}-cpu") for name in ("tensorflow", "keras", "numpy")}
 
 
@@ -199,7 +199,7 @@ def _version(distribution: str) -> str | None:
 
 
 def help_text(usage: str, components: dict[str, type], *, full: bool) -> str:
-    """The flags by component, with defaults and allowed values: all, or a command's own and those used first."""
+    """Returns the flags by component, with defaults and allowed values: all, or the most used and a command's own."""
     lines = [
         usage.strip(),
         "",
@@ -241,7 +241,7 @@ def _define(components: dict[str, type]) -> absl_flags.FlagValues:
 
 
 def _sentence(error: Exception, before: CommandParser | None) -> str:
-    """absl's message in our form: the flag, its value, the fix."""
+    """Rewrites absl's message in our form: the flag, its value, the fix."""
     text = str(error)
     unknown = re.match(r"Unknown command line flag '([^']*)'\.?(.*)", text, re.DOTALL)
     if unknown and before and f"--{unknown.group(1)}" in [flag.name for flag in before.flags()]:
@@ -273,5 +273,5 @@ def _sentence(error: Exception, before: CommandParser | None) -> str:
 
 
 def main_command(argv: list[str]) -> str:
-    """The command as typed, for logs and the flag file's header."""
+    """Returns the command as typed, for logs and the flag file's header."""
     return " ".join(["python", "-m", f"tfdist.{Path(sys.argv[0]).stem}", *argv])

@@ -9,10 +9,10 @@
   python -m tfdist.jobs kubernetes --workers=2 --image=IMAGE --claim=runs -- -m tfdist.doctor --run_dir=/runs/first
   python -m tfdist.jobs dockerfile --cuda > Dockerfile             without --cuda for CPUs
 
-Flags before `--` are this command's, those after it go to every worker; those of tfdist.train are checked here.
-Workers find each other without a wrapper script (control/resolvers.py). Who is asked to end saves and ends with exit
-code 42; the job is then started again and goes on from its newest snapshot, as after the other codes that starting
-again can mend.
+Flags before `--` are this command's; those after it go to every worker, and flags of tfdist.train are checked here.
+Workers find each other without a wrapper script (control/resolvers.py). A worker that is asked to end saves and ends
+with exit code 42. The job is then started again and resumes from its newest snapshot, as after the other exit codes for
+which a restart can help.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.jobspecs.job_options import job_parser, parse_job_options
 from tfdist.control.run_address import is_url
 
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, with room for -workers-0-N
-_NOT_NAMES = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")  # which YAML takes for something else
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, leaving space for -workers-0-N
+_NOT_NAMES = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")  # YAML does not read these as strings
 _SBATCH_VALUE = r"[\w.,:%+@/=~\[\]-]*"
 _PORT = 2222
 
@@ -70,8 +70,8 @@ def main(argv: list[str]) -> int:
 
 
 def slurm(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:
-    """Makes a batch script for sbatch. arguments: flags of tfdist.train, of which `config` is made; without that a
-    script, or -m and a module, and its arguments.
+    """Makes a batch script for sbatch. arguments: flags of tfdist.train, from which `config` was made; if that is None,
+    a script, or -m and a module, with its arguments.
     """
     for name in ("partition", "account", "log"):
         if not re.fullmatch(_SBATCH_VALUE, getattr(options, name)):
@@ -97,7 +97,7 @@ def slurm(options: argparse.Namespace, config: Config | None, arguments: list[st
 
 
 def kubernetes(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:
-    """A JobSet, or an Indexed Job with a headless service. config, arguments: see slurm."""
+    """Makes a JobSet, or an Indexed Job with a headless service. config, arguments: see slurm."""
     if options.jobset:
         values = {
             "subdomain": "",
@@ -110,7 +110,7 @@ def kubernetes(options: argparse.Namespace, config: Config | None, arguments: li
 
 
 def tfjob(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:
-    """A TFJob of the Kubeflow training operator. config, arguments: see slurm."""
+    """Makes a TFJob for the Kubeflow training operator. config, arguments: see slurm."""
     script = jobspecs.render("tfjob_command", {})
     lines = _pod(
         options,
@@ -118,7 +118,7 @@ def tfjob(options: argparse.Namespace, config: Config | None, arguments: list[st
         ["sh", "-c", script, "tfdist", *_command(config, arguments)],
         {"subdomain": "", "address": ""},
     ).splitlines()
-    # The operator sets TF_CONFIG and the restart policy, and knows its container by name and port.
+    # The operator sets TF_CONFIG and the restart policy, and recognizes its container by name and port.
     first = lines.index("    env:")
     token = lines.index("    - name: TFDIST_JOB_TOKEN  # by which the workers know each other")
     lines = [line for line in [*lines[: first + 1], *lines[token:]] if not line.startswith("  restartPolicy:")]
@@ -131,7 +131,7 @@ def tfjob(options: argparse.Namespace, config: Config | None, arguments: list[st
 
 
 def _with_fence(template: str, options: argparse.Namespace, config: Config | None, pod: str) -> str:
-    """A template for Kubernetes, with what keeps strangers out."""
+    """Renders a template for Kubernetes, with a network policy and a token that keep strangers out."""
     values = {
         **vars(options),
         **_quoted(options),
@@ -143,21 +143,21 @@ def _with_fence(template: str, options: argparse.Namespace, config: Config | Non
 
 
 def _python_arguments(config: Config | None, arguments: list[str]) -> list[str]:
-    """What stands behind `python` on a worker. config: None if the arguments name a program."""
+    """Returns what follows `python` on a worker. config: None if the arguments name a program."""
     return ["-m", *(["tfdist.train", *arguments] if config else program_command(arguments))]
 
 
 def _command(config: Config | None, arguments: list[str]) -> list[str]:
-    """The command that a container runs: flag files are read here, as the image may not have them.
+    """Returns the command that a container runs. Expands flag files here, as the image may not contain them.
 
-    Kubernetes would replace $(NAME).
+    `$` is doubled, since Kubernetes would replace $(NAME).
     """
     arguments = flags.expand_flagfiles(arguments) if config else arguments
     return ["python", *(argument.replace("$", "$$") for argument in _python_arguments(config, arguments))]
 
 
 def _check_volume(options: argparse.Namespace, run_dir: str) -> None:
-    """Raises ConfigError if a run that is in no object store would be lost with its pods."""
+    """Raises ConfigError if a run that is not in an object store would be lost with its pods."""
     mount = options.mount.rstrip("/")
     if options.claim and not run_dir.startswith(f"{mount}/"):
         raise ConfigError(
@@ -193,7 +193,7 @@ def _pod(options: argparse.Namespace, config: Config | None, command: list[str],
 
 
 def _quoted(options: argparse.Namespace) -> dict[str, str]:
-    """The values to stand in YAML as they were given: as texts, whatever they look like."""
+    """Returns the values quoted for YAML, so that they are read as strings whatever they look like."""
     return {
         name: json.dumps(getattr(options, name))
         for name in ("image", "namespace", "claim", "mount", "memory")

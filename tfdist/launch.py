@@ -1,24 +1,23 @@
 """python -m tfdist.launch: starts N workers of `tfdist.train`, on this machine or on a Ray cluster, and ends when they
-do.
+end.
 
   python -m tfdist.launch --workers=2 -- --flagfile=flags/digits_cnn.flags
   python -m tfdist.launch --workers=2 -- script.py ARGS       a Keras script that calls tfdist.fit
   python -m tfdist.launch --workers=2 -- -m MODULE ARGS       a module, such as tfdist.doctor
   python -m tfdist.launch --on=ray --workers=4 --min_workers=2 -- --flagfile=flags/digits_cnn.flags
 
-Flags before `--` are the launcher's own, those after it go to every worker. Each worker's output is shown under its
-name and written to RUN_DIR/logs/worker-K.log. The first worker to fail stops all; its cause is named, and its exit
-code becomes the launcher's (a worker killed by a signal counts as PEER_LOST). With --max_restarts=N all are started
-again instead, and go on from the newest snapshot, until N failures come without progress; mistakes in flags or data are
-never retried. With --min_workers=M a worker that cannot be brought back is left out, at the same global batch, and
-tried again later; --discover names a command that tells how many workers there is room for. With --elastic
-(--strategy=horovod) workers keep their processes when one is lost: they go on from copies in memory, and a new process
-joins them. With --ps=M a chief and M parameter servers are started beside the workers, ranks in the order chief,
-workers, servers; a worker that dies is then started again alone.
-With --on=ray the workers run where Ray places them, each with --cpus_per_worker and --gpus_per_worker of its own. When
-a node is lost they are placed anew; with --min_workers=M on what there is, and on more as soon as there is room.
-SIGTERM (or Ctrl-C once) lets the workers save and end; a second ends them at once. SIGUSR1 lets them save
-and go on.
+Flags before `--` are the launcher's own; those after it go to every worker. Each worker's output is shown under its
+name and written to RUN_DIR/logs/worker-K.log. The first worker that fails stops all; its cause is named, and its exit
+code becomes the launcher's (a worker killed by a signal counts as PEER_LOST). With --max_restarts=N all workers are
+restarted instead and resume from the newest snapshot, until N failures come without progress; mistakes in flags or data
+are never retried. With --min_workers=M a worker that cannot be restarted is left out, at the same global batch, and
+tried again later; --discover names a command that tells how many workers can run at present. With --elastic
+(--strategy=horovod) workers keep their processes when one is lost: they resume from copies in memory, and a new process
+joins them. With --ps=M a chief and M parameter servers are started in addition to the workers, ranks in the order
+chief, workers, servers; a worker that dies is then restarted alone. With --on=ray the workers run where Ray places
+them, each with its own --cpus_per_worker and --gpus_per_worker. When a node is lost they are placed again; with
+--min_workers=M on the remaining resources, and on more as soon as these are available. SIGTERM (or Ctrl-C once) lets
+the workers save and end; a second one ends them at once. SIGUSR1 lets them save and continue.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def workers_help(own_argv: list[str]) -> str:
 
 
 def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int:
-    """tfdist.train with the flags `train` on every worker, on this machine."""
+    """Runs tfdist.train with the flags `train` on every worker, on this machine."""
     if options.elastic:
         check_elastic(config)
     run_dir, standbys, fits = config.run.folder, Standbys(), partial(mesh.fits, config.parallel.mesh)
@@ -128,7 +127,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
 
 
 def job_options(options: LaunchOptions) -> dict[str, Any]:
-    """The options for jobs of every kind (JobOptions)."""
+    """The options shared by jobs of every kind (JobOptions)."""
     return {
         "show": options.show_ranks,
         "pin": options.pin,
@@ -138,7 +137,7 @@ def job_options(options: LaunchOptions) -> dict[str, Any]:
 
 
 def check_elastic(config: Config) -> None:
-    """Raises ConfigError if workers of this configuration cannot outlive each other."""
+    """Raises ConfigError if workers with this configuration cannot survive the loss of one of them."""
     if not strategy_or_undecided(config.strategy.strategy).restarts_in_process:
         able = " or ".join(f"--strategy={name}" for name, each in STRATEGIES.items() if each.restarts_in_process)
         raise ConfigError(
@@ -153,9 +152,11 @@ def check_elastic(config: Config) -> None:
 
 
 def launch_program(command: list[str], name: str, options: LaunchOptions) -> int:
-    """A module with its arguments on every worker, such as tfdist.script with a Keras script that calls tfdist.fit;
-    logs are in runs/NAME/logs. Where it saves is its own affair: its progress is the number of its backups, and none
-    with Ray, whose workers may be elsewhere."""
+    """Runs a module with its arguments on every worker, such as tfdist.script with a Keras script that calls
+    tfdist.fit.
+
+    Logs are in runs/NAME/logs. Where the program saves is unknown here, so its number of backups counts as progress;
+    there is none with Ray, whose workers may be on other machines."""
     if options.ps or options.min_workers or options.evaluator or options.elastic:
         raise ConfigError(
             "--ps, --min_workers, --evaluator and --elastic are for flags of tfdist.train, not for a script or a"
@@ -186,14 +187,14 @@ def launch_program(command: list[str], name: str, options: LaunchOptions) -> int
 
 
 def newest_step(config: Config) -> int:
-    """The newest saved step, which shows the supervisor that a job makes progress."""
+    """The newest saved step, by which the supervisor sees that a job makes progress."""
     return newest_saved_step(config.run.folder, backup_folder(config.checkpoint.backup_dir, config.run.cache_dir))
 
 
 def launch_on_ray(arguments: list[str], logs: Path, options: LaunchOptions, config: Config | None = None) -> int:
-    """`python ARGUMENTS` on every worker, where Ray has room.
+    """Runs `python ARGUMENTS` on every worker, where Ray has free resources.
 
-    `config`: of a run of tfdist.train, whose snapshots show progress.
+    config: that of a run of tfdist.train, whose snapshots show progress.
     """
     connect()
     placements = RayPlacements(
@@ -232,7 +233,7 @@ def launch_on_ray(arguments: list[str], logs: Path, options: LaunchOptions, conf
 
 
 def same_batch(config: Config, options: LaunchOptions) -> list[str]:
-    """Flags that keep the global batch, and the memory that a worker needs, of the full number of workers: with fewer,
+    """Flags that keep the global batch, and the memory per worker, of the full number of workers: with fewer workers,
     the accumulation rises."""
     gpus = options.gpus_per_worker or (len(visible_gpus(os.environ)) // options.workers if options.on == "local" else 0)
     local = config.strategy.virtual_devices or max(gpus, 1)
@@ -241,7 +242,7 @@ def same_batch(config: Config, options: LaunchOptions) -> list[str]:
 
 
 def run(supervisor: Supervisor, logs: Path) -> int:
-    """Runs a supervised job to its end, with signals passed on. Returns its exit code."""
+    """Runs a supervised job to its end and forwards signals to it. Returns its exit code."""
     signals, asked, at_once = StopSignals(), False, False
 
     def on_signal(number: int, _) -> None:

@@ -4,9 +4,9 @@
   python -m tfdist.plan --devices=8 --hardware=a100,per_node=4,network=ethernet-100 --mesh=data=4,model=2 -- FLAGS
   python -m tfdist.plan --devices=3 --hardware=cpu --calibrate=runs/one --calibrate=runs/two -- FLAGS
 
-Flags before `--` are the planner's own, those after it are the run's. Memory, communication, time, scaling and the best
-interval between snapshots come from formulas; models that have none are built without memory and counted (seconds).
-Exit code 0 if a layout fits, 2 if none does.
+Flags before `--` are the planner's own; those after it are the run's. Memory, communication, time, scaling and the best
+interval between snapshots come from formulas. A model without a formula is built without allocating memory, and counted
+(takes seconds). Exit code 0 if a layout fits, 2 if none does.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def main(argv: list[str]) -> int:
     own_argv, train = split_at_dashes(argv)
     options = _parse(own_argv)
     if options.plot:
-        optional_packages.pyplot("--plot")  # told before the work
+        optional_packages.pyplot("--plot")  # fail before the work
     config = flags.parse(train, usage="Flags of the run:", before=plan_parser()).config
     steps = config.run.steps
     if not steps and not config.run.epochs:
-        config = config.replace(steps=1)  # the number of steps is no part of most questions
+        config = config.replace(steps=1)  # most questions do not depend on the number of steps
     config.validate()
     model = model_shape(config, train, options.input_shape, options.outputs)
     hardware = load_hardware(options.hardware)
@@ -93,13 +93,13 @@ def main(argv: list[str]) -> int:
 
 
 def model_shape(config: Config, train: list[str], input_shape: str, outputs: int) -> ModelShape:
-    """The model of the flags `train`, by formula if there is one. Raises TfdistError subclasses."""
+    """The model of the flags `train`, by formula if there is one, otherwise counted. Raises TfdistError subclasses."""
     sample = shapes.sample_of(config, input_shape, outputs)
     found = formulas.shape_of(config, sample) if sample else None
     if found:
         return found
     source = []
-    if sample:  # stands in for a source that is not here
+    if sample:  # replaces a source that is not available here
         text = len(sample.shape) == 1 and config.model.model in ("transformer",)
         size = (
             f"vocab={sample.outputs}"
@@ -140,7 +140,7 @@ def model_shape(config: Config, train: list[str], input_shape: str, outputs: int
 
 
 def _samples(config: Config, options: argparse.Namespace, model: ModelShape) -> float:
-    """The samples to train on, so far as --tokens, --samples or --epochs tell."""
+    """The samples to train on, as far as --tokens, --samples or --epochs tell."""
     if options.tokens:
         return options.tokens / model.tokens
     if options.samples:
@@ -186,7 +186,7 @@ def plan_parser() -> CommandParser:
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags about what is asked."""
+    """Adds the flags about the question."""
     parser.add_argument("--devices", type=int, default=8, help="GPUs in all (default 8)")
     parser.add_argument(
         "--hardware",
@@ -218,7 +218,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags about what is known of the run, and where the answer goes."""
+    """Adds the flags about known facts of the run, and about the output."""
     parser.add_argument(
         "--tokens", type=float, default=0, help="tokens to train on in all, for example 1e12 (default: from --steps)"
     )

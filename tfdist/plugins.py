@@ -1,5 +1,5 @@
-"""Names of parts: how `--model=cnn` or `--source=package.module:function` becomes a function, and what is said when it
-fails.
+"""Names of parts: how `--model=cnn` or `--source=package.module:function` becomes a function, and the error messages if
+this fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfdist.control.user_errors import failure
 
 @contextmanager
 def own_code(flag: str, name: str) -> Iterator[None]:
-    """A context: what fails in the user's own code is a ConfigError that says where; a lack of memory stays one."""
+    """Context manager that turns errors in the user's code into a ConfigError that says where; MemoryError is kept."""
     try:
         yield
     except (TfdistError, MemoryError):
@@ -32,16 +32,16 @@ def own_code(flag: str, name: str) -> Iterator[None]:
             f"--{flag}={name} ended the program (sys.exit({end.code!r})): let it return or raise."
         ) from end
     except BaseException as error:
-        if type(error).__name__ == "ResourceExhaustedError":  # TensorFlow's, which is not imported for this
+        if type(error).__name__ == "ResourceExhaustedError":  # by name: TensorFlow is not imported for this
             raise
         words = f"--{flag}={name} {failure(error)}"
-        # A file, or what it lies on.
+        # An error of a file, or of its file system.
         of_data = flag == "source" and (isinstance(error, OSError) or may_pass(error))
         raise (reading_failed(words, error) if of_data else ConfigError(words)) from error
 
 
 def check_name(flag: str, name: str, known: Mapping[str, Any]) -> None:
-    """Whether there can be such a part; imports nothing. Raises ConfigError, naming the flag."""
+    """Checks that such a part can exist; imports nothing. Raises ConfigError, naming the flag."""
     module, colon, _ = name.partition(":")
     if name in known:
         return
@@ -60,13 +60,13 @@ def check_name(flag: str, name: str, known: Mapping[str, Any]) -> None:
 
 
 def check_takes(flag: str, name: str, function: Callable, wanted: Sequence[str], otherwise: str) -> None:
-    """Raises ConfigError unless `function` can be called with arguments `wanted`, by position.
+    """Raises ConfigError unless `function` can be called with the positional arguments `wanted`.
 
-    `otherwise`: what to do then.
+    otherwise: what the user should do then.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         return
     try:
         signature.bind(*wanted)
@@ -75,8 +75,8 @@ def check_takes(flag: str, name: str, function: Callable, wanted: Sequence[str],
 
 
 def resolve(flag: str, name: str, known: Mapping[str, Any]) -> Callable:
-    """`name` as a function: what `known` has under it, a function or "module:function", or itself "module:function" or
-    "path/of/a/file.py:function".
+    """Resolves `name` to a function: either the entry of `known` (a function or "module:function"), or `name` itself as
+    "module:function" or "path/of/a/file.py:function".
 
     Raises ConfigError, naming the flag, for an unknown name or a module that cannot be imported.
     """
@@ -93,7 +93,7 @@ def resolve(flag: str, name: str, known: Mapping[str, Any]) -> Callable:
 
 
 def imported(flag: str, name: str, target: str) -> Any:
-    """What stands in "module:name" or "path/of/a/file.py:name"; None if the module has no such name.
+    """Imports the object in "module:name" or "path/of/a/file.py:name"; None if the module has no such name.
 
     Raises ConfigError, naming the flag and its value `name`, for a module that cannot be imported.
     """
@@ -108,7 +108,7 @@ def imported(flag: str, name: str, target: str) -> Any:
             found = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-                raise  # the module is there, but something that it imports is not
+                raise  # the module exists, but something that it imports does not
             raise _no_module(flag, name, module) from error
     if file and Path(getattr(found, "__file__", None) or "").resolve() != file:
         raise ConfigError(

@@ -5,8 +5,8 @@
   python -m tfdist.report runs/first runs/second --out=two.html
   python -m tfdist.report runs/first --text                     goodput and the main facts on the terminal, no page
 
-The page is one file that needs no network. It reads logs/rank-*.jsonl and flags.txt alone, so it can be made while the
-run goes on, and again when it is over.
+The page is one file that needs no network. It is made from logs/rank-*.jsonl and flags.txt alone, so it can be made
+during the run, and again after it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_runs(places: Sequence[ReadRun]) -> list[RunLog]:
-    """The logs of runs, named by what tells their paths apart. Raises ConfigError."""
+    """The logs of runs, named by the parts in which their paths differ. Raises ConfigError."""
     paths, folders = [place.bring() for place in places], [place.place for place in places]
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
@@ -66,7 +66,7 @@ def read_runs(places: Sequence[ReadRun]) -> list[RunLog]:
 
 
 def write_page(runs: Sequence[RunLog], out: Path) -> None:
-    """Writes the page, whole or not at all, in the place of an older one but of no other file.
+    """Writes the page atomically. It may replace an older page, but no other file.
 
     Raises ConfigError, UnsupportedError.
     """
@@ -96,7 +96,7 @@ def write_page(runs: Sequence[RunLog], out: Path) -> None:
 
 
 def _is_page(path: Path) -> bool:
-    """Whether a file begins as the pages do that are written here."""
+    """Whether a file begins like the pages that this command writes."""
     try:
         with path.open("rb") as file:
             return b"<title>tfdist: " in file.read(400)

@@ -1,8 +1,8 @@
-"""python -m tfdist.script SCRIPT [ARGS]: runs a Python script of yours so that errors of tfdist end with their exit
-codes; with -m MODULE in place of SCRIPT a module, as `python -m` does.
+"""python -m tfdist.script SCRIPT [ARGS]: runs your Python script so that errors of tfdist end it with their exit codes;
+with -m MODULE in place of SCRIPT it runs a module, as `python -m` does.
 
-What `python -m tfdist.launch --workers=2 -- script.py ARGS` starts on every worker. Without it an error would end the
-program with a traceback and code 1, and a supervisor could not tell a lost peer from a mistake.
+This is what `python -m tfdist.launch --workers=2 -- script.py ARGS` starts on every worker. Without it, an error would
+end the program with a traceback and code 1, and a supervisor could not tell a lost peer from a mistake.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         return 0
     if not argv:
         raise ConfigError("No script is given: name a Python file that calls tfdist.fit.")
-    token.read(os.environ)  # before the program, and what it starts, can see it there
+    token.read(os.environ)  # before the program, or processes that it starts, can see it there
     name, program = _program(argv)
     try:
         program()
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def _program(argv: list[str]) -> tuple[str, Callable[[], object]]:
-    """(its name, what runs it). Raises ConfigError."""
+    """(its name, a function that runs it). Raises ConfigError."""
     if module := module_named_in(argv):
         check_module(module)
         sys.argv = argv[1:]
@@ -51,12 +51,12 @@ def _program(argv: list[str]) -> tuple[str, Callable[[], object]]:
     if script.suffix not in (".py", ""):
         raise ConfigError(f"{script} is no Python script: name a file that ends in .py.")
     sys.argv = argv
-    sys.path[0] = str(script.resolve().parent)  # as `python script.py` has it
+    sys.path[0] = str(script.resolve().parent)  # as `python script.py` does
     return str(script), lambda: runpy.run_path(str(script), run_name="__main__")
 
 
 def _say_if_alone(program: str) -> None:
-    """Says so if a program for several workers has ended without having joined them."""
+    """Warns if a program for several workers has ended without having joined them."""
     joining, factory = (sys.modules.get(f"tfdist.{name}") for name in ("keras_fit.joining", "runtime.factory"))
     if joining and joining.has_joined() or factory and factory.has_started():
         return

@@ -41,7 +41,7 @@ USAGE = (
 
 
 def main(argv: list[str]) -> int:
-    if STANDBY_VARIABLE in os.environ:  # a spare of the launcher: imports now, works when it is needed
+    if STANDBY_VARIABLE in os.environ:  # a standby of the launcher: imports now, works when it is needed
         versions.quiet()
         versions.prefer_cublas()
         versions.import_keras()
@@ -72,9 +72,9 @@ def _run(config: Config, argv: list[str]) -> int:
         from tfdist.run.snapshot_evaluation import follow
 
         return follow(config)
-    strategy = strategy_or_undecided(resolve_strategy(config, cluster, gpus=lambda: 0))  # they would start TensorFlow
+    strategy = strategy_or_undecided(resolve_strategy(config, cluster, gpus=lambda: 0))  # counting starts TensorFlow
     if strategy.parameter_servers:
-        if cluster.role in ("worker", "ps"):  # they need none of the rest, not even Keras
+        if cluster.role in ("worker", "ps"):  # these need nothing of the rest, not even Keras
             from tfdist.runtime import parameter_server
 
             return parameter_server.serve(config, cluster, lambda: is_finished(config.run.run_dir, config.run.folder))
@@ -87,12 +87,12 @@ def _run(config: Config, argv: list[str]) -> int:
             " --strategy=parameter_server."
         )
     memory_check.check_by_formula(config, cluster)
-    if VARIABLE in os.environ:  # tfdist.launch --elastic tells who the peers are, again and again
+    if VARIABLE in os.environ:  # tfdist.launch --elastic announces the peers, repeatedly
         versions.import_keras()
         from tfdist.run import elastic
 
         return elastic.run(config, flags.main_command(argv), cluster.secret)
-    # Peers are looked for while TensorFlow is imported.
+    # Peers are awaited while TensorFlow is imported.
     with Preflight(cluster, config.cluster.startup_timeout) as preflight:
         versions.import_keras()
         from tfdist.run import session
@@ -100,7 +100,7 @@ def _run(config: Config, argv: list[str]) -> int:
 
 
 def _check_early(config: Config) -> None:
-    """Checks what can be told before TensorFlow is imported, which takes seconds. Raises ConfigError."""
+    """Checks everything that does not need TensorFlow, whose import takes seconds. Raises ConfigError."""
     config.check_used()
     check_given(config.batch)
     check_strategy(config.strategy.strategy)
@@ -113,7 +113,7 @@ def _check_early(config: Config) -> None:
 
 
 def _check_ports(first: int, cluster: Cluster) -> None:
-    """Whether each worker of a machine has a port for Prometheus, told by all alike. Raises ConfigError."""
+    """Checks that each worker of a machine has a port for Prometheus; the same result on all. Raises ConfigError."""
     if first and first + cluster.most_local_rank > MOST_PORT:
         raise ConfigError(
             f"--prometheus_port={first} leaves no port for local rank {cluster.most_local_rank}, which would be"

@@ -1,1 +1,1 @@
-"""Artifacts room: snapshots (policy, retention, writer, restore) and exports."""
+"""Artifacts: snapshots (policy, retention, writer, restore) and exports."""

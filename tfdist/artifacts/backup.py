@@ -1,14 +1,14 @@
-"""`BackupAndRestore`: a frequent, short-lived backup beside the long-lived snapshots.
+"""`BackupAndRestore`: a frequent, short-lived backup in addition to long-lived snapshots.
 
-A subclass of the Keras callback with the same arguments and meaning, but it holds the full state (weights, optimizer
-slots, seed generators, metrics, the position in the epoch) at step granularity, in the form of snapshot_folder.py:
-checksummed, committed by one rename. Under several workers only the chief (`writes=True`) writes.
+A subclass of the Keras callback with the same arguments and meaning. But it saves the full state (weights, optimizer
+slots, seed generators, metrics, the position in the epoch) at step granularity, in the format of snapshot_folder.py:
+checksummed, committed by one rename. With several workers only the chief (`writes=True`) writes.
 
     model.fit(..., callbacks=[BackupAndRestore("/dev/shm/backup", save_freq=100)])
 
-goes on in the middle of an epoch, at the very batch: the first batches of that epoch are taken from the data but not
-trained on again, and the data is taken through the epochs before (data_position.py). It must come in the same order as
-then.
+resumes in the middle of an epoch, at the exact batch: the first batches of that epoch are read but not trained on
+again, and the data is advanced through the earlier epochs (data_position.py). The data must come in the same order as
+before.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     """Backs up the full training state and restores it when training begins.
 
     Args:
-      backup_dir: a folder for this run alone; best a fast local disk or a memory file system.
+      backup_dir: a folder for this run alone; preferably on a fast local disk or a memory file system.
       save_freq: "epoch", or a number of batches.
-      double_checkpoint: keep the backup before the last one as well.
-      delete_checkpoint: delete all when training has finished.
+      double_checkpoint: also keep the backup before the last one.
+      delete_checkpoint: delete all backups when training has finished.
       writes: whether this process writes; only one may.
 
     Raises ConfigError (a ValueError, as Keras does) on wrong arguments; CheckpointError on a backup of another model.
@@ -61,7 +61,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             )
         if not backup_dir:
             raise ConfigError("BackupAndRestore(backup_dir=...) is empty: name a folder for the backup of this run.")
-        frequency: Any = save_freq  # Keras says str, and takes a number
+        frequency: Any = save_freq  # Keras declares str, but accepts a number
         super().__init__(str(backup_dir), frequency, double_checkpoint, delete_checkpoint)
         self._period = save_freq if isinstance(save_freq, int) else 0  # in batches; 0: every epoch
         self.writes = writes
@@ -74,7 +74,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
         self.store = self._backups.store
         self._step = 0  # batches trained in all
-        self._seen = 0  # batches of the present epoch
+        self._seen = 0  # batches of the current epoch
         self._epoch = 0
         self._since = 0  # batches since the last backup
         self._to_skip = 0
@@ -105,7 +105,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             keras_trainer.begin_an_epoch_of_metrics(model)
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
         if not RunningFit.of(model).go_to(self._epoch, snapshot.manifest["ends"]):
-            state.restore_generator_states(snapshot.manifest["generators"])  # else reading has drawn from them just now
+            state.restore_generator_states(snapshot.manifest["generators"])  # otherwise reading has drawn from them
         keras_trainer.begin_at(model, self._epoch)
         self._skip_batches(snapshot.manifest["batch"], metrics)
 
@@ -115,7 +115,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
         batches = batch + 1 - self._seen  # more than one with steps_per_execution
         if batches <= 0:
-            return  # skipped
+            return  # these were skipped
         self._step, self._seen, self._since = self._step + batches, batch + 1, self._since + batches
         if self._period and self._since >= self._period:
             self._save(self._epoch, self._seen)
@@ -143,7 +143,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             },
         )
         writer = self._backups.writer
-        writer.wait()  # a script that is killed a moment later must find it
+        writer.wait()  # a script that is killed a moment later must find the backup
         for kind, values in writer.messages():
             if kind == "warning":
                 say(values["message"])
@@ -156,8 +156,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return {**state.collect(model, model.optimizer, _beside(model)), **metrics}
 
     def _skip_batches(self, count: int, metrics: Sequence[np.ndarray]) -> None:
-        """The first `count` batches of the resumed epoch are taken, but not trained on; `metrics` is what they had come
-        to.
+        """Reads the first `count` batches of the resumed epoch without training on them. metrics: the metric values
+        after these batches.
         """
         self._to_skip = count
         if not count:
@@ -172,7 +172,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             for _ in range(min(model.steps_per_execution, left)):
                 batch = next(iterator)
                 if left == count:
-                    keras_trainer.build_for(model, batch)  # Keras makes the metrics' variables at the first batch
+                    keras_trainer.build_for(model, batch)  # Keras creates the metrics' variables at the first batch
                     for variable, value in zip(model.metrics_variables, metrics, strict=True):
                         variable.assign(value)
                 left -= 1
@@ -182,8 +182,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
 
 def _beside(model: keras.Model, with_drawn: bool = True) -> dict[str, Any]:
-    """The state that losses and metrics of the model hold, and the state of Keras' global generator, if there is
-    one."""
+    """The state held by losses and metrics of the model, and the state of Keras' global generator, if there is one."""
     generator = global_seed_generator() if with_drawn else None
     beside = state_beside_layers(model, hidden_state(model))
     held = {f"beside/{index:04d}": variable for index, variable in enumerate(beside)}

@@ -1,7 +1,7 @@
-"""Checks what a backup is restored into: a model that is built, in the fit of a program that wrote the backup.
+"""Checks the target of a restored backup: the model must be built, and the fit must be the one that wrote the backup.
 
-A program may fit several times with one folder. Killed in its second fit and started again, its first one would find
-the backup of the second. Where backups are kept, that is as it should be: each fit goes on from what was there.
+A program may call fit several times with one folder. If it is killed in its second fit and started again, its first fit
+would find the backup of the second. If backups are kept, this is intended: each fit resumes from what is there.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import keras
 
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
-_ended: collections.Counter[str] = collections.Counter()  # fits of this process with a backup, by its name
+_ended: collections.Counter[str] = collections.Counter()  # finished fits of this process, by name of their backup
 
 
 def number(backup: str) -> int:
-    """The number of a fit that begins with this backup in the process: 1, 2, ... One that was broken off does not
-    count: it may go on."""
+    """The number of the next fit with this backup in the process: 1, 2, ... An interrupted fit does not count, since it
+    may be resumed."""
     return _ended[backup] + 1
 
 
 def end(backup: str) -> None:
-    """Counts a fit with this backup that has come to its end."""
+    """Counts a fit with this backup as finished."""
     _ended[backup] += 1
 
 
 def refuse_backup_of_later(backup: str, written_by: int, is_kept: bool) -> None:
     """Raises CheckpointError if the fit that wrote the backup comes after the one that begins.
 
-    is_kept: whether fits leave it where it is when they end (`delete_checkpoint=False`)."""
+    is_kept: whether fits leave the backup in place when they end (`delete_checkpoint=False`)."""
     if written_by > number(backup) and not is_kept:
         raise CheckpointError(
             f"{backup} was written by fit number {written_by} of a program with this folder, and this is number"
@@ -39,7 +39,7 @@ def refuse_backup_of_later(backup: str, written_by: int, is_kept: bool) -> None:
 
 
 def refuse_unbuilt(model: keras.Model) -> None:
-    """Raises ConfigError as Keras does, when a fit begins: else one that is killed finds out when it is to go on."""
+    """Raises ConfigError as Keras does, when a fit begins: else a killed run would fail only when it is resumed."""
     if not model.built:
         raise ConfigError(
             "BackupAndRestore needs a model that is built, into which a backup can be restored:"

@@ -1,7 +1,7 @@
-"""A folder of backups: the newest, or two of them, in the form of a snapshot.
+"""A folder of backups: the newest one, or the newest two, in the format of a snapshot.
 
-`BackupAndRestore` (backup.py) writes there what a Keras loop trains, `--backup_dir` (run/snapshot_files.py) what
-tfdist.train does.
+`BackupAndRestore` (backup.py) writes the state of a Keras loop there; `--backup_dir` (run/snapshot_files.py) writes
+that of tfdist.train.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tfdist.artifacts.writer import SnapshotWriter
 
 
 class BackupFolder:
-    """The backups in a folder, of which one process at most `writes`.
+    """The backups in a folder, of which at most one process `writes`.
 
-    two: keep the one before the last as well. delete_at_end: whether `delete` does so. required, checksum: see
-    FolderOptions.
+    two: also keep the backup before the last one. delete_at_end: whether `delete` deletes anything. required, checksum:
+    see FolderOptions.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class BackupFolder:
         required: Sequence[str],
         checksum: str = CRC,
     ):
-        # private: /dev/shm is everybody's
+        # private, since every user can write to /dev/shm
         options = FolderOptions(flag="--backup_dir", private=True, required=required, checksum=checksum)
         self.store = SnapshotFolder(folder, options=options)
         self.retention = Retention(2 if two else 1)
@@ -47,7 +47,7 @@ class BackupFolder:
             self.writer.save(step, arrays, fields)
 
     def delete(self) -> None:
-        """Deletes every backup, if that was asked for; training has finished."""
+        """Deletes every backup, if that was requested. Called when training has finished."""
         self.writer.wait()
         if self._delete_at_end and self._writes:
             self.store.delete_all()

@@ -1,8 +1,8 @@
 """Reads slices ("boxes") of arrays in a TensorFlow checkpoint, whatever slices they were saved in.
 
-TensorFlow cuts one box out of others itself, but not of float16 and of unsigned integers of more than 8 bits ("Dtype
-half not supported", tensorflow/core/util/tensor_slice_util.h). Of these it reads just the boxes that were saved, and
-what is wanted is made of them here. A box is ((start, length) for each dim).
+TensorFlow itself can cut one box out of others, except for float16 and for unsigned integers of more than 8 bits
+("Dtype half not supported", tensorflow/core/util/tensor_slice_util.h). For these it reads only boxes exactly as saved,
+and this module assembles the requested boxes from them. A box is ((start, length) for each dim).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ONLY_AS_SAVED = ("float16", "uint16", "uint32", "uint64")
 
 
 def spec(shape: Sequence[int], box: Box) -> str:
-    """A box of an array of a shape, as RestoreV2 takes it; "" for the whole."""
+    """Formats a box of an array of `shape` for RestoreV2; "" for the whole."""
     if is_whole(box, shape):
         return ""
     return f"{' '.join(map(str, shape))} {':'.join(f'{start},{length}' for start, length in box)}"
 
 
 def read_boxes(prefix: str, name: str, shape: Sequence[int], boxes: Sequence[Box], dtype: tf.DType) -> list[np.ndarray]:
-    """The content of boxes of one array of the checkpoint `prefix`. Raises tf.errors.OpError, ValueError."""
+    """Reads boxes of one array of the checkpoint `prefix`. Raises tf.errors.OpError, ValueError."""
     if dtype.name not in ONLY_AS_SAVED:
         return _read(prefix, name, shape, boxes, dtype)
     stored = [each.box for each in CheckpointIndex(Path(f"{prefix}.index").read_bytes()).stored(name)]
@@ -56,5 +56,5 @@ def _read(prefix: str, name: str, shape: Sequence[int], boxes: Sequence[Box], dt
 
 
 def _inside(first: Box, second: Box) -> tuple[slice, ...]:
-    """The common part of two boxes, as slices of the second."""
+    """The intersection of two boxes, as slices of the second."""
     return tuple(slice(max(a - b, 0), min(a + n - b, m)) for (a, n), (b, m) in zip(first, second, strict=True))

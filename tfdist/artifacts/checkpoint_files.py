@@ -1,6 +1,7 @@
-"""TensorFlow's checkpoint files, written from arrays in host memory without copies of them.
+"""Writes TensorFlow's checkpoint files from arrays in host memory, without copying these.
 
-They are what tf.train.CheckpointManager would have written of variables with these values: its own tools read them.
+The files are the same that tf.train.CheckpointManager would have written for variables with these values, so
+TensorFlow's own tools read them.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from tfdist.compat.checkpoint_index import Box, Written, index
 from tfdist.compat.leveldb_table import number
 from tfdist.compat.tensorflow_checksums import masked
 
-SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # of a variable's name in a checkpoint, behind its key
+SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"  # suffix of a variable's name in a checkpoint, after its key
 _COUNTER = "save_counter"  # of tf.train.Checkpoint; here always 1
-GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # where tf.train.Checkpoint looks for what is in a checkpoint
+GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # where tf.train.Checkpoint looks for the content of a checkpoint
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An array under its name in a checkpoint, or the content of a box of one of `shape`."""
+    """An array under its name in a checkpoint, or the content of a box of an array of `shape`."""
 
     name: str
     array: np.ndarray
@@ -37,8 +38,8 @@ class Entry:
 
 
 def write(folder: str, step: int, arrays: Mapping[str, np.ndarray], direct: bool) -> dict[str, dict[str, Any]]:
-    """state-STEP.index and its data, and TensorFlow's file `checkpoint` that names them. Returns what `write_files`
-    does. Raises OSError.
+    """Writes state-STEP.index and its data, and TensorFlow's file `checkpoint` that names them. Returns the result of
+    `write_files`. Raises OSError.
     """
     entries = [Entry(key + SUFFIX, array) for key, array in arrays.items()]
     written = write_files(f"{folder}/state-{step}", [*entries, *description(arrays)], direct)
@@ -48,7 +49,7 @@ def write(folder: str, step: int, arrays: Mapping[str, np.ndarray], direct: bool
 
 
 def description(keys: Iterable[str]) -> list[Entry]:
-    """The entries that tf.train.Checkpoint looks for beside the arrays of these keys."""
+    """The entries that tf.train.Checkpoint expects in addition to the arrays of these keys."""
     return [
         Entry(_COUNTER + SUFFIX, np.array(1, np.int64)),
         Entry(GRAPH, _object_graph([*keys, _COUNTER])),
@@ -56,10 +57,10 @@ def description(keys: Iterable[str]) -> list[Entry]:
 
 
 def write_files(prefix: str, entries: Sequence[Entry], direct: bool) -> dict[str, dict[str, Any]]:
-    """The checkpoint `prefix`, byte for byte as SaveV2 would have written it; its data are on the disk then.
+    """Writes the checkpoint `prefix`, byte for byte as SaveV2 would; flushes its data to the disk.
 
-    direct: past the page cache (direct_file.py). Returns name -> size and CRC-32C of the data file, as a manifest says
-    them: of what was meant to be written, not of what is read back. Raises OSError.
+    direct: bypass the page cache (direct_file.py). Returns name -> size and CRC-32C of the data file, in the form of a
+    manifest: of the intended content, not of what is read back. Raises OSError.
     """
     path = f"{prefix}.data-00000-of-00001"
     with DirectFile(path, direct) as file:
@@ -85,8 +86,8 @@ def _append(file: DirectFile, entry: Entry) -> Written:
 
 
 def _append_texts(file: DirectFile, texts: Sequence[bytes]) -> int:
-    """Appends the texts' lengths, the checksum of the lengths, the texts. Returns the checksum of it all, in which a
-    length is a number of four bytes, or of eight."""
+    """Appends the texts' lengths, the checksum of the lengths, the texts. Returns the checksum of all, where each
+    length counts as a number of four bytes, or of eight."""
     lengths = b"".join(len(text).to_bytes(4 if len(text) < 1 << 32 else 8, "little") for text in texts)
     checksum = google_crc32c.value(lengths)
     crc = masked(checksum).to_bytes(4, "little")
@@ -104,13 +105,13 @@ def _encoded(text: Any) -> bytes:
 
 
 def pointer(prefix: str) -> str:
-    """The text of TensorFlow's file `checkpoint`, with which tf.train.latest_checkpoint finds `prefix` in a folder."""
+    """The text of TensorFlow's file `checkpoint`, by which tf.train.latest_checkpoint finds `prefix` in a folder."""
     return f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
 
 
 def _object_graph(keys: Iterable[str]) -> np.ndarray:
-    """The object graph that tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: which variable
-    is under which key, GROUP/NAME or NAME alone."""
+    """The object graph that tf.train.Checkpoint(model=..., optimizer=..., train=...) would have written: it says which
+    variable is under which key, GROUP/NAME or NAME alone."""
     graph = trackable_object_graph_pb2.TrackableObjectGraph()
     root, groups = graph.nodes.add(), {"": 0}
     for key in keys:

@@ -1,11 +1,11 @@
-"""Where a running `keras.Model.fit` stands in its data, and how a resumed one gets there.
+"""Finds the position of a running `keras.Model.fit` in its data, and takes a resumed one there.
 
-With steps_per_epoch Keras keeps one iterator over epochs, and begins the next pass where the data ends, in the middle
-of an epoch or not; without, it makes an iterator for each epoch, and one more that it drops. Each iterator that is made
-draws the next order of a shuffle; data in Python may keep any state. So the past epochs are gone through with Keras'
-own EpochIterator, in its order, validation too. What is read on the way is thrown away. It is not read at all where
-passes do not depend on what earlier ones have read (arrays, and datasets of the operations listed here): of these only
-the batches of the pass that goes on are.
+With steps_per_epoch Keras keeps one iterator across epochs, and begins the next pass when the data ends, even in the
+middle of an epoch. Without it, Keras makes an iterator for each epoch, and one more that it drops. Each new iterator
+draws the next order of a shuffle, and data in Python may keep any state. So this module steps through the past epochs
+with Keras' own EpochIterator, in its order, including validation, and discards what is read on the way. Nothing is read
+where passes do not depend on what earlier ones have read (arrays, and datasets of the operations listed here): for
+these, only the batches of the current pass are read.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tfdist.compat.keras_epochs import EpochIterator
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.terminal import say
 
-# Datasets whose iterators begin anew, whatever iterators before them have read. Not `repeat`: a shuffle in it draws an
-# order whenever a pass ends. Not `cache`: it keeps the order of the first pass.
+# Datasets whose iterators always start afresh, whatever earlier iterators have read. Not `repeat`: a shuffle in it
+# draws an order whenever a pass ends. Not `cache`: it keeps the order of the first pass.
 _INDEPENDENT = {
     "TensorDataset",
     "TensorSliceDataset",
@@ -51,7 +51,7 @@ _INDEPENDENT = {
     "InterleaveDataset",
     "ParallelInterleaveDataset",
 }
-# Stateful operations in their functions that may be: calls, files, and random numbers, which begin anew with each
+# Stateful operations allowed in their functions: calls, files, and random numbers, which start afresh with each
 # iterator.
 _ANEW = {
     "PartitionedCall",
@@ -78,14 +78,14 @@ _ANEW = {
 
 @dataclass(frozen=True)
 class RunningFit:
-    """The variables of the `fit` that a callback is called by."""
+    """The local variables of the running `fit` that has called a callback."""
 
     model: keras.Model
     values: Mapping[str, Any]
 
     @classmethod
     def of(cls, model: keras.Model) -> RunningFit:
-        """Finds the running fit in the stack. Raises CheckpointError if no Keras `fit` of this model is there."""
+        """Finds the running fit in the call stack. Raises CheckpointError if there is no Keras `fit` of this model."""
         frame = inspect.currentframe()
         while frame is not None:
             values = frame.f_locals if frame.f_code.co_name == "fit" else {}
@@ -97,7 +97,7 @@ class RunningFit:
         )
 
     def ends(self) -> dict[str, int | None]:
-        """The batch at which the data was found to end, where its length was not known before; to be saved, JSON."""
+        """The batch at which the data ended, if its length was not known before; JSON to be saved."""
         evaluated = keras_epochs.validation_iterator(self.model)
         return {
             "training": keras_epochs.batches_in_an_epoch(self.values["epoch_iterator"]),
@@ -105,14 +105,14 @@ class RunningFit:
         }
 
     def go_to(self, epoch: int, ends: Mapping[str, int | None]) -> bool:
-        """Takes the data to where it stands when `epoch` begins. Returns whether all of it had to be read for that.
+        """Advances the data to its position at the beginning of `epoch`. Returns whether all of it had to be read.
 
-        Call when training begins. ends: what `ends` gave in the run that is resumed.
+        Call when training begins. ends: the result of `ends` in the run that is resumed.
         """
         values, training = self.values, _Passes(self.values["epoch_iterator"], ends["training"])
         validation = None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that data ran out has been said
+            warnings.simplefilter("ignore")  # the user has seen before that data ran out
             for past in range(values["initial_epoch"], epoch):
                 training.epoch()
                 if values["validation_data"] is not None and keras_epochs.validates_after(
@@ -125,7 +125,7 @@ class RunningFit:
         return training.reads or (validation is not None and validation.reads)
 
     def _validation(self) -> EpochIterator:
-        """The iterator that `fit` makes for its first validation, and then uses again."""
+        """Makes the iterator that `fit` would make for its first validation and then reuse."""
         values, model = self.values, self.model
         iterator = EpochIterator(
             x=values["val_x"],
@@ -142,12 +142,12 @@ class RunningFit:
 
 
 class _Passes:
-    """An EpochIterator of Keras that is taken through epochs without training."""
+    """An EpochIterator of Keras that is stepped through epochs without training."""
 
     def __init__(self, iterator: EpochIterator, end: int | None):
         self.iterator, self._end = iterator, end
         self.reads = not _are_independent(iterator.data_adapter)
-        self._pass: Iterator | None = None  # the iterator of the present pass, and how much of it is still to be read
+        self._pass: Iterator | None = None  # iterator of the current pass, and its batches still to be read
         self._unread = 0
 
     def epoch(self) -> None:
@@ -170,7 +170,7 @@ class _Passes:
         self._unread += self.iterator.steps_per_execution
 
     def read_the_rest(self) -> None:
-        """Reads what is left to be read of a pass that goes on."""
+        """Reads the remaining batches of the current pass, if it is to be continued."""
         present = keras_epochs.present_pass(self.iterator)
         goes_on = self.iterator.steps_per_epoch and present is not None
         if goes_on and not self.reads and self._pass is not None and self._pass is present:
@@ -184,7 +184,7 @@ class _Passes:
 
 
 def _read(batches: Iterator, count: int) -> None:
-    """Raises StopIteration, as Keras' loop does, where not even one is left."""
+    """Raises StopIteration, as Keras' loop does, if not even one batch is left."""
     for number in range(count):
         try:
             next(batches)
@@ -205,7 +205,7 @@ def _are_independent(adapter: Any) -> bool:
 
 
 def _begins_anew(function: Any) -> bool:
-    """Whether a function of a dataset keeps nothing from one iterator to the next."""
+    """Whether a function of a dataset keeps no state from one iterator to the next."""
     graph = function.function.graph.as_graph_def()
     nodes = [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
     known = {called.signature.name for called in graph.library.function}

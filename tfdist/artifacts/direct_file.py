@@ -1,8 +1,8 @@
-"""Large files that are written once and not read again soon: past the page cache, where the file system can.
+"""Large files that are written once and not read again soon: written past the page cache, if the file system allows it.
 
-Through the page cache a file costs a copy by the kernel, and pages for it; in a virtual machine, to which such pages
-may be new, ten times as much as the copy (docs/speed_log.md). It also drives out what is read often, the training data.
-Directly (O_DIRECT) the device reads this process's own memory.
+Through the page cache a file costs a copy by the kernel, and memory pages for it; in a virtual machine, where such
+pages may be new, these cost ten times as much as the copy (docs/speed_log.md). It also evicts data that is read often:
+the training data. With O_DIRECT the device reads this process's own memory.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 
 _DIRECT = getattr(os, "O_DIRECT", 0)  # 0: not on this system
 _BUFFER_BYTES = 4 << 20
-_PIECE_BYTES = 1 << 18  # stays in a core's own cache between the copy and its checksums
+_PIECE_BYTES = 1 << 18  # fits into a core's cache between the copy and its checksums
 
 
 class DirectFile:
-    """A file of bytes, from its first to its last. As a context manager it is closed; what `flush` has returned for is
-    on the disk.
+    """A file of bytes, written from beginning to end. A context manager that closes it; after `flush` returns, all
+    earlier bytes are on the disk.
 
-    direct: whether past the page cache. Where the file system refuses that, the file is written as any other.
+    direct: whether to bypass the page cache. If the file system refuses this, the file is written normally.
     Attributes: size, in bytes; checksum, CRC-32C. Every method raises OSError.
     """
 
@@ -33,7 +33,7 @@ class DirectFile:
         self.size = self.checksum = 0
         self._descriptor, self._direct = _opened(path, direct)
         try:
-            self._memory = mmap.mmap(-1, _BUFFER_BYTES)  # begins with a page, as the device asks
+            self._memory = mmap.mmap(-1, _BUFFER_BYTES)  # page-aligned, as the device requires
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -46,7 +46,7 @@ class DirectFile:
         os.close(self._descriptor)
 
     def append(self, content: np.ndarray) -> int:
-        """content: bytes (uint8, one dim). Returns their CRC-32C."""
+        """Appends bytes (uint8, one dim). Returns their CRC-32C."""
         checksum = place = 0
         while place < len(content):
             length = min(_PIECE_BYTES, len(content) - place, _BUFFER_BYTES - self._filled)
@@ -60,9 +60,9 @@ class DirectFile:
         return checksum
 
     def flush(self) -> None:
-        """Waits until all is on the disk, which must not lose it when the power fails."""
+        """Waits until everything is on the disk, safe from a power failure."""
         if self._filled:
-            self._through_the_cache()  # the last bytes are no whole blocks
+            self._through_the_cache()  # the last bytes are not whole blocks
             self._write()
         os.fsync(self._descriptor)
 
@@ -74,7 +74,7 @@ class DirectFile:
             except OSError as error:
                 if not self._direct or error.errno != errno.EINVAL:
                     raise
-                self._through_the_cache()  # the device has other blocks
+                self._through_the_cache()  # the device has another block size
                 continue
             left = left[written:]
             if left and written % mmap.PAGESIZE:
@@ -89,7 +89,7 @@ class DirectFile:
 
 
 def _opened(path: str, direct: bool) -> tuple[int, bool]:
-    """(descriptor, whether it is written directly)."""
+    """(descriptor, whether writes are direct)."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     if direct and _DIRECT:
         try:

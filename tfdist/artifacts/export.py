@@ -20,7 +20,7 @@ KERAS_FILE, SAVED_MODEL_FOLDER = "model.keras", "saved_model"
 
 
 def load_export(path: str) -> keras.Model:
-    """The model of a `.keras` file, which may be a stranger's: nothing in it is executed. Raises CheckpointError."""
+    """Loads the model of a `.keras` file, which may be untrusted: nothing in it is executed. Raises CheckpointError."""
     if Path(path).is_dir():
         raise CheckpointError(
             f"{path} is a folder (a SavedModel, perhaps), and no .keras file: give the {KERAS_FILE} that --export=keras"
@@ -41,12 +41,12 @@ def load_export(path: str) -> keras.Model:
 
 
 def check_exportable(model: keras.Model, formats: Container[str]) -> None:
-    """Raises ConfigError if a `.keras` file cannot hold it, which is known before it is trained."""
+    """Raises ConfigError if a `.keras` file cannot hold the model, already before it is trained."""
     if "keras" not in formats:
         return
     try:
-        json.dumps(keras.saving.serialize_keras_object(model))  # as the file will hold it
-    except Exception as error:  # noqa: BLE001 - Keras', or of the user's own get_config
+        json.dumps(keras.saving.serialize_keras_object(model))  # in the form that the file will contain
+    except Exception as error:  # noqa: BLE001 - from Keras, or from the user's get_config
         raise ConfigError(
             f"--export=keras cannot write the model ({first_paragraph(error) or type(error).__name__}): give what is"
             " named a get_config, or train with --export=saved_model or --export=none."

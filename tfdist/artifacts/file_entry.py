@@ -16,12 +16,12 @@ _BLOCK = 1 << 20
 
 
 def checksum_of(entry: Mapping[str, Any]) -> str:
-    """The kind of checksum that an entry of a manifest has."""
+    """The kind of checksum in an entry of a manifest."""
     return SHA if SHA in entry else CRC
 
 
 def has_content(path: str, entry: Mapping[str, Any]) -> bool:
-    """Whether there is such a file, with the size and checksum of an entry of a manifest. Raises OSError."""
+    """Whether there is such a file, with the size and checksum in an entry of a manifest. Raises OSError."""
     try:
         return measure(path, checksum_of(entry), flush=False).items() <= entry.items()
     except FileNotFoundError:
@@ -29,7 +29,7 @@ def has_content(path: str, entry: Mapping[str, Any]) -> bool:
 
 
 def measure(path: str, checksum: str, flush: bool) -> dict[str, Any]:
-    """The entry of a file in a manifest: its size and `checksum`. Flushed to the disk first if asked.
+    """Returns the entry of a file in a manifest: its size and `checksum`. Flushes the file to the disk first if asked.
 
     Raises OSError.
     """

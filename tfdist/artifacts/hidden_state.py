@@ -1,7 +1,7 @@
-"""State that layers keep without Keras' knowing: a tf.Variable, or a tf.random.Generator, among their attributes, and
-in what they are made with (activations, regularizers, constraints, and what functions close over).
+"""Finds state in layers that Keras does not know of: a tf.Variable or a tf.random.Generator among their attributes, or
+in the objects they are made with (activations, regularizers, constraints, and variables in closures of functions).
 
-Keras neither saves nor restores it: a run that is resumed would compute something else, and nothing would tell.
+Keras neither saves nor restores such state: a resumed run would compute something else, and nobody would notice.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import tensorflow as tf
 from tfdist.compat import keras_layers, keras_trainer, keras_variables
 from tfdist.compat.code_origin import is_of_keras, module_of, package_of
 
-_DEPTH = 4  # of lists, dictionaries and objects in each other
-_DEPTH_BESIDE = 8  # the same of what is no layer, which is little
-_MOST = 10_000  # entries of a list that are looked at: more are data
-# Packages of objects that hold nothing of the user's own.
+_DEPTH = 4  # nesting depth of lists, dictionaries and objects
+_DEPTH_BESIDE = 8  # the same for objects that are not layers, which are few
+_MOST = 10_000  # entries of a list that are searched: longer lists are data
+# Packages of objects that contain nothing of the user's.
 _NOT_OWN = ("keras", "tensorflow", "tfdist", "numpy", "builtins", "functools", "inspect", "enum", "_thread")
-_TRACKED = (keras.Layer, keras.random.SeedGenerator)  # by Keras, where a layer holds them
-_PLAIN = {bool, int, float, str, bytes, type(None)}  # types of most attributes: looking at them at once saves time
+_TRACKED = (keras.Layer, keras.random.SeedGenerator)  # Keras tracks these in layers
+_PLAIN = {bool, int, float, str, bytes, type(None)}  # types of most attributes: testing for them first saves time
 
 
 def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:
-    """Variables of TensorFlow's that the layer, or one in it, holds; without those of generators."""
+    """The TensorFlow variables that the layer, or a layer inside it, holds; without those of generators."""
     return _variables_among(layer, _held(layer))
 
 
 def hidden_generators(layer: keras.Layer) -> list[tf.Variable]:
-    """The states of each tf.random.Generator that the layer, or one in it, holds."""
+    """The state of each tf.random.Generator that the layer, or a layer inside it, holds."""
     return _generators_among(_held(layer))
 
 
@@ -47,7 +47,7 @@ def hidden_state(layer: keras.Layer) -> list[tf.Variable]:
 def _variables_among(layer: keras.Layer, held: Sequence[Any]) -> list[tf.Variable]:
     if not held:
         return []
-    known = {id(keras_variables.stored_value(one)) for one in layer.variables}  # those of --zero=3 have none
+    known = {id(keras_variables.stored_value(one)) for one in layer.variables}  # variables of --zero=3 have none
     known |= {id(state) for state in _generators_among(held)}
     return [each for each in held if isinstance(each, tf.Variable) and id(each) not in known]
 
@@ -57,15 +57,15 @@ def _generators_among(held: Sequence[Any]) -> list[tf.Variable]:
 
 
 def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
-    """The variables that regularizers and constraints of weights hold, which are called beside the layers."""
+    """The variables in regularizers and constraints of weights, which are called outside of the layers."""
     rules = [rule for each in keras_layers.all_layers(layer) for rule in _rules(each)]
     found = [one for rule in rules for one in _inside(rule, _DEPTH)]
     return [each for one in found if isinstance(one, (tf.Variable, tf.random.Generator)) for each in _variables_of(one)]
 
 
 def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> list[tf.Variable]:
-    """The variables that the losses, metrics and the optimizer given to `compile` hold (a schedule with a variable of
-    its own), and neither the model nor the optimizer knows. None of Keras' own metrics: they begin anew with each
+    """The variables in the losses, metrics and the optimizer given to `compile` (such as a schedule with its own
+    variable) that neither the model nor the optimizer knows. Excludes Keras' own metrics, which are reset at each
     epoch. hidden: the `hidden_state` of the model."""
     losses = keras.tree.flatten(getattr(model, "loss", None))
     metrics = keras_trainer.given_metrics(model)
@@ -79,8 +79,8 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
 
 
 def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
-    """All variables, and states of generators, that objects beside the layers hold; if a metric or a layer is among
-    them, its variables, too."""
+    """All variables, and states of generators, in objects other than layers; a metric or a layer among these objects
+    contributes its variables, too."""
     found: dict[int, tf.Variable] = {}
     seen: dict[int, Any] = {}
     for one in (each for value in objects for each in _inside(value, _DEPTH_BESIDE, seen)):
@@ -109,18 +109,18 @@ def _is_wrapper(value: Any) -> bool:
 
 
 def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable | tf.Variable]:
-    """The variables of metrics, also those of TensorFlow's that a metric of the user's own holds."""
+    """The variables of metrics, including TensorFlow variables in user-defined metrics."""
     attributes = [value for each in metrics for value in vars(each).values() if not callable(value)]
     return [*(one for each in metrics for one in each.variables), *held_by(attributes)]
 
 
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
-    """The metrics that the layer, or one in it, holds, which are a worker's own."""
+    """The metrics that the layer, or a layer inside it, holds; they are local to a worker."""
     return [each for each in _held(layer) if isinstance(each, keras.metrics.Metric)]
 
 
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.metrics.Metric]:
-    """The variables, generators and metrics that layers hold, in the order of the layers and of their attributes."""
+    """The variables, generators and metrics in layers, in the order of the layers and of their attributes."""
     found: dict[int, Any] = {}
     for each in keras_layers.all_layers(layer):
         for value in (*vars(each).values(), *_rules(each)):
@@ -129,12 +129,12 @@ def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.
 
 
 def _rules(layer: keras.Layer) -> list[Any]:
-    """The regularizers and constraints of its weights, which may be no attributes of the layer."""
+    """The regularizers and constraints of the layer's weights, which need not be attributes of the layer."""
     return [part for variable in layer.weights for part in (variable.regularizer, variable.constraint)]
 
 
 def _inside(value: Any, depth: int, seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """Yields variables, generators, metrics and layers. seen: by id, what has been looked into and is not again."""
+    """Yields variables, generators, metrics and layers. seen: objects by id that were searched, and are not again."""
     if type(value) in _PLAIN:
         return
     if isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric, *_TRACKED)):
@@ -153,7 +153,7 @@ def _inside(value: Any, depth: int, seen: dict[int, Any] | None = None) -> Itera
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """The objects that a value of the user's own holds, in an order that is the same in another process; else none."""
+    """The objects inside a user-defined value, in an order that is the same in every process; else none."""
     if isinstance(value, (list, tuple, collections.deque)):
         return value if len(value) <= _MOST else ()
     if isinstance(value, Mapping):
@@ -181,6 +181,6 @@ def _parts(value: Any) -> Iterable[Any]:
 def _closed_over(function: types.FunctionType) -> list[Any]:
     found = []
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # which is empty
+        with contextlib.suppress(ValueError):  # an empty cell
             found.append(cell.cell_contents)
     return found

@@ -1,7 +1,7 @@
-"""The manifest of a snapshot: what it says, and whether it may be believed.
+"""The manifest of a snapshot: its content, and whether it can be trusted.
 
-It is a file like any other: it may be cut off, written by another program, or made up. Whatever it holds, reading it
-gives the entries with their types, or one CheckpointError that says it is damaged.
+It is a file like any other: it may be cut off, written by another program, or forged. Whatever it contains, reading it
+returns entries of the right types, or raises one CheckpointError that says it is damaged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 CRC, SHA = "crc32c", "sha256"  # checksums of a file, in hexadecimal digits: an entry has one of them
 _NUMBER = (int, float)
-# The entries that are read when a run goes on; those that a writer has left out are not asked for.
+# The entries that are read when a run resumes; entries that a writer has left out are not required.
 _TYPES: dict[str, Any] = {
     "format": int,
     "step": int,
@@ -44,7 +44,7 @@ _TYPES: dict[str, Any] = {
     "epoch": int,
     "batch": int,
 }
-_LARGEST = 2**63 - 1  # what a variable of TensorFlow can count to
+_LARGEST = 2**63 - 1  # the largest value of a TensorFlow counter
 
 
 def self_digest(manifest: Mapping[str, Any]) -> str:
@@ -58,7 +58,7 @@ def sealed(manifest: Mapping[str, Any]) -> str:
 
 
 def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict[str, Any]:
-    """The entries of the manifest at `path`, of the snapshot of `step`; those `required` are there.
+    """Returns the entries of the manifest at `path`, of the snapshot of `step`; those `required` are present.
 
     Raises CheckpointError.
     """
@@ -76,7 +76,7 @@ def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict
 
 
 def run_of(text: str) -> str:
-    """The id of the run that a manifest is of; "" if it is damaged, or does not say."""
+    """The id of the run that a manifest belongs to; "" if it is damaged, or does not say."""
     try:
         run_id = _unsealed(text, MANIFEST).get("run_id")
     except CheckpointError:
@@ -85,7 +85,7 @@ def run_of(text: str) -> str:
 
 
 def _unsealed(text: str, path: str) -> dict[str, Any]:
-    """What `sealed` was given. Raises CheckpointError."""
+    """The inverse of `sealed`. Raises CheckpointError."""
     try:
         manifest = json.loads(text)
         if not isinstance(manifest, dict) or "sha256" not in manifest:
@@ -98,12 +98,12 @@ def _unsealed(text: str, path: str) -> dict[str, Any]:
 
 
 def _wrong_entries(manifest: Mapping[str, Any], step: int) -> Iterator[str]:
-    """The mistakes in a manifest, as ends of a sentence."""
+    """Yields the errors in a manifest, as the ends of a sentence."""
     for name, kind in _TYPES.items():
         value = manifest.get(name)
         if name in manifest and (
             not isinstance(value, kind) or isinstance(value, bool)
-        ):  # a bool is an int that nobody means
+        ):  # a bool is an int, but never meant
             yield f'"{name}" is {_shown(value)}'
         if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
             yield f'"{name}" is {_shown(value)}'
@@ -152,5 +152,5 @@ def _is_list(value: Any, length: int | None = None) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """The value as a short text, without what a terminal would obey."""
+    """The value as a short text without control characters for a terminal."""
     return ascii(value)[:60]

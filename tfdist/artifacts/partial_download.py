@@ -1,10 +1,10 @@
-"""Brings the bytes of a snapshot in an object store that a worker needs: the table of contents, and bytes of the data
-files in which its boxes lie.
+"""Brings only those bytes of a snapshot in an object store that a worker needs: the table of contents, and the bytes in
+the data files where its boxes are.
 
-They come into files of the same names and sizes here, with holes where nothing was needed: TensorFlow reads them as it
-reads any checkpoint. Which bytes are there already is not written down: each array, and each slice of one, has a
-checksum in the table of contents, and what fits it is used. So parts that were written on this machine, and what
-another worker here has brought, come from the disk.
+They are written to local files of the same names and sizes, with holes where nothing was needed; TensorFlow reads these
+like any checkpoint. There is no record of which bytes are here already: each array, and each slice of one, has a
+checksum in the table of contents, and local bytes that match it are used. So parts written on this machine, and bytes
+that another worker here has brought, come from the disk.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tfdist.control.own_files import remove_tree, replaced
 from tfdist.storage.in_threads import in_threads
 from tfdist.storage.object_store import ObjectStore
 
-_GAP_BYTES = 1 << 16  # what lies between two wanted pieces is brought, too, if it is less
-_PIECE_BYTES = 1 << 25  # at a time
+_GAP_BYTES = 1 << 16  # a smaller gap between two wanted pieces is brought, too
+_PIECE_BYTES = 1 << 25  # bytes brought at a time
 
 
 class PartialDownload(SnapshotFolder):
-    """The snapshots below `objects`, and what is here of them, below a working copy.
+    """The snapshots below `objects`, and their local bytes, below a working copy.
 
-    brought: bytes that have come from the store.
+    brought: number of bytes that have come from the store.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class PartialDownload(SnapshotFolder):
         self.objects, self._remote, self.brought = objects, remote, 0
 
     def newest_valid(self, scheduled: ScheduledSteps = ALL_STEPS) -> tuple[Snapshot | None, list[str]]:
-        """The newest of the `scheduled` steps in the store that is valid by its table of contents; on the chief. Raises
-        StoreError.
+        """The newest snapshot in the store, among the `scheduled` steps, that is valid by its table of contents. On the
+        chief. Raises StoreError.
         """
         assert self._remote
         messages: list[str] = []
@@ -67,7 +67,7 @@ class PartialDownload(SnapshotFolder):
         """Does nothing here: `remote` does it in the store."""
 
     def _found(self, step: int) -> Snapshot:
-        """Raises CheckpointError, StoreError."""
+        """Checks a snapshot in the store and brings its table of contents. Raises CheckpointError, StoreError."""
         listed = self.objects.names(step_folder(step))
         _, manifest = whole_manifest(self.objects, step, self.options.required, listed)
         snapshot = Snapshot(self.path(step), step, manifest)
@@ -75,7 +75,7 @@ class PartialDownload(SnapshotFolder):
         return snapshot
 
     def bring(self, snapshot: Snapshot, shards: Sequence[Shard]) -> None:
-        """Brings what lies in these boxes, no more. Raises CheckpointError if it is damaged, StoreError, OSError."""
+        """Brings the bytes of these boxes only. Raises CheckpointError if they are damaged, StoreError, OSError."""
         index = self._bring_index(snapshot)
         wanted: dict[int, set[Stored]] = {}
         for shard in shards:
@@ -88,7 +88,7 @@ class PartialDownload(SnapshotFolder):
                 if each.size:
                     wanted.setdefault(each.file, set()).add(each)
         for note in Path(snapshot.path).glob("part-*.json"):
-            note.unlink(missing_ok=True)  # it is not to be sent any more, and may soon not be what this says
+            note.unlink(missing_ok=True)  # this part must not be sent any more, and its files may soon change
         files: Mapping[str, Any] = snapshot.manifest["files"]
         missing = []
         for number, stored in wanted.items():
@@ -122,7 +122,7 @@ class PartialDownload(SnapshotFolder):
         self.brought += size
 
     def _bring_index(self, snapshot: Snapshot) -> CheckpointIndex:
-        """Raises CheckpointError, StoreError, OSError."""
+        """Brings the table of contents, if it is not here. Raises CheckpointError, StoreError, OSError."""
         name = f"state-{snapshot.step}.index"
         entry, file = snapshot.manifest["files"][name], Path(snapshot.path) / name
         if not has_content(str(file), entry):
@@ -141,13 +141,13 @@ class PartialDownload(SnapshotFolder):
             raise CheckpointError(f"{step_folder(snapshot.step)}/{name}: {error}.") from None
 
     def forget_all_but(self, steps: Iterable[int]) -> None:
-        """Removes all other steps here. Only while nobody reads or writes here. Raises OSError."""
+        """Removes all other steps here. Call only while nobody reads or writes here. Raises OSError."""
         for step in set(self.steps()) - set(steps):
             remove_tree(self.path(step))
 
 
 def _ranges(absent: Sequence[Stored]) -> Iterator[tuple[int, int]]:
-    """(start, size) of what is to be read at once, so that all of these are read."""
+    """(start, size) of the reads that cover all of `absent`."""
     start = end = 0
     for each in sorted(absent, key=lambda each: each.offset):
         if each.offset > end + _GAP_BYTES:
@@ -163,7 +163,7 @@ def _in_pieces(start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _make_room(file: Path, size: int) -> None:
-    """A file of this size, with what is in it already. Several workers may do so at once. Raises OSError."""
+    """Sets a file to this size, keeping its content. Several workers may do so at the same time. Raises OSError."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if os.fstat(descriptor).st_size != size:

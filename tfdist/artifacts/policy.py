@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class TimePolicy:
-    """Saves every `minutes`, by a clock that only the chief asks. 0: never."""
+    """Saves every `minutes`, by a clock that only the chief reads. 0: never."""
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic):
         self.seconds, self._now = minutes * 60, now
@@ -23,8 +23,8 @@ class TimePolicy:
 
 
 class ScheduledSteps:
-    """Whether an uninterrupted run would save at a step, too: at multiples of `periods`, and not where a job was asked
-    to end. Without periods always True, since nothing tells.
+    """Tells whether an uninterrupted run would also save at a step: at multiples of `periods`, but not where a job was
+    asked to end. Without periods always True, since there is nothing to tell by.
     """
 
     def __init__(self, *periods: int):
@@ -38,8 +38,8 @@ ALL_STEPS = ScheduledSteps()
 
 
 class Retention:
-    """Keeps the newest `keep`, every one whose step is a multiple of `every` for ever, the best by a metric, and the
-    newest of a scheduled step.
+    """Keeps the newest `keep` snapshots, each one whose step is a multiple of `every` forever, the best one by a
+    metric, and the newest one of a scheduled step.
 
     best: "min:loss" or "max:accuracy"; "" for none.
     """
@@ -49,14 +49,14 @@ class Retention:
         self.order, _, self.metric = best.partition(":")
 
     def to_delete(self, steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The ones of `steps` to delete. `metrics`: step -> evaluation metrics, where known. Never the newest."""
+        """Returns those of `steps` to delete; never the newest. metrics: step -> evaluation metrics, where known."""
         steps = sorted(steps)
         kept = {*steps[-self.keep :], *[step for step in steps if self.scheduled(step)][-1:]}
         kept |= self.kept_for_ever(steps, metrics)
         return [step for step in steps if step not in kept]
 
     def kept_for_ever(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The ones of `steps` to keep however many newer ones there are, and wherever the run goes back to."""
+        """Returns those of `steps` to keep however many newer ones there are, and wherever the run goes back to."""
         kept = {step for step in steps if self.every and step % self.every == 0}
         scored = {
             step: metrics[step][self.metric] for step in steps if self.metric and self.metric in metrics.get(step, {})

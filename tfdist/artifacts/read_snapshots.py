@@ -1,5 +1,5 @@
-"""Snapshots of a run for those who only read it, while it goes on: copies here of those in an object store, and what is
-made of one that is removed meanwhile.
+"""Snapshots of a run for processes that only read it while it is active: copies those in an object store, and handles
+snapshots that are removed meanwhile.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tfdist.storage.store_errors import as_sentence
 def bring_for_reading(
     objects: ObjectStore | None, store: SnapshotFolder, step: int = -1, told: set[str] | None = None
 ) -> None:
-    """Brings a run's newest snapshot, or that of a step, if the run is in an object store and it is not in `store`;
-    tells of those that are passed over, but for what is among `told`, to which it adds. Raises TfdistError.
+    """Brings the newest snapshot, or that of a step, if the run is in an object store and `store` lacks it. Reports
+    those that are passed over, except messages in `told`, to which it adds. Raises TfdistError.
     """
     if objects is None:
         return
@@ -46,23 +46,23 @@ def bring_for_reading(
 
 
 def _forget_others(objects: ObjectStore, store: SnapshotFolder, there: Sequence[int], step: int) -> None:
-    """Removes the copy of this snapshot (-1: of the newest `there`, in the store) if it is another by now, and copies
-    of newer ones, if the store has none. Raises StoreError.
+    """Removes the local copy of this snapshot (-1: of the newest one `there`, in the store) if the store now has a
+    different one, and copies of newer ones that the store does not have. Raises StoreError.
     """
     newest = max(there, default=-1)
     for each in store.steps():
         if each > newest or each == (newest if step < 0 else step):
             text, folder = objects.text(f"{step_folder(each)}/{MANIFEST}"), Path(store.path(each))
-            with contextlib.suppress(FileNotFoundError):  # a copy that is not whole is brought anew in any case
+            with contextlib.suppress(FileNotFoundError):  # an incomplete copy is brought again in any case
                 if each > newest if text is None else text.encode() != (folder / MANIFEST).read_bytes():
                     shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_if_there(store: SnapshotFolder, snapshot: Snapshot) -> dict[str, np.ndarray] | None:
-    """All arrays of a snapshot that was found valid; None if whoever writes there has removed or replaced it since."""
+    """Reads all arrays of a snapshot that was found valid; None if its writer has removed or replaced it since."""
     try:
         return store.read(snapshot)
-    except Exception:  # TensorFlow says many things of files that vanish
+    except Exception:  # TensorFlow raises various errors for files that vanish
         if _is_as_found(snapshot):
             raise
         return None

@@ -1,6 +1,6 @@
-"""Snapshots of a run in an object store: sent from the working copy in a thread, brought back from there.
+"""Snapshots of a run in an object store: sent there from the working copy by a thread, and brought back.
 
-In the store a snapshot is the same files under the same names. Its manifest is written last and removed first: without
+In the store a snapshot has the same files under the same names. Its manifest is written last and removed first: without
 it nothing is trusted, and with it every file is compared with its checksum before it is used. Training never waits for
 the store; a snapshot that could not be sent stays in the working copy and is sent later.
 """
@@ -29,7 +29,7 @@ from tfdist.storage.store_errors import StoreError
 
 _OBJECT = re.compile(rf"^{SNAPSHOTS}/step-(\d{{8,19}})/([^/]+)$")
 _SENDING = ".sending-"
-_DAMAGED = "damaged-manifest.json"  # the name that the manifest of a damaged snapshot is given
+_DAMAGED = "damaged-manifest.json"  # the new name of a damaged snapshot's manifest
 
 
 def step_folder(step: int) -> str:
@@ -40,9 +40,9 @@ def step_folder(step: int) -> str:
 def whole_manifest(
     objects: ObjectStore, step: int, required: Sequence[str], listed: Mapping[str, int] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """The manifest of a snapshot in the store, as text and as entries, if all its files are there in their sizes.
+    """Returns the manifest of a snapshot in the store, as text and as entries, if all its files are there in full size.
 
-    listed: sizes by name of a listing, which may be an old one: only of other files the store is asked. Raises
+    listed: sizes by name from a listing, which may be outdated: the store is asked again only for other files. Raises
     CheckpointError, StoreError.
     """
     name, listed = step_folder(step), listed or {}
@@ -53,7 +53,7 @@ def whole_manifest(
     for file, entry in manifest["files"].items():
         if listed.get(f"{name}/{file}") == entry["bytes"]:
             continue
-        # What comes with another size later is a broken transfer, and tried again.
+        # If a file later arrives with another size, the transfer was broken and is tried again.
         if (size := objects.size(f"{name}/{file}")) != entry["bytes"]:
             found = "is not there" if size is None else f"has {size} bytes instead of {entry['bytes']}"
             raise CheckpointError(f"{name}/{file} {found}.")
@@ -63,8 +63,8 @@ def whole_manifest(
 class RemoteSnapshots:
     """The snapshots below `objects`, and the thread that sends those of `store` there.
 
-    retention: what is kept in the store. In the thread are called, and may raise StoreError: allowed, before anything
-    is written or removed there; before, when a snapshot is about to be committed.
+    retention: what is kept in the store. The thread calls two functions, which may raise StoreError: `allowed` before
+    it writes or removes anything there, and `before` when a snapshot is about to be committed.
     """
 
     def __init__(
@@ -77,25 +77,25 @@ class RemoteSnapshots:
     ):
         self._objects, self._store, self._retention = objects, store, retention
         self._allowed, self._before = allowed, before
-        self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, of those in the store
-        self._manifests: dict[int, str] = {}  # of those, their texts
-        self._damaged: set[int] = set()  # which are here, but are not sent
-        self.damaged_there: set[int] = set()  # which are in the store, but were passed over; `start` sets them aside
+        self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, for snapshots in the store
+        self._manifests: dict[int, str] = {}  # step -> the text of its manifest, likewise
+        self._damaged: set[int] = set()  # damaged here, so not sent
+        self.damaged_there: set[int] = set()  # damaged in the store and passed over; `start` sets them aside
         self.sender = UploadThread(self.unsent, self._send_newest)
 
     # -- bringing --------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps of snapshots in the store, whole by their names, the oldest first. Raises StoreError."""
+        """The steps of complete snapshots in the store, judged by file names, oldest first. Raises StoreError."""
         return sorted(step for step, files in self._inventory().items() if MANIFEST in files)
 
     def all_steps(self) -> list[int]:
-        """The steps of all snapshots in the store, whole or not. Raises StoreError."""
+        """The steps of all snapshots in the store, complete or not. Raises StoreError."""
         return sorted(self._inventory())
 
     def bring_newest(self, scheduled: ScheduledSteps = ALL_STEPS, there: Sequence[int] | None = None) -> list[str]:
-        """Brings the newest whole snapshot of the `scheduled` steps, if the working copy has none that is as new.
-        there: what `steps` returned. Returns why others were passed over. Raises StoreError.
+        """Brings the newest complete snapshot of the `scheduled` steps, if the working copy has none that is as new.
+        there: the result of `steps`. Returns why others were passed over. Raises StoreError.
         """
         messages: list[str] = []
         local, _ = self._store.newest_valid(scheduled)
@@ -111,7 +111,7 @@ class RemoteSnapshots:
         return messages
 
     def bring(self, step: int) -> None:
-        """Brings one. Raises CheckpointError if it is damaged, StoreError."""
+        """Brings one snapshot. Raises CheckpointError if it is damaged, StoreError."""
         name = step_folder(step)
         text, manifest = whole_manifest(self._objects, step, self._store.options.required)
         folder = Path(self._store.directory) / f".writing-step-{step:08d}-{uuid.uuid4().hex[:8]}"
@@ -122,7 +122,7 @@ class RemoteSnapshots:
                 (f"{name}/{file}", folder / file, entry["bytes"]) for file, entry in manifest["files"].items()
             )
             (folder / MANIFEST).write_text(text, encoding="utf-8")
-            if final.exists():  # damaged, or it would not be brought
+            if final.exists():  # it is damaged, otherwise none would be brought
                 remove_tree(final)
             folder.rename(final)
         except FileNotFoundError as error:
@@ -136,7 +136,7 @@ class RemoteSnapshots:
             raise
 
     def _inventory(self) -> dict[int, dict[str, int]]:
-        """step -> {file: bytes} of what is in the store, whole or not."""
+        """step -> {file: bytes} of everything in the store, complete or not."""
         found: dict[int, dict[str, int]] = {}
         for name, size in self._objects.names(SNAPSHOTS).items():
             if match := _OBJECT.match(name):
@@ -146,7 +146,7 @@ class RemoteSnapshots:
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Removes what killed senders left behind, and sends from now on. Only while no other process writes there.
+        """Removes leftovers of killed senders, and starts sending. Call only while no other process writes there.
         Raises StoreError.
         """
         for entry in Path(self._store.directory).parent.glob(f"{_SENDING}*"):
@@ -158,13 +158,13 @@ class RemoteSnapshots:
             elif step in self.damaged_there or not self._find(step):
                 self.set_aside(step)
             else:
-                for file in files.keys() - self._files(step):  # of which it was made
+                for file in files.keys() - self._files(step):  # parts of which it was made
                     self._objects.remove(f"{step_folder(step)}/{file}")
         self._objects.remove_half_sent(f"{SNAPSHOTS}/")
         self.sender.start()
 
     def _find(self, step: int) -> bool:
-        """Remembers one that is there; False if its manifest is damaged."""
+        """Remembers a snapshot in the store; returns False if its manifest is damaged."""
         text = self._objects.text(f"{step_folder(step)}/{MANIFEST}") or ""
         with contextlib.suppress(CheckpointError):
             self._there[step] = parse(text, MANIFEST, step).get("metrics") or {}
@@ -172,22 +172,22 @@ class RemoteSnapshots:
         return step in self._there
 
     def _files(self, step: int) -> set[str]:
-        """The names of all files of a snapshot that is remembered. Raises CheckpointError if it is not."""
+        """The names of all files of a remembered snapshot. Raises CheckpointError for another one."""
         return {MANIFEST, *parse(self._manifests.get(step, ""), MANIFEST, step)["files"]}
 
     def set_aside(self, step: int) -> None:
-        """A damaged one counts no longer as one of those that are kept; nothing of it is removed. Raises StoreError."""
+        """Excludes a damaged snapshot from those that are kept, without removing its data. Raises StoreError."""
         self._there.pop(step, None)
         manifest = f"{step_folder(step)}/{MANIFEST}"
         self._objects.put_text(f"{step_folder(step)}/{_DAMAGED}", self._objects.text(manifest) or "")
         self._objects.remove(manifest)
 
     def unsent(self) -> list[int]:
-        """Steps whose snapshots are here, but not in the store; the oldest first."""
+        """Steps whose snapshots are here, but not in the store; oldest first."""
         return [step for step in self._store.steps() if step not in self._damaged and not self._is_sent(step)]
 
     def _is_sent(self, step: int) -> bool:
-        """Whether this very snapshot is there: after a rollback a step may be saved anew, with other numbers."""
+        """Whether exactly this snapshot is there: after a rollback a step may be saved again, with other numbers."""
         if step not in self._there:
             return False
         try:
@@ -196,7 +196,7 @@ class RemoteSnapshots:
             return True
 
     def _send_newest(self) -> None:
-        """Sends the newest unsent one: whoever starts again elsewhere goes on from it. Raises StoreError, OSError."""
+        """Sends the newest unsent snapshot, from which a start elsewhere would resume. Raises StoreError, OSError."""
         for step in self.unsent()[-1:]:
             self._allowed()
             self._send(step)
@@ -207,11 +207,11 @@ class RemoteSnapshots:
         """Sends one snapshot. Raises StoreError, OSError."""
         copy = Path(self._store.directory).parent / f"{_SENDING}{step}-{uuid.uuid4().hex[:8]}"
         try:
-            try:  # links, so that nobody deletes it meanwhile
+            try:  # links, so that no one deletes it meanwhile
                 shutil.copytree(self._store.path(step), copy, copy_function=_linked)
-            except OSError as error:  # shutil.Error, which is one, gathers those of all files
+            except OSError as error:  # shutil.Error, a subclass, collects the errors of all files
                 if not os.path.exists(os.path.join(self._store.path(step), MANIFEST)):
-                    return  # it has been deleted, as old ones are
+                    return  # it has been deleted, like other old snapshots
                 raise StoreError(f"the snapshot of step {step} cannot be read, or has no room here: {error}") from None
             text = (copy / MANIFEST).read_text(encoding="utf-8")
             manifest, name = parse(text, str(copy / MANIFEST), step), step_folder(step)
@@ -225,7 +225,7 @@ class RemoteSnapshots:
             shutil.rmtree(copy, ignore_errors=True)
 
     def commit(self, step: int, text: str, manifest: Mapping[str, Any]) -> None:
-        """Writes the manifest of a snapshot when all else of it is there. Raises StoreError."""
+        """Writes the manifest of a snapshot when all other files are there. Raises StoreError."""
         self._before()
         self._objects.put_text(f"{step_folder(step)}/{MANIFEST}", text)
         self._there[step], self._manifests[step] = manifest.get("metrics") or {}, text
@@ -233,28 +233,28 @@ class RemoteSnapshots:
             self._objects.put_text(f"{SNAPSHOTS}/checkpoint", pointer(f"step-{step:08d}/state-{step}"))
 
     def withdraw(self, step: int) -> None:
-        """Withdraws a snapshot that is about to be written anew: it is trusted no longer. Raises StoreError."""
+        """Withdraws a snapshot that is about to be written again: it is no longer trusted. Raises StoreError."""
         self._there.pop(step, None)
         self._objects.remove(f"{step_folder(step)}/{MANIFEST}")
 
     def holds(self, step: int) -> bool:
-        """Whether it is there, as far as is known here."""
+        """Whether the snapshot is there, as far as is known here."""
         return step in self._there
 
     def newest(self) -> int:
-        """The step of the newest there, -1 without any."""
+        """The step of the newest snapshot there; -1 without any."""
         return max(list(self._there), default=-1)
 
     def retain(self) -> None:
-        """Removes what is not to be kept. Raises StoreError."""
+        """Removes the snapshots that need not be kept. Raises StoreError."""
         for step in self._retention.to_delete(self._there, self._there):
-            if not os.path.isdir(self._store.path(step)):  # else it would be sent again
+            if not os.path.isdir(self._store.path(step)):  # otherwise it would be sent again
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        """The manifest first: killed in the middle it leaves nothing that is believed. Raises StoreError."""
+        """Removes a snapshot, manifest first: killed midway, it leaves nothing that is trusted. Raises StoreError."""
         files = {os.path.basename(file) for file in self._objects.names(step_folder(step))}
-        with contextlib.suppress(CheckpointError):  # a listing may be an old one
+        with contextlib.suppress(CheckpointError):  # a listing may be outdated
             files |= self._files(step)
         self.withdraw(step)
         for file in files - {MANIFEST}:

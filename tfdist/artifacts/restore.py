@@ -1,10 +1,9 @@
-"""Chooses the snapshot that a run goes on from, and decides whether it may.
+"""Chooses the snapshot that a run resumes from, and decides whether it may.
 
-1. The newest valid snapshot of the run folder, or the backup if that is newer. Those that are damaged are passed over,
-   and named.
+1. The newest valid snapshot of the run folder, or the backup if that is newer. Damaged ones are passed over, and named.
 2. --resume=never refuses a folder that has one; --resume=must refuses one that has none.
 3. A snapshot of another configuration (by digest) is refused with the fields that differ, unless --allow_config_change.
-4. Another number of workers is allowed, and said: the data order does not depend on it.
+4. Another number of workers is allowed, and reported: the data order does not depend on it.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from tfdist.config import Config
 from tfdist.config.run_options import RunConfig
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
-# What a run must find in a manifest to go on from it.
+# The entries of a manifest that are needed to resume.
 REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "generators", "clock")
 
 
 def pick_snapshot(
     store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = (), steps: ScheduledSteps = ALL_STEPS
 ) -> tuple[Snapshot | None, list[str]]:
-    """The snapshot to resume from (None: start anew), from one of the `others` only if it is newer; and messages for
-    the user. steps: of these, if `store` has one, and then none of the others, which may have been written at any step.
-    Raises CheckpointError, and what the stores raise.
+    """Returns the snapshot to resume from (None: start from the beginning), and messages for the user. A snapshot of
+    the `others` is chosen only if it is newer. steps: choose only among these steps if `store` has one of them, and
+    then ignore `others`, which may have been written at any step. Raises CheckpointError, and errors of the stores.
     """
     snapshot, messages = store.newest_valid(steps)
     if snapshot and steps.periods:
@@ -71,11 +70,11 @@ def pick_snapshot(
 
 def _are_of_two_runs(one: Snapshot, other: Snapshot) -> bool:
     runs = {each.manifest.get("run_id") for each in (one, other)}
-    return len(runs) == 2 and all(runs)  # those of early versions name none
+    return len(runs) == 2 and all(runs)  # snapshots of early versions name none
 
 
 def scheduled(config: Config) -> ScheduledSteps:
-    """Of which steps there are snapshots to go back to after bad numbers, whatever ended the job in between."""
+    """The steps whose snapshots can be rolled back to after bad numbers, wherever the job was interrupted."""
     if not config.run.deterministic or config.loop.on_nan != "rollback":
         return ALL_STEPS
     return ScheduledSteps(config.checkpoint.save_every, config.loop.eval_every if config.checkpoint.keep_best else 0)
@@ -98,7 +97,7 @@ def check_configuration(manifest: Mapping[str, Any], config: Config, path: str, 
 
 
 def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int) -> None:
-    """Compares what a snapshot says about itself with what was restored. Raises CheckpointError."""
+    """Compares a snapshot's manifest with the restored values. Raises CheckpointError."""
     if step != manifest["step"]:
         raise CheckpointError(
             f"The snapshot of step {manifest['step']} holds a step counter of {step}: it cannot be trusted, remove it."
@@ -118,8 +117,8 @@ def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int)
 
 
 def check_epochs(run: RunConfig, trained: int, step: int, global_batch: int, size: int | None) -> None:
-    """Raises ConfigError if --epochs is to say where a run of `size` samples ends whose steps were of another size
-    before: it does not come to the steps that it stands for. trained: samples in `step` steps."""
+    """Raises ConfigError if --epochs is to define the end of a run of `size` samples whose earlier steps used another
+    batch size: the number of steps would not match. trained: samples in `step` steps."""
     if size and not run.steps and trained != step * global_batch:
         end = step + max(0, math.ceil((run.epochs * size - trained) / global_batch))
         raise ConfigError(
@@ -130,7 +129,7 @@ def check_epochs(run: RunConfig, trained: int, step: int, global_batch: int, siz
 
 
 def check_learning_rate(manifest: Mapping[str, Any], learning_rate: float, config_digest: str) -> str:
-    """The learning rate must go on where it was.
+    """Checks that the learning rate continues where it was.
 
     Returns a warning for a changed configuration, else "". Raises CheckpointError.
     """
@@ -146,21 +145,21 @@ def check_learning_rate(manifest: Mapping[str, Any], learning_rate: float, confi
 
 
 class LossContinuity:
-    """Whether the loss after a restore goes on where it was: a first look at silent damage. Warns once.
+    """Checks whether the loss after a restore continues where it was: a first check for silent damage. Warns once.
 
-    Keeps the last losses of the log intervals; those of a snapshot come back with it.
+    Keeps the last losses of the log intervals; those of a snapshot are restored with it.
     """
 
-    KEPT, STANDARD_DEVIATIONS, LEAST = 10, 6.0, 0.3  # LEAST: a jump by less than this part of the loss is never named
+    KEPT, STANDARD_DEVIATIONS, LEAST = 10, 6.0, 0.3  # LEAST: a jump by less than this part of the loss is not named
 
     def __init__(self, saved: Sequence[float] = ()):
         self.losses = [loss for loss in saved if math.isfinite(loss)]
         self._expected = self.losses
 
     def add(self, loss: float) -> str:
-        """The mean loss of one interval; NaN where the loss scale was still too large for each of its steps.
+        """Adds the mean loss of one interval; NaN if the loss scale was still too large in each of its steps.
 
-        Returns a sentence if it does not go on where the restored run was, else "".
+        Returns a sentence if it does not continue where the restored run was, else "".
         """
         if not math.isfinite(loss):
             return ""

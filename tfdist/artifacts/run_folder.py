@@ -1,4 +1,4 @@
-"""The folder that holds all that a run leaves."""
+"""The folder with all files of a run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EVALUATOR_LOG, EVALUATOR_EVENTS = "logs/evaluator.jsonl", "tensorboard/evaluator
 
 
 def is_evaluators(name: str) -> bool:
-    """Whether a file of a run, named from its folder on, is written by an evaluator beside it."""
+    """Whether a file, named relative to the run folder, is written by an evaluator that follows the run."""
     return name.startswith(("logs/evaluator.", f"{EVALUATOR_EVENTS}/"))
 
 
 @contextlib.contextmanager
 def written(config: Config) -> Iterator[None]:
-    """A context that writes files of the run folder. Raises ConfigError where they cannot be."""
+    """Context manager around writes to the run folder. Raises ConfigError if they fail."""
     try:
         yield
     except OSError as error:
@@ -31,12 +31,12 @@ def written(config: Config) -> Iterator[None]:
 
 
 def run_folder(config: Config) -> Path:
-    """RUN_DIR, made if it is not there. From now on nothing that this process makes can be written by other users."""
+    """RUN_DIR, made if it does not exist. From now on other users cannot write to anything that this process makes."""
     folder = config.run.folder
-    # What will be loaded again is written by nobody else; who may read it is the user's affair.
+    # Other users must not be able to write what will be loaded again; who may read it is up to the user.
     os.umask(os.umask(0o077) | 0o002)
     try:
-        # A working copy is nobody else's affair.
+        # A working copy is private.
         folder.mkdir(0o700 if is_url(config.run.run_dir) else 0o777, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(

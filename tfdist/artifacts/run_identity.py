@@ -1,6 +1,6 @@
-"""Which run lies in a folder of this machine.
+"""Which run a local folder belongs to.
 
-status.json says it. After a power failure that may be empty; snapshots, which are flushed to the disk, say it, too.
+status.json says so. After a power failure that may be empty; snapshots, which are flushed to the disk, say so, too.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tfdist.control.run_address import SNAPSHOTS
 
 
 def run_of(folder: Path) -> str:
-    """The id of the run in `folder`: that of status.json, or of its newest snapshot, or part of one; "" if nothing says
-    it."""
+    """The id of the run in `folder`: from status.json, or from its newest snapshot, or from a part of one; "" if none
+    of them says it."""
     return read_status(folder).get("run_id") or next(filter(None, _named_by_snapshots(folder)), "")
 
 
 def run_of_snapshot(path: str | Path) -> str:
-    """The id of the run that the snapshot at `path` is of; "" if its manifest is damaged, or does not say."""
+    """The id of the run that the snapshot at `path` belongs to; "" if its manifest is damaged, or does not say."""
     file = Path(path, manifest.MANIFEST)
     try:
         return manifest.run_of(file.read_text(encoding="utf-8")) if file.is_file() else ""

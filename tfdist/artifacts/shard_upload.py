@@ -1,16 +1,16 @@
-"""Snapshots of a run in an object store of which every worker writes and sends its own part: no machine has all of it.
+"""Snapshots in an object store for which every worker writes and sends its own part: no machine has all of a snapshot.
 
-Workers that do not see one folder cannot write parts there together (sharded_snapshots.py). Each keeps its own below
-parts/ in its working copy, which workers of a machine share, and sends it in a thread. The store is where the parts
-meet:
+Workers without a shared folder cannot write parts there together (sharded_snapshots.py). Each writes its own part below
+parts/ in its working copy, which workers of a machine share, and sends it in a thread. The parts come together in the
+store:
 
     every worker     state-100.data-00002-of-00008, part-00002.index, and then part-00002.json: what it has sent
     the chief        waits for all part-*.json there and writes state-100.index and then manifest.json: the commit
                      (sharded_commit.py)
 
-So it is in the end as any other snapshot. Each write of a part has a stamp of its own, the same on all workers, so that
-nothing of two writes becomes one snapshot. What the chief still wants is agreed on at every save: the one that is being
-gathered, and the newest.
+So in the end it is like any other snapshot. Each write of a part has its own stamp, the same on all workers, so that
+parts of two writes never become one snapshot. At every save the workers agree on what the chief still wants: the
+snapshot that is being gathered, and the newest.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tfdist.control.user_errors import first_line
 from tfdist.storage.object_store import ObjectStore
 
 PARTS = "parts"  # the folder in the working copy
-_LONGEST_NOTE = 1 << 26  # bytes of a part's JSON that is read
+_LONGEST_NOTE = 1 << 26  # limit in bytes for reading a part's JSON
 
 
 def data_file(step: int, number: int, count: int) -> str:
-    """The name of a data file, as TensorFlow has it in checkpoints."""
+    """The name of a data file, as in TensorFlow's checkpoints."""
     return f"state-{step}.data-{number:05d}-of-{count:05d}"
 
 
 def note_of(rank: int) -> str:
-    """The object that says what a worker has sent."""
+    """The object that lists what a worker has sent."""
     return f"part-{rank:05d}.json"
 
 
@@ -51,10 +51,10 @@ def index_of(rank: int) -> str:
 
 
 class ShardUpload(SnapshotFolder):
-    """The parts of one of `size` workers, in a folder here and below `objects`. `write` must be called on all.
+    """The parts of one of `size` workers, in a local folder and below `objects`. `write` must be called on all workers.
 
     Args:
-      token: the same on all workers, and another one for each attempt of a run.
+      token: the same on all workers, and different in each attempt of a run.
       allowed: called in a thread before anything is written in the store; may raise StoreError.
     """
 
@@ -70,14 +70,14 @@ class ShardUpload(SnapshotFolder):
     ):
         super().__init__(str(folder / PARTS), before_commit)
         self.objects, self.rank, self.size, self.token, self._allowed = objects, rank, size, token, allowed
-        self.wanted: list[int] = []  # steps of which the parts are to be sent, or kept; the most urgent first
+        self.wanted: list[int] = []  # steps whose parts are to be sent, or kept; the most urgent first
         self.sent: set[int] = set()
-        self._notes: dict[int, dict[str, Any]] = {}  # step -> what is said of this worker's part
+        self._notes: dict[int, dict[str, Any]] = {}  # step -> the message about this worker's part
         self._writes = 0
         self.sender = UploadThread(self.unsent, self._send_next)
 
     def unsent(self) -> list[int]:
-        """Steps of which this worker's part is here, but not in the store; the oldest first."""
+        """Steps of which this worker's part is here, but not in the store; oldest first."""
         return sorted(step for step in list(self._notes) if step not in self.sent)
 
     def stamp(self, step: int) -> str:
@@ -85,8 +85,8 @@ class ShardUpload(SnapshotFolder):
         return self._notes.get(step, {}).get("stamp", "")
 
     def write(self, step: int, arrays: Sequence[Shard], fields: Mapping[str, Any]) -> int:
-        """Writes this worker's part here. Returns its bytes. Raises OSError or tf.errors.OpError: then there will be no
-        snapshot of this step."""
+        """Writes this worker's part here. Returns its size in bytes. Raises OSError or tf.errors.OpError: then there
+        will be no snapshot of this step."""
         self.forget_all_but([*self.wanted, step])
         about = {"stamp": f"{self.token}-{self._writes}", "run_id": fields["run_id"], "workers": self.size}
         self._writes += 1
@@ -115,7 +115,7 @@ class ShardUpload(SnapshotFolder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / note_of(self.rank)).unlink(missing_ok=True)
         prefix = f"{folder}/.writing-part-{self.rank:05d}"
-        # Every worker has a data file, so that each knows the name of its own.
+        # Every worker writes a data file, so that each knows the name of its own.
         save_part(prefix, shards, keys if self.rank == 0 else (), direct=False, if_nothing=f"_PART_{self.rank}")
         data, index = Path(f"{prefix}.data-00000-of-00001"), Path(f"{prefix}.index")
         self.before_commit(step)
@@ -134,13 +134,13 @@ class ShardUpload(SnapshotFolder):
         for step in set(self._notes) - set(steps):
             self._notes.pop(step, None)
         for step in set(self.steps()) - set(steps):
-            with contextlib.suppress(OSError):  # another worker of this machine does so, too
+            with contextlib.suppress(OSError):  # another worker of this machine may do so, too
                 remove_tree(self.path(step))
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def _send_next(self) -> None:
-        """Sends the first wanted step that is not sent. Raises StoreError, OSError."""
+        """Sends the first wanted step that has not been sent. Raises StoreError, OSError."""
         for step in [step for step in self.wanted if step in self.unsent()][:1]:
             self.send(step)
 
@@ -153,17 +153,17 @@ class ShardUpload(SnapshotFolder):
         try:
             send_part(self.objects, Path(self.path(step)), step, self.rank, note)
         except FileNotFoundError:
-            if step not in self._notes:  # it is not wanted any more
+            if step not in self._notes:  # it is no longer wanted
                 return
             raise
-        if self._notes.get(step) is note:  # else it has been written anew meanwhile
+        if self._notes.get(step) is note:  # otherwise it has been written again meanwhile
             self.sent.add(step)
 
 
 def send_part(objects: ObjectStore, folder: Path, step: int, rank: int, note: Mapping[str, Any]) -> None:
-    """Sends a worker's files, and last its message about them. Raises StoreError; FileNotFoundError if one is gone."""
+    """Sends a worker's files, then its message about them. Raises StoreError; FileNotFoundError if a file is gone."""
     there = step_folder(step)
-    # What is said of an earlier part of this step must not be taken for this one's.
+    # The message about an earlier part of this step must not be taken for this one's.
     objects.remove(f"{there}/{note_of(rank)}")
     if "error" not in note:
         names = {data_file(step, rank, note["workers"]), index_of(rank)}
@@ -173,7 +173,7 @@ def send_part(objects: ObjectStore, folder: Path, step: int, rank: int, note: Ma
 
 def left_parts(folder: Path, run_id: str, newest: int) -> list[tuple[int, int, dict[str, Any]]]:
     """(step, rank, note) of parts below `folder` that earlier processes of a run have written, of steps newer than
-    `newest`; the oldest first.
+    `newest`; oldest first.
     """
     return [
         (step, rank, note)
@@ -183,7 +183,7 @@ def left_parts(folder: Path, run_id: str, newest: int) -> list[tuple[int, int, d
 
 
 def notes_of_parts(folder: Path, newest: int = -1) -> list[tuple[int, int, dict[str, Any]]]:
-    """(step, rank, note) of all parts below `folder`, whatever run they are of; else as `left_parts`."""
+    """(step, rank, note) of all parts below `folder`, whatever run they belong to; otherwise as `left_parts`."""
     found = []
     for step in (store := SnapshotFolder(str(folder / PARTS))).steps():
         for file in sorted(Path(store.path(step)).glob("part-*.json")):

@@ -1,6 +1,6 @@
 """Lets the chief make one snapshot of the parts that all workers have sent to an object store (shard_upload.py).
 
-It needs their tables of contents and what they say of their files, never the files: those have their final names.
+It needs their tables of contents and their messages about files, never the data files: those have their final names.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from tfdist.control.run_address import SNAPSHOTS
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 
-_LATE_SECONDS = 600.0  # after which a part that has not come is waited for no longer, if there is a newer snapshot
-_SAID_SECONDS = 60.0  # after which that is said
+_LATE_SECONDS = 600.0  # after this time a missing part is given up, if there is a newer snapshot
+_SAID_SECONDS = 60.0  # after this time missing parts are reported
 
 
 class ShardedCommit:
-    """The chief's: which snapshots are still to be made of parts, and the making.
+    """On the chief: the list of snapshots still to be made of parts, and their making.
 
-    parts: the chief's own. remote: the snapshots in the store, among which each is then.
+    parts: the chief's own. remote: the snapshots in the store, to which finished ones are added.
     """
 
     def __init__(self, objects: ObjectStore, parts: ShardUpload, remote: RemoteSnapshots):
         self._objects, self._parts, self._remote = objects, parts, remote
-        self._steps: list[int] = []  # not yet committed, in the order of their saves: the first is being gathered
-        self._dropped: set[int] = set()  # of which there may be something in the store
+        self._steps: list[int] = []  # not yet committed, in the order of saving: the first is being gathered
+        self._dropped: set[int] = set()  # steps with possible leftovers in the store
         self._since: dict[int, float] = {}  # step -> when the chief's own part was there (time.monotonic())
         self._lists, self._making = (
             threading.Lock(),
             threading.Lock(),
-        )  # the second is held for as long as a store takes
-        self._lost = -1  # the newest step of which there will be no snapshot, and none newer has been made
+        )  # the second is held while the store works
+        self._lost = -1  # the newest step whose snapshot was lost, if none newer has been made
         self.sender = UploadThread(self.steps, self._make_first, self.lost)
 
     def steps(self) -> list[int]:
@@ -55,15 +55,15 @@ class ShardedCommit:
         return list(self._steps)
 
     def lost(self) -> list[int]:
-        """The step of which there should be a snapshot, the newest, and will be none."""
+        """The step of the newest snapshot, if that is lost."""
         return [self._lost] if self._lost >= 0 else []
 
     def announce(self, step: int) -> list[int]:
-        """A save of a step begins. Returns the steps whose parts are wanted: what is being gathered, for else a store
-        that is slower than the saves would never have one; the newest; the last that is there. Raises StoreError.
+        """Begins a save. Returns the steps whose parts are wanted: the one that is being gathered (otherwise a store
+        slower than the saves would never complete one), the newest, and the last in the store. Raises StoreError.
         """
         if step in self._steps or step in self._dropped or self._remote.holds(step):
-            with self._making:  # it is written anew, after bad numbers
+            with self._making:  # it is written again, after bad numbers
                 self._remote.withdraw(step)
         with self._lists:
             waiting = [each for each in self._steps if each != step]
@@ -73,7 +73,7 @@ class ShardedCommit:
             return [*self._steps, *([newest] if newest >= 0 else [])]
 
     def make_left(self, newer_than: int) -> None:
-        """Makes the newest of those whose parts earlier processes have all sent, before anything is removed from the
+        """Makes the newest snapshot whose parts earlier processes have all sent, before anything is removed from the
         store. Raises StoreError, OSError."""
         names = self._objects.names(SNAPSHOTS)
         steps = {int(name.split("/")[1][5:]) for name in names if name.endswith(f"/{note_of(0)}")}
@@ -83,13 +83,13 @@ class ShardedCommit:
                     break
 
     def drop_all(self) -> None:
-        """Drops all snapshots that are being gathered: none is wanted any more."""
+        """Drops all snapshots that are being gathered, as none is wanted any more."""
         with self._making:
             for step in self.steps():
                 self._is_over(step, dropped=True)
 
     def _make_first(self) -> None:
-        """Makes the first waiting snapshot if all its parts are there; in a thread. Raises StoreError, OSError."""
+        """Makes the first waiting snapshot if all its parts are there. Runs in a thread. Raises StoreError, OSError."""
         with self._making:
             for step in self.steps()[:1]:
                 if step in self._parts.sent:
@@ -127,8 +127,8 @@ class ShardedCommit:
 
     def make(self, step: int, stamp: str = "") -> list[int]:
         """Makes one snapshot, of parts with this stamp, by default the stamp of the chief's part. Returns the ranks
-        whose parts are missing: then there is no snapshot yet. Raises CheckpointError if there will be none,
-        StoreError, OSError."""
+        whose parts are missing; if there are any, there is no snapshot yet. Raises CheckpointError if there will be
+        none, StoreError, OSError."""
         there = self._objects.names(step_folder(step))
         first = self._note(step, 0, there)
         if first is None or stamp not in ("", first["stamp"]):
@@ -177,7 +177,7 @@ class ShardedCommit:
             self._objects.remove(f"{step_folder(step)}/{index_of(rank)}")
 
     def _merged(self, folder: Path, step: int, notes: list[dict[str, Any]]) -> Path:
-        """The index of the whole. Raises CheckpointError, StoreError, OSError."""
+        """Merges the tables of contents into one. Raises CheckpointError, StoreError, OSError."""
         prefixes = []
         for rank, note in enumerate(notes):
             prefixes.append(f"{folder}/part-{rank:05d}")
@@ -185,7 +185,7 @@ class ShardedCommit:
             self._objects.fetch(f"{step_folder(step)}/{index_of(rank)}", index, note["index"]["bytes"])
             if not has_content(str(index), note["index"]):
                 raise CheckpointError(f"the table of contents of rank {rank}'s part is damaged.")
-            # TensorFlow gives the data files their new names; these only say whose is whose.
+            # TensorFlow renames the data files; these stand-ins only show which one is whose.
             Path(f"{prefixes[-1]}.data-00000-of-00001").write_text(str(rank))
         try:
             prefix = f"{folder}/state-{step}"
@@ -199,20 +199,20 @@ class ShardedCommit:
         return folder / f"state-{step}.index"
 
     def _keep_here(self, step: int, index: Path) -> None:
-        """Keeps the table of contents here, so that going on from it on this machine is quick."""
+        """Keeps the table of contents here, so that resuming on this machine is quick."""
         folder = Path(self._parts.path(step))
         if folder.is_dir():
             os.replace(index, folder / index.name)
 
 
 def _is_there(step: int, rank: int, note: Mapping[str, Any], there: Mapping[str, int]) -> bool:
-    """Whether a part's files are in the store as it says."""
+    """Whether a part's files are in the store as its message says."""
     names = {data_file(step, rank, note["workers"]): note["data"], index_of(rank): note["index"]}
     return all(there.get(f"{step_folder(step)}/{name}") == entry["bytes"] for name, entry in names.items())
 
 
 def _is_note(note: Any, rank: int) -> bool:
-    """Whether it is what shard_upload.py writes: an object may be cut off, or anybody's."""
+    """Whether this is a message of shard_upload.py: an object may be cut off, or come from anyone."""
     if not (isinstance(note, dict) and isinstance(note.get("stamp"), str) and type(note.get("workers")) is int):
         return False
     files = [note.get("data"), note.get("index")]

@@ -1,8 +1,8 @@
 """Snapshots of which every worker writes a part, and reads a part: no worker ever holds all of it.
 
-The files are those of any other snapshot (snapshot_folder.py): whole arrays by key, with one manifest. TensorFlow's
-checkpoints know *slices*: a worker saves boxes of an array, the chief merges the tables of contents when all parts are
-there, and whoever reads asks for other boxes, or for whole arrays.
+The files are those of any other snapshot (snapshot_folder.py): whole arrays by key, with one manifest. This works
+because TensorFlow's checkpoints support *slices*: a worker saves boxes of an array, the chief merges the tables of
+contents when all parts are there, and a reader asks for other boxes, or for whole arrays.
 
     every worker     part-00002.data-..., part-00002.index, and then part-00002.json with their sizes and checksums
     the chief        waits for all part-*.json, merges, writes the manifest, renames the folder: the commit
@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.02
 
 
 class Shard(NamedTuple):
-    """A box of a whole array of `shape`. `array`: its content."""
+    """A box of a whole array of `shape`. array: its content."""
 
     key: str
     shape: tuple[int, ...]
@@ -70,13 +70,13 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def runs(places: np.ndarray) -> list[tuple[int, int]]:
-    """Cuts increasing places into runs (start, length) of consecutive ones."""
+    """Divides increasing places into runs (start, length) of consecutive ones."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return [(int(run[0]), len(run)) for run in np.split(places, cuts) if len(run)]
 
 
 def read_shards(prefix: str, shards: Sequence[Shard], dtype: Any) -> list[np.ndarray]:
-    """The content of boxes of one array of the checkpoint `prefix`. Raises tf.errors.OpError, ValueError."""
+    """Reads boxes of one array of the checkpoint `prefix`. Raises tf.errors.OpError, ValueError."""
     if not shards:
         return []
     first = shards[0]
@@ -86,8 +86,8 @@ def read_shards(prefix: str, shards: Sequence[Shard], dtype: Any) -> list[np.nda
 def save_part(
     prefix: str, shards: Sequence[Shard], keys: Sequence[str], direct: bool, if_nothing: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """A checkpoint of these boxes alone; of nothing none, or one of an entry called `if_nothing`. keys: of all arrays,
-    where it shall say what the whole is made of. Returns what `checkpoint_files.write_files` does. Raises OSError.
+    """Writes a checkpoint of these boxes only; without any, none, or one with an entry called `if_nothing`. keys: of
+    all arrays, if it shall describe the whole. Returns the result of `checkpoint_files.write_files`. Raises OSError.
     """
     entries = [shard.entry for shard in shards]
     if keys:
@@ -98,10 +98,10 @@ def save_part(
 
 
 class ShardedSnapshotFolder(SnapshotFolder):
-    """A folder of snapshots that `size` workers write together; each has one. `write` must be called on all of them.
+    """A folder of snapshots that `size` workers write together; each worker has one. Call `write` on all of them.
 
     Args:
-      token: the same on all workers, and another one for each attempt of a run.
+      token: the same on all workers, and different in each attempt of a run.
       patience: seconds that the chief waits for the parts of the others.
     """
 
@@ -118,14 +118,14 @@ class ShardedSnapshotFolder(SnapshotFolder):
         super().__init__(directory, before_commit, options)
         self.rank, self.size, self.token, self.patience = rank, size, token, patience
         self.give_up_at = math.inf  # time.monotonic(), after an error elsewhere
-        self._writes = 0  # as many on all workers
+        self._writes = 0  # the same number on all workers
 
     def write(self, step: int, arrays: Sequence[Shard], fields: Mapping[str, Any]) -> int:
-        """Writes this worker's part; the chief also commits. Returns the bytes of the part, on the chief of all.
+        """Writes this worker's part; the chief also commits. Returns the bytes of the part, on the chief of all parts.
 
-        Raises OSError or tf.errors.OpError. Then there is no snapshot of this step, and the next save tries anew.
+        Raises OSError or tf.errors.OpError. Then there is no snapshot of this step, and the next save tries again.
         """
-        # Numbered, as a step may be written again: a part that came late for the first time is none of the second.
+        # Numbered, as a step may be written again: a late part of the first write must not join the second.
         self._writes += 1
         folder = f"{self.directory}/.writing-step-{step:08d}-{self.token}-{self._writes}"
         if self.rank == 0:
@@ -136,10 +136,10 @@ class ShardedSnapshotFolder(SnapshotFolder):
             return self._commit(folder, step, fields) if self.rank == 0 else size
         except Exception as error:  # whatever it is, the others must be told, or they would wait
             if self.rank == 0:
-                # Others may still be writing there; what they leave goes before the next snapshot.
+                # Others may still be writing there; their leftovers are removed before the next snapshot.
                 shutil.rmtree(folder, ignore_errors=True)
             else:
-                with contextlib.suppress(OSError):  # the chief may have given up before
+                with contextlib.suppress(OSError):  # the chief may have given up already
                     self._announce(
                         folder,
                         {"error": f"rank {self.rank}: {first_line(error) or type(error).__name__}"},
@@ -147,7 +147,7 @@ class ShardedSnapshotFolder(SnapshotFolder):
             raise
 
     def _remove_failed(self, step: int) -> None:
-        """Removes what slower workers have left of earlier snapshots that the chief had given up."""
+        """Removes leftovers of slower workers from earlier snapshots that the chief had given up."""
         left = re.compile(rf"\.writing-step-([0-9]+)-{self.token}-([0-9]+)")
         for name in os.listdir(self.directory) if os.path.isdir(self.directory) else ():
             found = left.fullmatch(name)
@@ -175,7 +175,7 @@ class ShardedSnapshotFolder(SnapshotFolder):
         tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=prefix, delete_old_dirs=False)
         for rank in range(self.size):
             os.remove(f"{folder}/part-{rank:05d}.json")
-        # The data files have new names and the old content; only the table of contents is new.
+        # The data files have new names but unchanged content; only the table of contents is new.
         entries = [entry for message in messages for entry in message["files"].values()]
         files = {f"state-{step}.data-{number:05d}-of-{len(entries):05d}": entry for number, entry in enumerate(entries)}
         files[f"state-{step}.index"] = measure(f"{prefix}.index", self.options.checksum, flush=True)
@@ -188,7 +188,7 @@ class ShardedSnapshotFolder(SnapshotFolder):
         return sum(entry["bytes"] for entry in files.values())
 
     def _wait_for_parts(self, folder: str) -> list[dict[str, Any]]:
-        """Waits for the messages of all workers. Raises OSError if one failed, or does not come."""
+        """Waits for the messages of all workers. Raises OSError if one failed, or does not arrive."""
         begun, messages = time.monotonic(), {}
         while len(messages) < self.size:
             for rank in set(range(self.size)) - set(messages):
@@ -210,12 +210,12 @@ class ShardedSnapshotFolder(SnapshotFolder):
 
 
 def values_of(shards: Sequence[Shard]) -> int:
-    """The number of elements of all boxes."""
+    """The number of elements in all boxes."""
     return sum(math.prod(length for _, length in shard.box) for shard in shards)
 
 
 def must_hold_all(values: Sequence[int], fields: Mapping[str, Any]) -> None:
-    """Raises OSError if parts with so many elements are not the whole of a manifest's variables."""
+    """Raises OSError if parts with these numbers of elements do not make up all of a manifest's variables."""
     expected = sum(math.prod(shape) for _, shape, _ in fields["variables"].values())
     if (written := sum(values)) != expected:
         raise OSError(f"the parts hold {written} values instead of {expected}")

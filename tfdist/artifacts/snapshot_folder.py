@@ -1,14 +1,14 @@
-"""Commits snapshots to a folder, and decides which of them are trusted again.
+"""Commits snapshots to a folder, and decides later which of them can be trusted.
 
 A snapshot is a folder, step-00000100, with TensorFlow's checkpoint files (state-100.index, ...) and manifest.json,
-which names every file with its size and checksum. It is written under a temporary name, flushed to the disk, and
-renamed: so a folder of that name is whole or damaged later, and the manifest tells which. Without a valid manifest
-nothing is trusted.
+which lists every file with its size and checksum. It is written under a temporary name, flushed to the disk, and
+renamed. So a folder with the final name was complete once; if it was damaged later, the manifest shows that. Without a
+valid manifest nothing is trusted.
 
-What a run in an object store has there is sent from such a folder (remote_snapshots.py).
+A run in an object store sends its snapshots from such a folder (remote_snapshots.py).
 
-Who calls: loop._save -> SessionHooks.save -> Recovery.save -> SnapshotWriter.save; in its thread _write -> _try ->
-SnapshotFolder.write -> checkpoint_files.write (of parts: ShardedSnapshotFolder.write or ShardUpload.write ->
+The calls of a save: loop._save -> SessionHooks.save -> Recovery.save -> SnapshotWriter.save; in its thread _write ->
+_try -> SnapshotFolder.write -> checkpoint_files.write (for parts: ShardedSnapshotFolder.write or ShardUpload.write ->
 save_part -> checkpoint_files.write_files).
 """
 
@@ -35,7 +35,7 @@ from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import flush_to_disk, remove_tree
 from tfdist.control.user_errors import first_line
 
-_NAME = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,18})$")  # up to what a variable can count to
+_NAME = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,18})$")  # up to the largest value of a counter variable
 _TEMPORARY = (".writing-", ".deleting-")
 _REPLACED = re.compile(r"^\.replaced-(step-[0-9]+)-[0-9a-f]+$")
 
@@ -56,11 +56,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class FolderOptions:
-    """What differs between folders of snapshots.
+    """The differences between folders of snapshots.
 
-    place: as messages name it; "": the folder's path. flag: with which another place is chosen. private: whether the
-    folder, if it is made here, is for this user alone. required: entries of the manifest without which a snapshot is of
-    no use here. checksum: of the files that are written here; SHA where they leave the machine.
+    place: its name in messages; "": the folder's path. flag: the flag that chooses another place. private: whether the
+    folder, if it is made here, is for this user alone. required: manifest entries without which a snapshot is useless
+    here. checksum: of the files that are written here; SHA if they leave the machine.
     """
 
     place: str = ""
@@ -76,7 +76,7 @@ OF_A_RUN = FolderOptions()
 class SnapshotFolder:
     """The snapshots of one folder.
 
-    before_commit: called with the step when all files are written but nothing is committed yet; for faults on purpose.
+    before_commit: called with the step when all files are written but nothing is committed yet; for injected faults.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SnapshotFolder:
         self.damaged: list[int] = []  # steps that `newest_valid` has passed over
 
     def steps(self) -> list[int]:
-        """The steps of which there is a snapshot folder, valid or not, oldest first."""
+        """The steps that have a snapshot folder, valid or not, oldest first."""
         if not tf.io.gfile.isdir(self.directory):
             return []
         names = (name.rstrip("/") for name in tf.io.gfile.listdir(self.directory))
@@ -101,8 +101,8 @@ class SnapshotFolder:
         return f"{self.directory}/step-{step:08d}"
 
     def clean(self) -> None:
-        """Removes what killed writers left behind, and puts back what one was about to replace. Only while no other
-        process writes here."""
+        """Removes leftovers of killed writers, and restores a snapshot that one was about to replace. Call only while
+        no other process writes here."""
         if not tf.io.gfile.isdir(self.directory):
             return
         for name in (each.rstrip("/") for each in tf.io.gfile.listdir(self.directory)):
@@ -113,7 +113,7 @@ class SnapshotFolder:
                 self._remove(path)
 
     def _remove(self, path: str) -> None:
-        """A file, or a folder with all in it."""
+        """Removes a file, or a folder with its content."""
         if os.path.isdir(path):
             remove_tree(path)
         else:
@@ -145,28 +145,28 @@ class SnapshotFolder:
 
     @property
     def direct(self) -> bool:
-        """Whether data files are written past the page cache: nothing reads them again now, unless to send them."""
+        """Whether data files bypass the page cache: nothing reads them again soon, except to send them."""
         return self.options.checksum == CRC
 
     def _measured(
         self, folder: str, written: Mapping[str, dict[str, Any]], names: Iterable[str]
     ) -> dict[str, dict[str, Any]]:
-        """The manifest's entries of files, all of which are on the disk then. written: what is known of some."""
+        """The manifest's entries of files, all of which are on the disk then. written: known entries of some files."""
         known, checksum = written if self.direct else {}, self.options.checksum
         return {name: known.get(name) or measure(f"{folder}/{name}", checksum, flush=True) for name in names}
 
     def _seal(self, folder: str, step: int, files: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
-        """The commit of what is written in `folder`, whose files are named with their sizes and checksums."""
+        """Commits the files written in `folder`; they are listed with their sizes and checksums."""
         final, manifest = self.path(step), {"format": FORMAT, "step": step, **fields, "files": files}
         self._write_text(f"{folder}/{MANIFEST}", sealed(manifest))
         flush_to_disk(folder)
         aside = f"{self.directory}/.replaced-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         if is_anew := os.path.exists(final):
-            os.rename(final, aside)  # to remove it takes long: a process that is killed then must leave one of them
+            os.rename(final, aside)  # removal is slow: a process killed meanwhile must leave one of them
         os.rename(folder, final)
         flush_to_disk(self.directory)
         if is_anew:
-            with contextlib.suppress(OSError):  # the new one counts all the same, and `clean` removes the old one later
+            with contextlib.suppress(OSError):  # the new one counts anyway, and `clean` removes the old one later
                 remove_tree(aside)
 
     def _write_text(self, path: str, text: str) -> None:
@@ -175,8 +175,8 @@ class SnapshotFolder:
         flush_to_disk(path)
 
     def _point_to(self, step: int) -> None:
-        """Keeps TensorFlow's `checkpoint` file, so that tf.train.latest_checkpoint(directory) finds the newest. The
-        snapshot is committed by then, and nothing here needs that file: if it cannot be written, `not_pointed` says so.
+        """Updates TensorFlow's `checkpoint` file, so that tf.train.latest_checkpoint(directory) finds the newest one.
+        That is committed already, and nothing here needs the file: if it cannot be written, `not_pointed` says why.
         """
         text = checkpoint_files.pointer(f"step-{step:08d}/state-{step}")
         temporary = f"{self.directory}/.writing-checkpoint-{uuid.uuid4().hex[:8]}"
@@ -190,13 +190,13 @@ class SnapshotFolder:
                 os.unlink(temporary)
 
     def delete(self, step: int) -> None:
-        """Deletes a snapshot. Killed in the middle it leaves nothing that looks whole."""
+        """Deletes a snapshot. If killed midway, it leaves nothing that looks complete."""
         path, doomed = self.path(step), f"{self.directory}/.deleting-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         os.rename(path, doomed)
         remove_tree(doomed)
 
     def delete_all(self) -> None:
-        """All snapshots, and what killed writers left. Only while no other process writes here."""
+        """Deletes all snapshots and leftovers of killed writers. Call only while no other process writes here."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.directory}/checkpoint")
         for step in self.steps():
@@ -242,7 +242,7 @@ class SnapshotFolder:
             raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
 
     def newest_valid(self, scheduled: ScheduledSteps = ALL_STEPS) -> tuple[Snapshot | None, list[str]]:
-        """The newest snapshot that is whole, of the `scheduled` steps, and why newer ones were passed over."""
+        """The newest complete snapshot of the `scheduled` steps, and why newer ones were passed over."""
         passed_over, self.damaged = [], []
         for step in filter(scheduled, reversed(self.steps())):
             try:
@@ -253,14 +253,14 @@ class SnapshotFolder:
         return None, passed_over
 
     def set_aside_damaged(self) -> None:
-        """Gives what `newest_valid` has passed over another name: it must not count as one of the snapshots that are
-        kept while a valid one is deleted."""
+        """Renames the snapshots that `newest_valid` has passed over: they must not count as kept ones while a valid one
+        is deleted."""
         for step in self.damaged:
             self.set_aside(step, "damaged")
         self.damaged = []
 
     def set_aside(self, step: int, why: str) -> None:
-        """Gives a snapshot a name by which it is none of the run's any more."""
+        """Renames a snapshot so that it no longer belongs to the run."""
         os.rename(self.path(step), f"{self.directory}/{why}-step-{step:08d}-{uuid.uuid4().hex[:8]}")
 
     def read(self, snapshot: Snapshot) -> dict[str, np.ndarray]:

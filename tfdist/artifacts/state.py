@@ -1,7 +1,7 @@
 """The content of a snapshot: the variables of a run by key, their copies in host memory, and the host's own generators.
 
 Keys are positions ("model/0003", "optimizer/0001", "train/step"), not names: Keras numbers layer names by what was
-built before in the process. The names are kept beside the keys, for messages.
+built earlier in the process. The names are stored in addition, for messages.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tfdist.control.exit_codes import CheckpointError
 from tfdist.runtime.host import host_view
 from tfdist.runtime.weight_check import Held, is_compared
 
-COMPARED = ("model/", "hidden/")  # keys of what all workers hold the same of
+COMPARED = ("model/", "hidden/")  # keys of variables that are the same on all workers
 
 
 def collect(model: keras.Model, optimizer: keras.Optimizer, train: Mapping[str, Any]) -> dict[str, Any]:
-    """key -> variable: all of the model's (weights, moving statistics, seed generators), what its layers keep without
-    Keras' knowing, all of the optimizer's (slots, iterations, moving averages), and `train` (step, loss scale) under
+    """key -> variable: all of the model's (weights, moving statistics, seed generators), those in its layers that Keras
+    does not know of, all of the optimizer's (slots, iterations, moving averages), and `train` (step, loss scale) under
     "train/"."""
-    # model.variables has the seed generators, which tf.train.Checkpoint(model=model) silently leaves out.
+    # model.variables includes the seed generators, which tf.train.Checkpoint(model=model) silently leaves out.
     return {
         **model_variables(model),
         **hidden(model),
@@ -42,13 +42,13 @@ def model_variables(model: keras.Model) -> dict[str, Any]:
 
 
 def hidden(model: keras.Model) -> dict[str, Any]:
-    """key -> variable that a layer of the model keeps without Keras' knowing."""
+    """key -> variable in a layer of the model that Keras does not know of."""
     return {f"hidden/{index:04d}": variable for index, variable in enumerate(hidden_variables(model))}
 
 
 class WholeState:
-    """The state of a run in which every worker holds all of it. training/parallel/sharded_state.py has its
-    counterpart.
+    """The state of a run in which every worker holds all of it. training/parallel/sharded_state.py is its counterpart
+    for sharded state.
     """
 
     def __init__(self, variables: Mapping[str, Any]):
@@ -60,9 +60,9 @@ class WholeState:
     def to_host(
         self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str | tuple[str, ...] = ""
     ) -> dict[str, np.ndarray]:
-        """key -> a copy in host memory, of keys that begin with `only`, or one of them; {} unless `wanted` here.
+        """key -> a copy in host memory, of keys that begin with `only` (a prefix or several); {} unless `wanted` here.
 
-        into: an earlier result that nobody needs any more.
+        into: an earlier result that is no longer needed.
         """
         return (
             to_host({key: variable for key, variable in self.variables.items() if key.startswith(only)}, into)
@@ -87,7 +87,7 @@ class WholeState:
         check(self.table(), stored)
 
     def fitted(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """The stored arrays in the form that `assign` takes."""
+        """Converts the stored arrays to the form that `assign` takes."""
         return arrays
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -95,9 +95,9 @@ class WholeState:
 
 
 def to_host(variables: Mapping[str, Any], into: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-    """key -> a copy in host memory that later steps do not touch. Call between steps.
+    """key -> a copy in host memory that later steps do not change. Call between steps.
 
-    into: an earlier result, whose memory is used again: most of the time of a copy goes to memory that is new to the
+    into: an earlier result whose memory is reused: most of the time of a copy goes to memory that is new to the
     process.
     """
     return {key: _copy(tf_variable(variable), (into or {}).get(key)) for key, variable in variables.items()}
@@ -118,7 +118,7 @@ def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> No
         tf_variable(variable).assign(arrays[key])
 
 
-# In the keys of what training/parallel/compression.py carries on: what was not sent yet, and a basis for it.
+# Parts of keys of the state of training/parallel/compression.py: errors not sent yet, and a basis for them.
 CARRIED, BASIS = "compression_error_", "compression_basis_"
 
 
@@ -127,7 +127,7 @@ def _is_of_compression(key: str) -> bool:
 
 
 def carried_by_others(stored: Mapping[str, Any], described: Mapping[str, tuple]) -> set[str]:
-    """Keys of what a compression of gradients has stored that is not described."""
+    """The stored keys of a compression of gradients that are not in `described`."""
     return {key for key in stored if _is_of_compression(key) and key not in described}
 
 
@@ -137,9 +137,9 @@ def check_arrays(described: Mapping[str, tuple], arrays: Mapping[str, np.ndarray
 
 
 def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
-    """Compares a table of variables with what is stored, key -> (shape, dtype).
+    """Compares a table of variables with the stored one, key -> (shape, dtype).
 
-    Raises CheckpointError naming the first misfit.
+    Raises CheckpointError naming the first mismatch.
     """
     missing, unexpected = sorted(set(described) - set(stored)), sorted(set(stored) - set(described))
     if (missing or unexpected) and all(map(_is_of_compression, (*missing, *unexpected))):
@@ -175,7 +175,7 @@ def table(variables: Mapping[str, Any]) -> dict[str, tuple[str, list[int], str]]
 
 def generator_states() -> dict[str, Any]:
     """The states of Python's and NumPy's global generators, as JSON."""
-    legacy: Any = np.random.get_state()  # a dict only if asked for
+    legacy: Any = np.random.get_state()  # a dict only on request
     name, keys, position, has_gauss, cached = legacy
     return {"python": random.getstate(), "numpy": [name, keys.tolist(), position, has_gauss, cached]}
 
@@ -189,13 +189,13 @@ def restore_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def name_of(variable: Any) -> str:
-    """The path of one of Keras' variables, or the name of one of TensorFlow's."""
-    # Its path alone: the value of a variable that is on another stage of a pipeline may not be looked at.
+    """The path of a Keras variable, or the name of a TensorFlow variable."""
+    # Uses only the path: the value of a variable on another pipeline stage must not be accessed.
     return variable.path if isinstance(variable, keras.Variable) else variable.name
 
 
 def tf_variable(variable: Any) -> Any:
-    """TensorFlow's variable in one of Keras', or the variable that is given."""
+    """The TensorFlow variable inside a Keras variable, or the given variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 

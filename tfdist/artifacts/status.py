@@ -1,4 +1,4 @@
-"""RUN_DIR/status.json: whether a run is going on or finished, and its id. How an evaluator knows when to stop."""
+"""RUN_DIR/status.json: whether a run is active or finished, and its id. Tells an evaluator when to stop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdist.storage.store_errors import StoreError
 
 
 def write_status(run_dir: Path, status: str, run_id: str) -> None:
-    """`status`: "running" or "finished". On the disk when it has its name. Raises CheckpointError."""
+    """Writes the status, "running" or "finished"; atomic and flushed to the disk. Raises CheckpointError."""
     try:
         with written_whole(run_dir / STATUS_FILE, flushed=True) as file:
             json.dump({"status": status, "run_id": run_id}, file)
@@ -29,7 +29,7 @@ def write_status(run_dir: Path, status: str, run_id: str) -> None:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """{"status", "run_id"}; {} if there is none yet, or none that can be read."""
+    """{"status", "run_id"}; {} if there is no readable status yet."""
     try:
         return parse_status((run_dir / STATUS_FILE).read_text())
     except (OSError, ValueError):
@@ -37,8 +37,8 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def is_finished(run_dir: str, folder: Path, seconds: float = 30.0) -> bool:
-    """Whether the run is over, as those see it who lost its chief: of a run in an object store the chief says so when
-    all has been sent, for which they wait a while. folder: the run's on this machine.
+    """Whether the run is over, for processes that have lost its chief. For a run in an object store the chief writes
+    this when all has been sent, so wait for it a while. folder: the run's local folder.
     """
     deadline, objects = time.monotonic() + seconds, None
     while True:

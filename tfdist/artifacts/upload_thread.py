@@ -1,4 +1,4 @@
-"""The thread that sends snapshots to an object store: one after the other, again and again, until all are there."""
+"""The thread that sends snapshots to an object store: one after another, with retries, until all are there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _PROGRESS_SECONDS = 10.0
 
 
 class UploadThread:
-    """unsent: the steps that are not in the store. send: sends what is to be sent first, if there is anything; may
-    raise StoreError, and OSError of the disk here. Both are called in the thread.
+    """unsent: returns the steps that are not in the store. send: sends the most urgent one, if there is any; may raise
+    StoreError, and OSError of the local disk. Both are called in the thread.
     """
 
     def __init__(self, unsent: Callable[[], list[int]], send: Callable[[], None], lost: Callable[[], list[int]] = list):
@@ -33,11 +33,11 @@ class UploadThread:
         return self._trouble
 
     def is_at_work(self) -> bool:
-        """Whether anything will be sent still."""
+        """Whether anything may still be sent."""
         return self._thread.is_alive()
 
     def finish_soon(self, seconds: float) -> list[int]:
-        """Waits until all is sent, and what is to be removed after it, at most so long. Returns the steps that are not
+        """Waits until all is sent and old snapshots are removed, for at most `seconds`. Returns the steps that are not
         sent.
         """
         begun = time.monotonic()
@@ -46,7 +46,7 @@ class UploadThread:
         return self.unsent()
 
     def end(self, seconds: float = 0.0) -> None:
-        """Sends no more; waits at most so long for what is being sent."""
+        """Stops sending; waits at most `seconds` for an upload under way."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -60,14 +60,14 @@ class UploadThread:
                     self._trouble = None
             except StoreError as error:
                 self._trouble = error
-            except OSError as error:  # of the disk here
+            except OSError as error:  # of the local disk
                 self._trouble = StoreError(f"a snapshot cannot be read ({error.strerror}: {error.filename})")
             finally:
                 self._busy = False
 
 
 def sent_within(sender: UploadThread, place: str, deadline: float) -> list[int]:
-    """Waits until all is sent to `place`, and says what is on its way; until the deadline, of time.monotonic(). Returns
+    """Waits until all is sent to `place`, and reports what is under way; until the deadline (time.monotonic()). Returns
     the steps that are not sent, or never will be.
     """
     while left := sender.finish_soon(min(_PROGRESS_SECONDS, deadline - time.monotonic())):

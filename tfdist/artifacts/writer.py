@@ -1,7 +1,7 @@
-"""Writes snapshots beside training: the caller pays for the copy to host memory, a thread for the rest.
+"""Writes snapshots in parallel to training: the caller only waits for the copy to host memory, a thread does the rest.
 
-A failed write (disk full, read-only, folder gone) never stops training and never deletes anything: it is counted, told
-every time, and the next save tries again.
+A failed write (disk full, read-only, folder gone) never stops training and never deletes anything: it is counted and
+reported every time, and the next save tries again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class WriterStats:
     saves: int = 0
     failures: int = 0
     bytes: int = 0
-    wait_s: float = 0.0  # training stood still because the previous write was not done
+    wait_s: float = 0.0  # training waited because the previous write was not done
 
 
 class SnapshotWriter:
-    """`save` hands arrays over; `messages` tells what has become of them. Only the chief has one, unless all write
+    """`save` hands arrays over; `messages` reports the results. Only the chief has a writer, unless all workers write
     parts.
 
-    retention: None if another worker deletes old snapshots. attempts: to write a snapshot.
+    retention: None if another worker deletes old snapshots. attempts: number of attempts to write a snapshot.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SnapshotWriter:
     def save(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> None:
         """Starts writing a snapshot, after the previous one is done.
 
-        `arrays`: what the store takes; they must not change before `recycled` returns them.
+        arrays: what the store takes; they must not change before `recycled` returns them.
         """
         self.wait()
         self._thread = threading.Thread(
@@ -76,7 +76,7 @@ class SnapshotWriter:
             self.wait()
 
     def recycled(self) -> Mapping[str, np.ndarray] | None:
-        """Arrays of a finished write, once: their memory may be used again."""
+        """Returns the arrays of a finished write, once: their memory may be reused."""
         arrays, self._done_with = self._done_with, None
         return arrays
 
@@ -139,18 +139,18 @@ class SnapshotWriter:
             self._retain(self.retention)
 
     def _try(self, step: int, arrays: Any, fields: Mapping[str, Any]) -> int | None:
-        """Bytes written; None: `last_failure` says why not."""
+        """Returns the bytes written; None: `last_failure` says why not."""
         for attempt in range(1, self.attempts + 1):
             try:
                 return self.store.write(step, arrays, fields)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must be told, not end this thread
+            except Exception as error:  # noqa: BLE001 - any error must be reported, and must not end this thread
                 self.last_failure = f"step {step}: {type(error).__name__}: {first_line(error)}"
                 if attempt < self.attempts:
                     time.sleep(self.retry_after)
         return None
 
     def _retain(self, retention: Retention) -> None:
-        """Deletes what is not to be kept; only ever after a newer snapshot has been committed."""
+        """Deletes snapshots that need not be kept; only ever after a newer snapshot has been committed."""
         try:
             steps = self.store.steps()
             self._learn_metrics(steps)
@@ -160,8 +160,8 @@ class SnapshotWriter:
             self._messages.put(("warning", {"message": f"An old snapshot could not be deleted: {error}"}))
 
     def delete_after(self, step: int) -> None:
-        """Deletes the snapshots after `step`, to which the run has gone back: they must push out nothing that comes,
-        and nobody must go on from them. What is kept for ever gets another name. Raises OSError."""
+        """Deletes the snapshots after `step`, to which the run has gone back: they must not displace later ones, and
+        nobody must resume from them. Those that are kept forever are renamed. Raises OSError."""
         steps = self.store.steps()
         self._learn_metrics(steps)
         kept = self.retention.kept_for_ever(steps, self._metrics) if self.retention else set()

@@ -1,8 +1,8 @@
 """The configuration: one frozen dataclass per component, a field for each flag.
 
-options.py says how a field is declared; cluster_options.py, training_options.py and run_options.py hold the components;
-configuration.py puts them together; checks.py holds the checks across fields. No TensorFlow import: `--help` and
-`--dry_run` must answer at once.
+options.py declares fields; cluster_options.py, training_options.py and run_options.py hold the components;
+configuration.py combines them; checks.py holds the checks across fields. No TensorFlow import: `--help` and `--dry_run`
+must answer at once.
 """
 
 from tfdist.config.cluster_options import ClusterConfig, ParallelConfig, ParameterServerConfig, StrategyConfig

@@ -1,4 +1,4 @@
-"""The checks across fields: what contradicts itself is a ConfigError that names the flag, its value and the fix."""
+"""The checks across fields: contradictions raise a ConfigError that names the flag, its value and the fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OnlyFor(NamedTuple):
-    """A flag that means something under one strategy only, and the value with which it says nothing."""
+    """A flag that has a meaning under one strategy only, and the value that turns it off."""
 
     flag: str
     off: Any
@@ -39,7 +39,7 @@ PARAMETER_SERVER_ONLY = (
 
 
 def check_across_fields(config: Config) -> None:
-    """Raises ConfigError if fields, each of which is valid by itself, do not go together."""
+    """Raises ConfigError if fields that are valid by themselves contradict each other."""
     _check_length(config)
     _check_model(config)
     _check_schedule(config)
@@ -135,7 +135,7 @@ def carried_in_float16(config: Config) -> str:
 
 
 def check_compression(config: Config, strategy: str) -> None:
-    """Whether gradients can travel as --compression says, on the strategy that --strategy has come to."""
+    """Raises ConfigError unless the resolved strategy supports this --compression."""
     kind, can = config.parallel.compression, strategy_or_undecided(strategy)
     if kind != "none" and kind not in can.compression:
         raise ConfigError(f"--compression={kind} is not for --strategy={strategy}: {can.compression_fix}.")
@@ -175,7 +175,7 @@ def _check_artifacts(config: Config) -> None:
 
 
 def _check_corpus(config: Config) -> None:
-    """Whether what a run writes would be read as text by those that go on with it."""
+    """Checks that files written by a run are not read as text when it is resumed."""
     data_dir = config.data.data_dir
     if config.data.source != "text" or not data_dir:
         return
@@ -188,7 +188,7 @@ def _check_corpus(config: Config) -> None:
 
 
 def _check_texts(config: Config) -> None:
-    """Whether the fields that hold a small language of their own can be read."""
+    """Checks that fields with a small language of their own can be parsed."""
     parse_profile_steps(config.telemetry.profile_steps)
     parse_ranks("profile_ranks", config.telemetry.profile_ranks)
     parse_args("source_args", config.data.source_args)
@@ -197,7 +197,7 @@ def _check_texts(config: Config) -> None:
 
 
 def _check_servers(config: Config) -> None:
-    """Refuses what a parameter-server run cannot do, and what only such a run can."""
+    """Refuses options that a parameter-server run does not support, and those that only such a run supports."""
     servers, strategy = config.servers, config.strategy.strategy
     for flag, off in PARAMETER_SERVER_ONLY:
         value = getattr(servers, flag)
@@ -217,7 +217,7 @@ def _check_servers(config: Config) -> None:
 
 
 def _check_parameter_server_run(config: Config) -> None:
-    """Refuses what no run on parameter servers can do."""
+    """Refuses options that no run on parameter servers supports."""
     if config.precision.precision == "float16":
         raise ConfigError("--precision=float16 needs a loss scale that all workers share: use --precision=bfloat16.")
     if config.optimizer.optimizer == "adafactor":

@@ -62,7 +62,7 @@ class Config:
         )
 
     def flat(self) -> dict[str, Any]:
-        """{flag name: value} of every option."""
+        """{flag name: value} for every option."""
         return {field.name: getattr(getattr(self, component), field.name) for component, field in iter_options()}
 
     def replace(self, **values: Any) -> Config:
@@ -70,8 +70,8 @@ class Config:
         return Config.from_flat({**self.flat(), **values})
 
     def with_absolute_folders(self) -> Config:
-        """A copy whose folders stay where they are if code of the user's changes the working directory. Raises
-        ConfigError if that has a name that no file of a run could hold."""
+        """A copy with absolute folder paths, which stay valid if user code changes the working directory. Raises
+        ConfigError if the working directory has a name that no file of a run could hold."""
         run, backup = self.run, self.checkpoint.backup_dir
         places = {"run_dir": run.run_dir, "cache_dir": run.cache_dir, "backup_dir": backup}
         folders = {flag: os.path.abspath(place) for flag, place in places.items() if place and not is_url(place)}
@@ -80,7 +80,7 @@ class Config:
         return self.replace(**folders)
 
     def in_one_process(self) -> Config:
-        """A configuration to evaluate the run's model in one process, whatever trains it: only its batch has to fit."""
+        """A configuration to evaluate the run's model in one process, whatever trains it; the batch must fit there."""
         strategy = self.strategy.strategy
         batch = self.batch.global_batch or self.batch.micro_batch
         return dataclasses.replace(
@@ -94,7 +94,7 @@ class Config:
         )
 
     def identity(self) -> dict[str, Any]:
-        """{flag name: value} of the options that decide what the run computes."""
+        """{flag name: value} for the options that determine what the run computes."""
         values = self.flat()
         named = {field.name: values[field.name] for _, field in iter_options() if field.metadata["identity"]}
         if self.schedule.schedule == "constant":  # its end has no effect, so a longer run is still the same run
@@ -117,7 +117,7 @@ class Config:
         return self
 
     def check_used(self) -> None:
-        """Raises ConfigError for a flag that would do nothing in a training."""
+        """Raises ConfigError for a flag that would have no effect in a training."""
         unused.check_used(self, Config())
 
     def check_compression(self, strategy: str) -> None:

@@ -1,12 +1,11 @@
-"""Declares and checks options, and reads the text of one.
+"""Declares and checks options, and parses their text.
 
-A field made with `option()` is also a command-line flag of the same name (flags.py reads the fields), so a new flag is
-one such line and one line in tests/unit/flag_surface.txt.
+A field made with `option()` is also a command-line flag of the same name (flags.py reads the fields), so a new flag
+needs one such line and one line in tests/unit/flag_surface.txt.
 
-Fields marked `identity=True` count towards `Config.digest()`: they are those that change the numbers a run computes
-(model, data order, global batch, optimizer, ...). What only changes where or how fast the numbers are computed
-(strategy, number of workers, micro-batch, paths, logging, saving) does not count, so that a run may be resumed on
-another cluster.
+Fields marked `identity=True` count towards `Config.digest()`: they change the numbers that a run computes (model, data
+order, global batch, optimizer, ...). Options that only change where or how fast the numbers are computed (strategy,
+number of workers, micro-batch, paths, logging, saving) do not count, so that a run may be resumed on another cluster.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ def option(
     key: bool = False,
 ) -> Any:
     """Declares a field that is also a flag: its help text, its allowed values (or the least and the most of a number),
-    whether it is part of the identity, and whether --help shows it (people use it first)."""
+    whether it is part of the identity, and whether --help shows it (for the most used flags)."""
     limits = {"choices": choices, "least": least, "most": most}
     return dataclasses.field(default=default, metadata={"help": help, **limits, "identity": identity, "key": key})
 
 
 def is_switch(field: dataclasses.Field) -> bool:
-    """Whether an option is on or off. (None, as a default: what suits the machine.)"""
+    """Whether an option is a switch. (The default None means: whatever suits the machine.)"""
     return field.default is None or isinstance(field.default, bool)
 
 
-_LARGEST = 2**63 - 1  # what a tensor can hold
-LARGEST_FLOAT32, SMALLEST_FLOAT32 = 2.0**127, 2.0**-126  # powers of 2 that are no infinity there, and not rounded to 0
+_LARGEST = 2**63 - 1  # the limit of a tensor's integers
+LARGEST_FLOAT32, SMALLEST_FLOAT32 = 2.0**127, 2.0**-126  # powers of 2; float32 holds them without overflow or underflow
 
 
 def check_option(field: dataclasses.Field, value: Any) -> None:
-    """Raises ConfigError if a flag's value is not among its choices, or too small, or too large."""
+    """Raises ConfigError if a flag's value is not among its choices, too small, or too large."""
     choices, least = field.metadata["choices"], field.metadata["least"]
     if isinstance(value, str):
         _check_text(field.name, value)

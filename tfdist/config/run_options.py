@@ -1,4 +1,4 @@
-"""The options of a run around its steps: how long it is, what it saves, what it leaves behind, what it shows."""
+"""The options of a run besides its steps: how long it is, what it saves, what it leaves behind, what it shows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunConfig:
 
     @property
     def folder_flag(self) -> str:
-        """The run's folder as messages name it."""
+        """The run's folder as named in messages."""
         return (
             f"--run_dir={self.folder}" if not is_url(self.run_dir) else f"--cache_dir={self.cache_dir}: {self.folder}"
         )
@@ -55,7 +55,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How often the outer loop does what, in steps."""
+    """How often the outer loop acts, in steps."""
 
     steps_per_loop: int = option(
         0, "Steps inside one tf.function call. 0: up to the next boundary, at most 100.", least=0
@@ -120,14 +120,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What is left for others at the end."""
+    """Exports for other programs at the end."""
 
     export: str = option("keras,saved_model", "Formats exported at the end: keras, saved_model, both, or none.")
 
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """What is shown, and where."""
+    """What to show, and where."""
 
     progress: str = option(
         "auto",

@@ -1,8 +1,8 @@
 """The registry of strategies: where the Runtime of each is, and what must be known before TensorFlow is imported.
 
-A new strategy is a file with a class that implements the protocol in runtime/base.py, and an entry here. A user's own
-has its entry in a file outside of tfdist (`--strategy=package.module:NAME`, examples/own_runtime.py). What a runtime
-can do once it has started is an attribute or a method of that protocol.
+A new strategy is a file with a class that implements the protocol in runtime/base.py, and an entry here. A user-defined
+strategy has its entry in a file outside of tfdist (`--strategy=package.module:NAME`, examples/own_runtime.py). The
+capabilities of a started runtime are attributes or methods of that protocol.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Strategy:
     """The meaning of --strategy=NAME."""
 
     runtime: str  # "module:Class"; Class.create(config, cluster) makes the runtime
-    several_workers: bool = True  # whether it can have more than one
-    parameter_servers: bool = False  # whether workers send gradients to servers, and not to each other
+    several_workers: bool = True  # whether it can have more than one worker
+    parameter_servers: bool = False  # whether workers send gradients to servers, not to each other
     mesh: bool = False  # whether workers have coordinates of named axes (--mesh)
-    finds_workers: bool = False  # without addresses: whether horovodrun or mpirun may start it
+    finds_workers: bool = False  # whether horovodrun or mpirun may start it, without addresses
     restarts_in_process: bool = False  # whether a process can leave one group of workers and join another
-    compression: tuple[str, ...] = ()  # the kinds of --compression that it knows
+    compression: tuple[str, ...] = ()  # the kinds of --compression that it supports
     compression_fix: str = "drop it"  # what to do instead of the other kinds
 
     @property
     def exchanges(self) -> bool:
-        """Whether workers exchange data among each other."""
+        """Whether workers exchange data with each other."""
         return self.several_workers and not self.parameter_servers
 
 
@@ -64,12 +64,12 @@ _UNDECIDED = Strategy("", several_workers=False, compression_fix=_OTHER_COMPRESS
 
 
 def is_own(name: str) -> bool:
-    """Whether --strategy=NAME is "package.module:NAME" or "path/of/a/file.py:NAME", a user's own."""
+    """Whether --strategy=NAME is user-defined: "package.module:NAME" or "path/of/a/file.py:NAME"."""
     return ":" in name
 
 
 def strategy_named(name: str) -> Strategy:
-    """Raises ConfigError if there is none."""
+    """Returns the strategy of this name. Raises ConfigError if there is none."""
     if is_own(name):
         return _own(name)
     if name not in STRATEGIES:
@@ -91,7 +91,7 @@ def strategy_or_undecided(name: str) -> Strategy:
 
 @cache
 def _own(name: str) -> Strategy:
-    """The entry in a user's file. Raises ConfigError if it is none."""
+    """Returns the entry in a user's file. Raises ConfigError if it is not one."""
     before = "tensorflow" in sys.modules
     check_name("strategy", name, STRATEGIES)
     found = imported("strategy", name, name)

@@ -1,4 +1,4 @@
-"""The options that say what is computed: batch, data, model, precision, optimizer, learning rate."""
+"""The options that define the computation: batch, data, model, precision, optimizer, learning rate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on, in which order."""
+    """The training data, and its order."""
 
     source: str = option(
         "digits", "Data source: a registered name or package.module:function.", identity=True, key=True
@@ -61,7 +61,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained."""
+    """The model, its objective, and its compilation."""
 
     model: str = option(
         "cnn",
@@ -124,7 +124,7 @@ class PrecisionConfig:
     )
 
 
-# Rules that treat every element on its own, so that a part is updated as the same elements of the whole would be.
+# Rules that treat every element separately, so that a part is updated exactly like the same elements of the whole.
 ELEMENTWISE_OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lion")
 
 

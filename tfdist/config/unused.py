@@ -1,7 +1,7 @@
-"""Flags of a training that would do nothing, since what they are for is not chosen.
+"""Flags of a training that would have no effect, since the option they belong to is not chosen.
 
-Only those that count for no digest, and only at the start of a training: the flags of a run that an earlier version
-took must not keep it from being evaluated, nor from going on.
+This covers only flags that do not count towards the digest, and only the start of a training: flags that an earlier
+version accepted must not keep a run from being evaluated or resumed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class OnlyWith(NamedTuple):
-    """A flag that does something with another flag only."""
+    """A flag that has an effect only together with another flag."""
 
     flag: str
-    other: str  # how that is written
+    other: str  # as the user would write it
     has_other: Callable[[Config], bool]
 
 
@@ -30,7 +30,7 @@ ONLY_WITH = (
 
 
 def check_used(config: Config, defaults: Config) -> None:
-    """Raises ConfigError for a flag that is set to something else than in `defaults`, and would do nothing."""
+    """Raises ConfigError for a flag that differs from `defaults` and would have no effect."""
     values, usual = config.flat(), defaults.flat()
     for flag, other, has_other in ONLY_WITH:
         value = values[flag]

@@ -1,4 +1,4 @@
-"""What all workers must agree on, and how they find out: collectives on small host values."""
+"""Checks that all workers agree where they must: collective calls on small host values."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import texts_of_all
 from tfdist.telemetry.jsonl import next_attempt
 
-# Options that do not change what a step computes, but which step is the last and what all workers do together between
-# steps: a worker with others would wait for ever for what its peers do not do.
+# Options that do not change what a step computes, but which step is the last, or what all workers do together between
+# steps. A worker with other values would wait forever for something that its peers do not do.
 _TOGETHER = (
     "steps",
     "epochs",
@@ -41,11 +41,11 @@ _TOGETHER = (
     "phase_every",
     "jit_tune",
     "deterministic",
-    # Which samples of a global batch each takes, and in how many parts.
+    # Which samples of a global batch each worker takes, and in how many parts.
     "micro_batch",
     "accumulation",
     "eval_batch",
-    # How a step is compiled, and in which parts it sends what.
+    # How a step is compiled, and how its communication is divided.
     "jit_compile",
     "fused_batchnorm",
     "row_mixing",
@@ -57,14 +57,14 @@ _TOGETHER = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The identity of a run: one `run_id` over all restarts and ranks; `attempt`: how often it was started before."""
+    """The identity of a run: `run_id` is shared by all restarts and ranks; `attempt` counts the earlier starts."""
 
     run_id: str
     attempt: int
 
 
 def identify(runtime: Runtime, folder: Path) -> RunIdentity:
-    """The identity of the run in `folder`, or a new one. A collective."""
+    """The identity of the run in `folder`, or a new one. A collective call."""
     identity = {}
     if runtime.rank == 0:
         run_id = run_of(folder) or uuid.uuid4().hex[:12]
@@ -73,8 +73,8 @@ def identify(runtime: Runtime, folder: Path) -> RunIdentity:
 
 
 def check_same_identity(runtime: Runtime, config: Config) -> None:
-    """Raises ConfigError on all workers unless all have the same identity (Config.identity): with other flags they
-    would train different models, on each other's gradients. A collective.
+    """Raises ConfigError on all workers unless all have the same identity (Config.identity): with different flags they
+    would train different models on each other's gradients. A collective call.
     """
     found = texts_of_all(runtime, config.digest(), len(config.digest()))
     for rank, other in enumerate(found):
@@ -88,9 +88,9 @@ def check_same_identity(runtime: Runtime, config: Config) -> None:
 
 
 def check_same_options(runtime: Runtime, config: Config) -> None:
-    """Raises ConfigError on all workers unless they will do the same at the same steps. A collective."""
+    """Raises ConfigError on all workers unless they will do the same at the same steps. A collective call."""
     values = config.flat()
-    values["backup_dir"] = bool(values["backup_dir"])  # where it is, the chief alone says
+    values["backup_dir"] = bool(values["backup_dir"])  # only the chief's value says where it is
     rank, names = _first_unlike(runtime, values, _TOGETHER)
     if names:
         raise ConfigError(
@@ -100,7 +100,7 @@ def check_same_options(runtime: Runtime, config: Config) -> None:
 
 
 def _first_unlike(runtime: Runtime, values: Mapping[str, Any], names: Sequence[str]) -> tuple[int, list[str]]:
-    """The first rank whose values are not rank 0's, and the names of those. A collective."""
+    """Returns the first rank whose values differ from rank 0's, and the names of these values. A collective call."""
     rows = runtime.all_gather(np.array([zlib.crc32(repr(values[name]).encode()) for name in names], np.int64))
     for rank, row in enumerate(rows):
         if unlike := [name for name, same in zip(names, row == rows[0], strict=True) if not same]:

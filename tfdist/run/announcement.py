@@ -1,4 +1,4 @@
-"""The announcement of a run that begins: what was composed, what it goes on from, and how long that took."""
+"""Announces the start of a run: what was composed, what it resumes from, and how long that took."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfdist.telemetry.timer import process_seconds
 
 
 class Announcement:
-    """Counts from its making. xla: what was found about it; "": nothing."""
+    """Measures time from its construction. xla: what was found about XLA; "": nothing."""
 
     def __init__(self) -> None:
         self._began, self._import_s = time.monotonic(), process_seconds()
@@ -27,15 +27,15 @@ class Announcement:
         self.xla = ""
 
     def built(self) -> None:
-        """All is composed; the restoring begins."""
+        """Notes that everything is composed; restoring begins."""
         self._restoring = time.monotonic()
 
     def restored(self, messages: Sequence[str]) -> None:
-        """messages: about what was restored."""
+        """Notes the end of restoring. messages: about what was restored."""
         self._restored, self._messages = time.monotonic(), messages
 
     def events(self, cluster: Cluster, job: Job, folder: Path, first_step: int) -> Iterator[Event]:
-        """The "start" event, and what there is to say beside it."""
+        """The "start" event, and further events about restoring and warnings."""
         runtime, parameters = job.runtime, job.parameters
         stored = f"{job.config.run.run_dir}, working copy " if is_url(job.config.run.run_dir) else ""
         xla = self.xla or ("XLA compiles steps (--nojit_compile: not)" if job.config.model.jit_compile else "")
@@ -63,7 +63,7 @@ class Announcement:
 
 
 def _evaluated(job: Job) -> dict[str, int | bool | None]:
-    """The number of samples with which an evaluation's sum of weights is compared, and whether samples are weighted."""
+    """The number of samples to compare an evaluation's sum of weights with, and whether samples are weighted."""
     if not (split := job.eval_split):
         return {}
     count = split.size and min(split.size, job.config.data.eval_samples or split.size)
@@ -71,7 +71,7 @@ def _evaluated(job: Job) -> dict[str, int | bool | None]:
 
 
 def _gradient_path(job: Job) -> str:
-    """A phrase about how gradients travel, and how long the planner says that takes."""
+    """Describes how gradients travel, and how long that takes according to the planner."""
     path = job.runtime.gradient_path()
     if not path:
         return ""

@@ -1,5 +1,6 @@
-"""Finds the samples that may be the cause when a loss was not finite, or a label fitted no output. Looked for when it
-has done harm (data/flaws.py), on what the last call of the training function, or the evaluation, has read."""
+"""Finds samples that may have caused a loss that was not finite, or a label that fits no output. It searches only after
+the damage (data/flaws.py), in the samples read by the last call of the training function, or by the evaluation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tfdist.telemetry.events import Event
 
 
 class Diagnosis:
-    """Follows where training is. `warn`: tells the user a sentence; it is used once, and on the chief alone."""
+    """Tracks the position of training. warn: shows a sentence to the user; used at most once, and only on the chief."""
 
     def __init__(self, job: Job, recovery: Recovery, first_step: int, warn: Callable[[str], None]):
         self.job, self.recovery, self._warn, self._warned = job, recovery, warn, False
@@ -28,7 +29,7 @@ class Diagnosis:
 
     @contextlib.contextmanager
     def naming(self, evaluated: bool = False) -> Iterator[None]:
-        """Errors that samples may be the cause of name these samples."""
+        """Context manager: errors that samples may have caused are raised again with these samples named."""
         try:
             yield
         except DivergedError as error:
@@ -47,8 +48,8 @@ class Diagnosis:
     def flaws(
         self, evaluated: bool = False, classes: int | None = None, first: int | None = None, failed: bool = False
     ) -> str:
-        """Sentences about the samples since step `first` (None: of the last call), or those that are evaluated on; or
-        "". `failed`: the step after the last one has, and its samples count.
+        """Describes suspicious samples since step `first` (None: in the last call), or among the evaluated ones; or
+        returns "". failed: the step after the last completed one failed, and its samples count, too.
         """
         config, job = self.job.config, self.job
         choices = {place: flaws.rows(count) for place, count in table_sizes(job.model).items()}
@@ -68,7 +69,7 @@ class Diagnosis:
         )
 
     def evaluated(self, means: Mapping[str, float]) -> None:
-        """Looks at the means of an evaluation, and warns if they are not finite, or of no samples."""
+        """Checks the means of an evaluation, and warns if they are not finite, or if no sample counted."""
         if not math.isfinite(means["loss"]):
             self._report("the loss of the evaluation is not finite", lambda: self.flaws(evaluated=True))
         elif not means["samples"]:
@@ -76,7 +77,7 @@ class Diagnosis:
             self._report("all samples of the evaluation have the weight 0", lambda: nothing)
 
     def observed(self, event: Event) -> None:
-        """Looks at a train event, and warns if updates were skipped."""
+        """Checks a train event, and warns if updates were skipped."""
         if event.values.get("train/skipped_steps") and self.job.config.loop.on_nan == "skip":
             self._report("updates were skipped", lambda: self.flaws(first=self._logged_at))
         self._logged_at = event.step

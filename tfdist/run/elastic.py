@@ -1,18 +1,18 @@
-"""Training on in the same process while other workers come and go: what a worker of `tfdist.launch --elastic` runs.
+"""Elastic training: continues in the same process while other workers come and go. Workers of `tfdist.launch --elastic`
+run this.
 
   join a group             the launcher says who is in it, and which rank this process has (control/membership.py)
   train (session.run)      every worker keeps a copy of the state in its memory, at boundaries that are the same for all
   until the run ends, or the group does:
-    - a worker is lost     the others get an error in the collective that it has not finished; each goes back to its
-                           copy
-    - another is wanted    the launcher tells; the request travels in the step's own reduction, so that all leave
+    - a worker is lost     the others get an error in the collective call that is under way; each goes back to its copy
+    - another is wanted    the launcher says so; the request travels in the step's own reduction, so that all leave
                            together at one boundary, where each makes a copy: no step is lost
   forget the session, keep the copy (in_memory_checkpoint.py), join the next group
 
-The model, the step and the iterators are composed anew in every group, since rank, plan and sizes are constants in what
-TensorFlow has traced. The chief of the new group is the worker with the newest copy; all take over its state, newcomers
-too. The data order is a function of the position, and the global batch does not change, so the new group sees the
-batches that the old one would have seen.
+The model, the step and the iterators are composed again in every group, since rank, plan and sizes are constants in the
+traces of TensorFlow. The chief of the new group is the worker with the newest copy; all workers take over its state,
+newcomers too. The data order is a function of the position, and the global batch does not change, so the new group sees
+the batches that the old one would have seen.
 
 Any runtime can be used whose start (runtime/factory.py) works again in the same process after an error.
 """
@@ -33,7 +33,7 @@ from tfdist.run import session
 from tfdist.run.health import take_signals
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 
-_MOST_IN_A_ROW = 5  # groups that broke although none of their workers had died, without a newer copy
+_MOST_IN_A_ROW = 5  # limit of groups that broke without a newer copy, although none of their workers had died
 
 
 def run(config: Config, command: str, secret: Secret) -> ExitCode:
@@ -64,8 +64,8 @@ def run(config: Config, command: str, secret: Secret) -> ExitCode:
 def _forget() -> None:
     """Frees what the last group has left: models, traced functions.
 
-    Layers get the same names again as in a new process.
+    Also resets layer names, so that layers are named as in a new process.
     """
     keras.utils.clear_session()
-    gc.unfreeze()  # the loop froze it
+    gc.unfreeze()  # the loop has frozen it
     gc.collect()

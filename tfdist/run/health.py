@@ -1,6 +1,6 @@
-"""Watches over one worker: watchdog, beacons, signals, faults on purpose; and says who is to blame when a run ends.
+"""Watches over one worker: watchdog, beacons, signals, injected faults; and names the cause when a run fails.
 
-Everything here works whatever the runtime is, and goes on working when TensorFlow's own connections hang.
+Everything here works with any runtime, and keeps working when TensorFlow's own connections hang.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tfdist.runtime.decisions import texts_of_all
 from tfdist.runtime.errors import explain, explain_own_code
 
 _START_UPS = 4  # start-up as a whole (runtime, data, model, restore) may take this many times --startup_timeout
-_WORDS_SECONDS = 1.0  # how long a worker that lost a peer waits to hear why that one ended
-_VERDICT_SECONDS = 5.0  # how long a worker stays, after an error that all may share, for those that have yet to see it
+_WORDS_SECONDS = 1.0  # how long a worker that lost a peer waits for that peer's reason
+_VERDICT_SECONDS = 5.0  # after an error that all may share: how long a worker waits for those that have yet to see it
 
 
 class HealthMonitor:
@@ -35,7 +35,7 @@ class HealthMonitor:
         self.cluster, self.options = cluster, config.cluster
         self.faults = faults.Faults.parse(os.environ.get(faults.VARIABLE, ""), max(cluster.rank, 0), config.run.folder)
         self.beacons: Beacons | None = None
-        self._requests = requests  # of a process that may have been in another group before
+        self._requests = requests  # of this process, which may have been in another group before
         self._explanations: list[Callable[[BaseException], BaseException | None]] = [
             lambda error: explain(error, cluster),
             explain_own_code,
@@ -43,15 +43,15 @@ class HealthMonitor:
         self.watchdog = Watchdog(section_limits(config.cluster), self._expired).start()
 
     def explain_with(self, explanation: Callable[[BaseException], BaseException | None]) -> None:
-        """Asks `explanation` first what an error means; None: it does not know."""
+        """Adds `explanation`, to be asked first what an error means; it returns None if it does not know."""
         self._explanations.insert(0, explanation)
 
     def signals(self) -> SignalRequests:
-        """The requests of this process, from now on if nobody has asked for them before.
+        """Returns the signal requests of this process; takes over the signals if that was not done before.
 
         The grace period is counted from the first SIGTERM.
         """
-        margin = min(2.0, self.options.grace_period / 4)  # to say that it was not enough
+        margin = min(2.0, self.options.grace_period / 4)  # time to report that the period was too short
         requests = self._requests = self._requests or take_signals(self.options)
         requests.on_stop = lambda: self.watchdog.stop_within(self.options.grace_period - margin)
         if requests.stop:
@@ -59,14 +59,14 @@ class HealthMonitor:
         return requests
 
     def all_saved(self) -> None:
-        """Training is over, and all that it leaves is written on this machine: no request to stop can come too late.
-        What goes to an object store may still be on its way; whoever starts again sends it."""
+        """Notes that training is over and all its files are on this machine: no request to stop can come too late.
+        Uploads to an object store may still be under way; the next start sends them."""
         if self._requests:
             self._requests.all_saved = True
         self.watchdog.stop_in_any_time()
 
     def connect(self, runtime: Runtime) -> None:
-        """Connects this worker's beacons with those of the others. A collective."""
+        """Connects this worker's beacons with those of the others. A collective call."""
 
         def exchange(endpoint: str) -> list[str]:
             return texts_of_all(runtime, endpoint, ENDPOINT_BYTES)
@@ -75,7 +75,7 @@ class HealthMonitor:
             self.beacons = Beacons(self.cluster, self.watchdog, exchange, runtime.waiting_for)
 
     def failed(self, error: BaseException) -> BaseException:
-        """The error to end with after `error`: its cause as a sentence, if it can be found out. Tells the others."""
+        """Returns the error to end with after `error`: its cause as a sentence, if known. Tells the others."""
         sentence = next(filter(None, (look(error) for look in self._explanations)), None)
         found: BaseException = error if sentence is None else sentence
         lost, found_at = isinstance(found, PeerLostError), time.time()
@@ -86,14 +86,14 @@ class HealthMonitor:
         if lost:
             return self._lost_peer(str(found), found_at, self.beacons)
         if isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
-            # Most such errors are verdicts on what a collective brought (flags that differ, weights that do): who
-            # leaves at once takes it from those that are still receiving, and they would end as if they had lost a
+            # Most such errors are verdicts on the result of a collective call (differing flags or weights). A worker
+            # that left at once would break that call for those that are still receiving, and they would report a lost
             # peer.
             self.beacons.wait_for_errors(_VERDICT_SECONDS)
         return found
 
     def _lost_peer(self, sentence: str, found_at: float, beacons: Beacons) -> PeerLostError:
-        """The error about a lost peer, with what it or another worker has said about the cause."""
+        """Makes the error about a lost peer, with what that peer or another worker has said about the cause."""
         words = beacons.first_error(_WORDS_SECONDS)
         if words and not words.secondary:
             return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
@@ -105,13 +105,13 @@ class HealthMonitor:
         return PeerLostError(sentence)
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Ends the watching."""
         self.watchdog.close()
         if self.beacons:
             self.beacons.close()
 
     def _expired(self, section: str, seconds: float) -> None:
-        """Names what is stuck, in this worker's log and to the others, and ends the process. Runs in the watchdog's
+        """Names the stuck section in this worker's log and to the others, and ends the process. Runs in the watchdog's
         thread."""
         ranks = self.beacons.culprits() if self.beacons else None
         if section == sections.STOPPING:
@@ -126,12 +126,12 @@ class HealthMonitor:
                 f" {self._blame(ranks)}"
             )
         words = error_line(sentence, ExitCode.HANG)
-        if ranks in ([], None) or self.cluster.rank in ranks:  # the others only wait; what they would show misleads
+        if ranks in ([], None) or self.cluster.rank in ranks:  # the others only wait; their stacks would mislead
             words = f"tfdist: this worker's Python stacks:\n{all_stacks()}\n{words}"
         say_last_words(words)
         if self.beacons:
             self.beacons.announce(sentence)
-            # So that the others, whose time is up as well, still see where this one is.
+            # The others' time is up as well: let them still see where this worker is.
             time.sleep(self.beacons.interval)
         os._exit(ExitCode.HANG)
 
@@ -144,7 +144,9 @@ class HealthMonitor:
 
 
 def take_signals(options: ClusterConfig) -> SignalRequests:
-    """Takes over SIGTERM, SIGHUP and SIGUSR1, and listens to the platform. Once per process, in its main thread."""
+    """Takes over SIGTERM, SIGHUP and SIGUSR1, and awaits the platform's notice. Once per process, in the
+    main thread.
+    """
     requests = SignalRequests().install()
 
     def on_notice() -> None:

@@ -15,7 +15,7 @@ from tfdist.control.signals import SignalRequests
 
 @dataclass(frozen=True)
 class InMemoryCheckpoint:
-    """The state of a run at a step, in host memory; what a snapshot is on disk."""
+    """The state of a run at a step, in host memory; the counterpart of a snapshot on disk."""
 
     step: int
     arrays: Mapping[str, np.ndarray]
@@ -29,4 +29,4 @@ class WorkerMemory:
     member: Member
     signals: SignalRequests
     checkpoint: InMemoryCheckpoint | None = None
-    time_policy: TimePolicy | None = None  # so that a new group does not begin to count anew
+    time_policy: TimePolicy | None = None  # kept, so that a new group does not start counting again

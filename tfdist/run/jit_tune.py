@@ -1,8 +1,8 @@
-"""Whether XLA pays, and BatchNormalization as one operation, measured at the start of a run (--jit_tune): each makes
-some models faster and others slower.
+"""Measures at the start of a run (--jit_tune) whether XLA, and BatchNormalization as one operation, make steps faster:
+each speeds up some models and slows down others.
 
-Steps are made in each way by jobs that are thrown away: whole ones, with their reduction and update, on the run's own
-data. What was found is in RUN_DIR/xla.json: a run that is resumed computes as it did before.
+The measured steps belong to jobs that are discarded afterwards. They are complete steps, with reduction and update, on
+the run's own data. The result is kept in RUN_DIR/xla.json, so a resumed run computes as before.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tfdist.telemetry.summary import write_summary
 
 FILE = "xla.json"
 _WINDOWS, _WINDOW_S, _MOST_STEPS = 3, 0.5, 50
-_PAYS = 0.95  # of the time without: less is noise, and compiling takes time
+_PAYS = 0.95  # as a fraction of the time without: less gain is noise, and compiling takes time
 
 
 class Timed(NamedTuple):
-    """The time of steps that were made in one way."""
+    """The measured time of steps computed in one way."""
 
-    seconds: float  # of a step, by the chief's clock
-    fused: bool  # some BatchNormalization of the model was one operation
+    seconds: float  # per step, by the chief's clock
+    fused: bool  # whether some BatchNormalization of the model was one operation
 
 
 def tuned(config: Config, runtime: Runtime, run_dir: Path, limits: MemoryLimits | None = None) -> tuple[Config, str]:
-    """(the configuration with the faster --jit_compile, a sentence about it). Every worker must call it.
+    """Returns the configuration with the faster choices, and a sentence about them. Every worker must call it.
 
     limits: as for `compose`.
     """
@@ -81,7 +81,7 @@ def _measure(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> d
             seconds[way] = _timed(_with(config, way), runtime, limits).seconds
         except ConfigError as error:
             refused = f"XLA is not used: {error}"
-        except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):  # on all workers alike
+        except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):  # the same on all workers
             refused = "XLA is not used: it cannot compile this model"
     best = min(seconds, key=seconds.__getitem__)
     if seconds[best] >= _PAYS * first.seconds:
@@ -99,7 +99,7 @@ def _measure(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> d
 
 
 def _others(given: _Way, fuses: bool) -> list[_Way]:
-    """Ways beside the given one that can differ from it."""
+    """The ways besides the given one that can differ from it."""
     composed = [_Way(jit=False, fused=False), _Way(jit=True, fused=False)] if fuses else []
     return [given._replace(jit=True), *composed]
 
@@ -131,5 +131,5 @@ def _timed(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> Tim
         return Timed(runtime.broadcast_object(min(windows)), is_fused(job.model))
     finally:
         job = iterators = None
-        keras.backend.clear_session()  # variables of the job to come must have the names that they have without
+        keras.backend.clear_session()  # the next job's variables must get the same names as without tuning
         gc.collect()

@@ -1,4 +1,4 @@
-"""The folder of a run's backups on this machine (--backup_dir; of a URL, the copy that is kept here)."""
+"""The local folder of a run's backups (--backup_dir; if that is a URL, the copy on this machine)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfdist.control.status_file import STATUS_FILE
 
 
 def folder(config: Config, writes: bool) -> BackupFolder:
-    """The backups of a run. Raises ConfigError if their folder cannot be used."""
+    """Returns the backups of a run. Raises ConfigError if their folder cannot be used."""
     options = config.checkpoint
     place = backup_folder(options.backup_dir, config.run.cache_dir)
     if writes:
@@ -36,16 +36,14 @@ def folder(config: Config, writes: bool) -> BackupFolder:
 
 
 def lease(place: str, run_folder: Path) -> Lease | None:
-    """What keeps other jobs from the folder of backups; None if that is the run's own, for which there is one."""
+    """The lease that keeps other jobs from the folder of backups; None if it is the run folder, which has its own."""
     if os.path.realpath(place) == os.path.realpath(run_folder):
         return None
     return Lease(Path(place), job_identity(os.environ, resolve_cluster(os.environ)), name=f"--backup_dir={place}")
 
 
 def _make(name: str, place: str) -> None:
-    """Raises ConfigError if it cannot be made or written: each backup would fail, and nobody have noticed at the
-    start.
-    """
+    """Raises ConfigError if it cannot be made or written: else each backup would fail, unnoticed at the start."""
     try:
         os.makedirs(name, 0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=name):

@@ -1,4 +1,4 @@
-"""Shares moving statistics that each worker has kept of its own samples alone."""
+"""Synchronizes moving statistics that each worker has computed from its own samples only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist.training.parallel.sharded_state import ShardedState
 
 
 def sync_moving_statistics(model: keras.Model, state: WholeState | ShardedState, runtime: Runtime) -> None:
-    """Sets all workers' moving statistics to those of the first. A collective."""
+    """Sets all workers' moving statistics to those of the first worker. A collective call."""
     variables = [variable.value for variable in model.non_trainable_variables if variable.dtype == "float32"]
     values = _of_the_first([variable.numpy() for variable in variables], state, runtime)
     for variable, value in zip(variables, values, strict=True):
@@ -19,7 +19,7 @@ def sync_moving_statistics(model: keras.Model, state: WholeState | ShardedState,
 
 
 def _of_the_first(arrays: list[np.ndarray], state: WholeState | ShardedState, runtime: Runtime) -> list[np.ndarray]:
-    """The chief's arrays; for another stage of a pipeline, which holds other layers, the arrays of its first rank."""
+    """Returns the chief's arrays; for another pipeline stage, which holds other layers, those of its first rank."""
     first = state.first_of_stage()
     firsts = runtime.all_gather(np.array([first], np.int64))[:, 0]
     if not firsts.any():

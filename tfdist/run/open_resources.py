@@ -1,4 +1,4 @@
-"""Keeps what a session has opened, so that nothing stays open wherever it ends."""
+"""Keeps what a session has opened, so that everything is closed wherever the session ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class OpenResources(contextlib.ExitStack):
-    """Closes in the opposite order. Before, if the session fails, whatever wants to save or say something may."""
+    """Closes resources in reverse order. If the session fails, the callbacks of `on_failure` run before that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -16,15 +16,15 @@ class OpenResources(contextlib.ExitStack):
         self.callback(self._afterwards.close)
 
     def afterwards(self, function: Callable[[], object]) -> None:
-        """`function` is called when all else is closed: it may take its time."""
+        """Registers a `function` to call when all else is closed; it may take long."""
         self._afterwards.callback(function)
 
     def on_failure(self, function: Callable[[BaseException], object]) -> None:
-        """`function` is called with the error that the session fails with, in the order of these calls."""
+        """Registers a `function` to call with the session's error, in order of registration."""
         self._last_callbacks.append(function)
 
     def fail(self, error: BaseException) -> None:
-        """Does all that is to be done on a failure, then closes; what goes wrong meanwhile must not hide the error."""
+        """Calls the functions of `on_failure`, then closes; further errors are suppressed so as not to hide `error`."""
         callbacks, self._last_callbacks = self._last_callbacks, []
         for function in callbacks:
             with contextlib.suppress(Exception):

@@ -1,5 +1,6 @@
-"""A parameter-server run, on the chief: a session (session.py) whose steps are made by workers. What workers and
-parameter servers run is in runtime/parameter_server.py."""
+"""A parameter-server run, on the chief: a session (session.py) whose steps are computed by workers. Workers and
+parameter servers run the code in runtime/parameter_server.py.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +32,17 @@ from tfdist.training.parameter_server.synchronous import Synchronous
 def run(config: Config, cluster: Cluster, command: str) -> ExitCode:
     """Trains as the chief; returns how it ended. Raises TfdistError subclasses."""
     config = resolve(prepare(config, cluster), cluster)
-    # The others neither step nor answer beacons; the runtime watches them.
+    # The others take no part in the session's steps and send no beacons; the runtime watches them.
     return session.run(session.Start(config, cluster, command, watched=Cluster(), make_trainer=ServerTrainer))
 
 
 def slices(config: Config, workers: int) -> int:
-    """The number of parts into which a batch is cut."""
+    """The number of slices into which a batch is cut."""
     return workers - config.servers.backup_workers if config.servers.ps_mode == "sync" else 1
 
 
 def resolve(config: Config, cluster: Cluster) -> Config:
-    """The batch arithmetic as numbers: the chief composes as the only replica, but the slices count as replicas."""
+    """Resolves the batch arithmetic: the chief composes as the only replica, but the slices count as replicas."""
     plan = plan_batch(config.batch, slices(config, len(cluster.spec["worker"])))
     numbers = {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "micro_batch": 0}
     return config.replace(strategy=resolve_strategy(config, cluster), **numbers).validate()
@@ -53,7 +54,7 @@ class ServerTrainer(Trainer):
     def __init__(self, inputs: TrainerInputs):
         job, config = inputs.job, inputs.job.config
         assert has_servers(job.runtime)
-        # One step a call, so that requests are answered soon; several are under way all the same.
+        # One step per call, so that requests are answered soon; several steps still run at a time.
         self.schedule = dataclasses.replace(inputs.schedule, steps_per_loop=1)
         self._runtime, self._remote = job.runtime, remote_step(job, inputs.first_step)
         workers = Workers(
@@ -100,7 +101,7 @@ class ServerTrainer(Trainer):
 
 
 def remote_step(job: build.Job, first_step: int) -> RemoteStep:
-    """Makes the step of workers; the servers get the job's weights and state. Raises ConfigError if it cannot be."""
+    """Makes the workers' step; pushes the job's weights and state to the servers. Raises ConfigError on a stream."""
     config, split, runtime = job.config, job.train_split, job.runtime
     assert has_servers(runtime)
     if split.size is None:

@@ -1,5 +1,5 @@
-"""The state of a run that outlives its processes: what it goes on from, what it leaves, and the way back from bad
-numbers. Every worker has one, so that all restore together.
+"""The state of a run that outlives its processes: restores it, saves it, and rolls back after bad numbers. Every worker
+has a Recovery, so that all restore together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tfdist.training.log_interval import IntervalSums
 
 @dataclass(frozen=True)
 class _Found:
-    """The state that the chief has chosen to go on from.
+    """The state that the chief has chosen to resume from.
 
     manifest: None: there is nothing. in_parts: every worker reads its part. arrays: on the chief, unless in parts.
     """
@@ -45,13 +45,13 @@ class _Found:
     arrays: Mapping[str, np.ndarray] | None = None
 
     def without_arrays(self) -> dict[str, Any]:
-        """The fields that the other workers need; JSON."""
+        """The fields that the other workers need, as JSON."""
         return {"messages": self.messages, "manifest": self.manifest, "in_parts": self.in_parts}
 
 
 class Recovery:
-    """The state of a run, see above. `evaluated`: the last step that was, and its scores, which its snapshot keeps;
-    `losses`: of the log lines; `interval_sums`: of the steps since the last."""
+    """The state of a run, see above. `evaluated`: the last evaluated step and its scores, which its snapshot keeps;
+    `losses`: of the log lines; `interval_sums`: of the steps since the last line."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Recovery:
         self.job, self.config, self.runtime, self.clock, self.faults = job, job.config, job.runtime, clock, faults
         self.chief = self.runtime.rank == 0
         self.state = job.state or state.WholeState(state.collect(job.model, job.optimizer, job.step.variables))
-        self.is_copied = self.runtime.size > 1 or self.runtime.replicas > 1  # there is more than one copy of something
+        self.is_copied = self.runtime.size > 1 or self.runtime.replicas > 1  # something exists in more than one copy
         self.files = SnapshotFiles(folder, job.config, faults, writes=self.chief, stored=stored)
         if job.state and self.runtime.size > 1:
             self.files.share(self.runtime, self.config.cluster.save_timeout)
-        self._own_parts = job.state if self.files.in_parts else None  # what this worker writes and reads of a snapshot
+        self._own_parts = job.state if self.files.in_parts else None  # this worker's part of snapshots
         self.time_policy = memory.time_policy if memory and memory.time_policy else TimePolicy(checkpoint.save_minutes)
         if memory:
             memory.time_policy = self.time_policy
@@ -78,25 +78,25 @@ class Recovery:
         self.evaluated: tuple[int, Mapping[str, float]] = -1, {}
         self.progress = Progress(job.plan.global_batch, job.train_split.size)
         self._samples = SampleIdentity(job.train_split)
-        self.stream_cut = job.stream_cut  # or that of the run that is gone on with
+        self.stream_cut = job.stream_cut  # after a restore: that of the resumed run
         self._saved_step, self._copied_step, self._saved_scores = -1, -1, {}
         self._rollbacks, self.has_gone_on, self.run_id = 0, False, ""
 
     def check_epochs(self, run: RunConfig, step: int) -> None:
-        """See restore.check_epochs; `run`: as it was given."""
+        """See restore.check_epochs. run: the options as given by the user."""
         progress = self.progress
         restore.check_epochs(run, progress.trained(step), step, progress.global_batch, progress.size)
 
     def learning_rate(self) -> float:
         return float(self.job.schedule(self.job.optimizer.iterations.value))
 
-    # -- going on --------------------------------------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: InMemoryCheckpoint | None = None, back: bool = False) -> tuple[list[str], int]:
         """Restores from the chief's choice (the chief's `checkpoint`, if it has one), or leaves everything as it is. A
-        collective. back: after bad numbers.
+        collective call. back: after bad numbers.
 
-        Returns messages and the step to go on from. Raises CheckpointError on all workers.
+        Returns messages and the step to resume from. Raises CheckpointError on all workers.
         """
         self.faults.at("restore", 0)
         messages: list[str] = []
@@ -115,7 +115,7 @@ class Recovery:
         return messages + self._adopt(found.manifest), found.manifest["step"]
 
     def _picked_by_chief(self, checkpoint: InMemoryCheckpoint | None, back: bool) -> _Found:
-        """The chief's, on all workers. Raises what it raises there, on all."""
+        """Returns the chief's choice on all workers. What the chief raises is raised on all."""
         chosen = _Found([])
 
         def pick() -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Recovery:
         self.state.assign(dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
 
     def _from_memory(self, checkpoint: InMemoryCheckpoint) -> _Found:
-        """The chief's part, from memory. Raises what a store does not do."""
+        """The chief's choice, from memory. Raises the errors of a failing store."""
         self.files.begin_to_send()
         message = (
             f"went on from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
@@ -144,7 +144,7 @@ class Recovery:
         return _Found([message], {**checkpoint.manifest, "must_be_saved": True}, arrays=checkpoint.arrays)
 
     def _from_files(self, back: bool) -> _Found:
-        """Chooses from files what to go on from. Called on the chief."""
+        """Chooses the snapshot to resume from among the files. Called on the chief."""
         files, config = self.files, self.config
         snapshot, messages = files.bring_and_pick(config.replace(resume="auto") if back else config, back)
         if snapshot is None:
@@ -171,7 +171,7 @@ class Recovery:
         return _Found(messages, manifest, arrays=arrays)
 
     def _adopt(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Checks a restored snapshot against its manifest and takes over what is not a variable. Returns messages."""
+        """Checks the restored state against its manifest and takes over what is not a variable. Returns messages."""
         step, split = int(self.job.step.counter.numpy()), self.job.train_split
         restore.check_consistency(manifest, step, self.progress.global_batch)
         warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
@@ -180,7 +180,7 @@ class Recovery:
         self.stream_cut = manifest.get("stream_cut") or streams.cut_of_old_runs(split, manifest["replicas"])
         state.restore_generator_states(manifest["generators"])
         self.progress.restore(manifest, step)
-        same = manifest if manifest["config_digest"] == self.config.digest() else {}  # it is tried with other numbers
+        same = manifest if manifest["config_digest"] == self.config.digest() else {}  # a new try if anything changed
         self._rollbacks = max(self._rollbacks, same.get("rollbacks", 0))
         self.interval_sums.restore(same.get("interval_sums", {}))
         self._saved_scores = manifest.get("metrics", {})
@@ -192,9 +192,9 @@ class Recovery:
         return [message for message in (warning, kept) if message]
 
     def rollback(self, step: int, past: int) -> tuple[list[str], int]:
-        """Goes back from bad numbers before `step` to the newest snapshot, past all batches to `past`. A collective.
+        """Goes back from bad numbers before `step` to the newest snapshot, and past all batches to `past`.
 
-        Returns messages and the step to go on from. Raises DivergedError when that did not help often enough.
+        A collective call. Returns messages and the step to resume from. Raises DivergedError after too many rollbacks.
         """
         limit, bad = self.config.loop.max_rollbacks, f"Loss or gradients became NaN or infinite before step {step}"
         if self._rollbacks == limit:
@@ -209,7 +209,7 @@ class Recovery:
             raise DivergedError(f"{bad}, and {place} has no snapshot to go back to: make room there, or repair it.")
         passed = position - self.progress.consumed(restored)
         self.progress.pass_over(passed)
-        # The snapshot, and the copy, of this step lead back to the bad batches.
+        # A snapshot or copy made of this step so far would lead back to the bad batches.
         self._saved_step = self._copied_step = -1
         messages.append(
             f"NaN or infinite values before step {step}: went back to step {restored} and past {passed:,} samples,"
@@ -217,10 +217,10 @@ class Recovery:
         )
         return messages, restored
 
-    # -- leaving ---------------------------------------------------------------------------------------------------
+    # -- saving ----------------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
-        """A snapshot, unless there is one of this step, with the score of --keep_best. On all workers."""
+        """Saves a snapshot, unless this step has one with the score for --keep_best. Called on all workers."""
         self.time_policy.saved()
         scores, metric = self._scores(step), self.config.checkpoint.best_metric
         if step == self._saved_step and (metric not in scores or metric in self._saved_scores):
@@ -240,7 +240,7 @@ class Recovery:
             writer.save(step, arrays, self._manifest_fields(step))
 
     def copy(self, step: int, memory: WorkerMemory, now: bool = False) -> None:
-        """A copy in this worker's memory, if it is time for one, or `now`. On all workers."""
+        """Copies the state to this worker's memory, if it is time, or `now`. Called on all workers."""
         period = 1 if now else max(1, self.config.checkpoint.elastic_commit_every)
         if self._copied_step >= 0 and step - self._copied_step < period:
             return
@@ -259,8 +259,8 @@ class Recovery:
             backup.back_up(step, arrays, self._manifest_fields(step))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """key -> array of each of the model's variables, and of those that its layers keep without Keras' knowing, with
-        the moving averages if there are any: on the chief. A collective."""
+        """key -> array of each of the model's variables, and of those in its layers that Keras does not know of, with
+        moving averages if there are any: on the chief. A collective call."""
         with self.job.step.update.averaged():
             return self.state.to_host(wanted=self.chief, only=state.COMPARED)
 
@@ -269,12 +269,12 @@ class Recovery:
         return (self.config.checkpoint.backup_every or self.progress.steps_per_epoch()) if self.files.backup else 0
 
     def settle_statistics(self) -> None:
-        """Sets moving statistics to the first worker's before use: those not synchronised drift apart."""
+        """Sets moving statistics to the first worker's before they are used: if not synchronized, they drift apart."""
         if not self.config.model.sync_batchnorm and self.is_copied:
             sync_moving_statistics(self.job.model, self.state, self.runtime)
 
     def _scores(self, step: int) -> Mapping[str, float]:
-        return self.evaluated[1] if self.evaluated[0] == step else {}  # else they are of other weights
+        return self.evaluated[1] if self.evaluated[0] == step else {}  # otherwise they belong to other weights
 
     def _manifest_fields(self, step: int) -> dict[str, Any]:
         return {

@@ -1,8 +1,8 @@
-"""The backup of a run in an object store (--backup_dir=URL), as the chief has it.
+"""The backup of a run in an object store (--backup_dir=URL), as the chief sees it.
 
-It is written to a folder of this machine's cache, as it is without a store; a thread sends the newest, as it sends
-snapshots (artifacts/remote_snapshots.py): the backup before is removed when the manifest of the next one is there. A
-store that is away is told of, and ends nothing: neither training, nor the run.
+It is written to a folder in this machine's cache, as without a store. A thread sends the newest one as it sends
+snapshots (artifacts/remote_snapshots.py): the previous backup is removed when the next one's manifest has arrived. An
+unavailable store is reported, but ends neither training nor the run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _GIVE_BACK_SECONDS = 10.0
 
 
 class RemoteBackup:
-    """Brings and sends `backup`. run_id: of the run that begins, if it has one.
+    """Brings and sends `backup`. run_id: that of the run that begins, if it has one.
 
-    Raises TfdistError if there can be no such store.
+    Raises TfdistError if the URL cannot be used as a store.
     """
 
     def __init__(self, config: Config, backup: BackupFolder, run_id: str):
@@ -53,8 +53,8 @@ class RemoteBackup:
         self._last_deed: Callable[[], None] = lambda: None
 
     def begin(self) -> list[str]:
-        """Brings the newest, if none here is as new, and sends from now on; once. Returns why others were passed over.
-        Raises TfdistError.
+        """Brings the newest backup, if none here is as new, and starts sending; once. Returns why others were passed
+        over. Raises TfdistError.
         """
         if self._begun:
             return []
@@ -63,7 +63,7 @@ class RemoteBackup:
             self._objects.allowed = self._lease.confirm
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._give_back)
-                # The snapshots of a run are not to be removed as old backups.
+                # The snapshots of a run must not be removed as old backups.
                 if self._objects.text(STATUS_FILE) is not None:
                     raise ConfigError(f"--backup_dir={self._url} holds a run: name a place of its own for the backup.")
                 self._store.clean()
@@ -75,8 +75,8 @@ class RemoteBackup:
         return messages
 
     def _forget_other_runs(self) -> None:
-        """Deletes backups here that may be of a run that has ended on another machine: they count only if they are of
-        the run whose backup is in the store, or of the run that begins."""
+        """Deletes local backups that may be of a run that has ended on another machine: kept are only those of the run
+        whose backup is in the store, or of the run that begins."""
         wanted = {self._run_id}
         for step in self._remote.steps()[-1:]:
             wanted.add(manifest.run_of(self._objects.text(f"{SNAPSHOTS}/step-{step:08d}/{manifest.MANIFEST}") or ""))
@@ -86,17 +86,17 @@ class RemoteBackup:
                 self._store.delete(step)
 
     def messages(self) -> Iterator[str]:
-        """A sentence when the store cannot be used, and again while that lasts."""
+        """Yields a sentence when the store becomes unusable, and again while that lasts."""
         yield from self._alarm.messages(self._remote.sender.trouble() or self._objects.waiting(SILENT_SECONDS))
 
     def send_rest(self, seconds: float | None = None) -> None:
-        """Waits until the last one is sent, at most so long; else --store_timeout."""
+        """Waits until the last backup is sent, for at most `seconds`; by default --store_timeout."""
         sender, seconds = self._remote.sender, self._timeout if seconds is None else seconds
         if self._begun and sent_within(sender, self._url, time.monotonic() + seconds):
             say(f"THE LAST BACKUP WAS NOT SENT to {self._url} ({sender.trouble() or 'it takes too long'}).")
 
     def end_with(self, deletion: bool) -> None:
-        """Sets what `close` does first. deletion: the run has finished, and nothing will go on from the backup."""
+        """Sets what `close` does first. deletion: the run has finished, and nothing will resume from the backup."""
         self._last_deed = self._delete if deletion else self.send_rest
 
     def _delete(self) -> None:
@@ -119,7 +119,7 @@ class RemoteBackup:
                 say(f"THE BACKUP WAS NOT DELETED ({failed[0]}); the run has finished, and needs it no more.")
 
     def close(self) -> None:
-        """Sends no more, and gives the place back."""
+        """Stops sending, and gives back the lease."""
         self._last_deed()
         self._remote.sender.end()
         self._held.close()

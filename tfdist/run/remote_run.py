@@ -1,9 +1,9 @@
-"""A run in an object store, as one worker sees it: what it brings before it begins, what it sends meanwhile and at the
-end. Where --run_dir is a folder there is none of this.
+"""A run in an object store, as one worker sees it: what it brings before it begins, and what it sends during the run
+and at the end. Not used if --run_dir is a folder.
 
     before      the chief takes the lease, compares the working copy with the store, brings the logs, and the newest
                 snapshot if its own is older
-    meanwhile   the chief sends snapshots; every worker sends the files that are its own, every 20 seconds
+    meanwhile   the chief sends snapshots; every worker sends its own files every 20 seconds
     at the end  all that is left, for some minutes if need be; status.json last; then the chief gives back the lease
 """
 
@@ -39,17 +39,17 @@ from tfdist.storage.store_errors import StoreError, as_sentence
 from tfdist.storage.store_lease import FILE as LEASE
 from tfdist.storage.store_lease import FollowedLease, StoreLease
 
-_AFTER_AN_ERROR_SECONDS = 10.0  # what can be sent then
+_AFTER_AN_ERROR_SECONDS = 10.0  # time to send the rest after an error
 _GIVE_BACK_SECONDS = 5.0
 _OF_A_RANK = re.compile(r"^logs/(?:rank|worker)-(\d+)\D")
 _SET_ASIDE = "set-aside-"
-# What there may be before the first status: of an evaluator, of tfdist.doctor, snapshots that a user has put there.
+# What may be there before the first status: files of an evaluator or of tfdist.doctor, snapshots put there by a user.
 _WITHOUT_STATUS = ("logs/", "tensorboard/", "faults/", "doctor-", f"{SNAPSHOTS}/")
 
 
 @contextlib.contextmanager
 def remote_run(options: RunConfig, folder: Path, cluster: Cluster, job: str) -> Iterator[RemoteRun | None]:
-    """A worker's run in an object store; None if --run_dir is a folder."""
+    """Context manager: a worker's run in an object store; None if --run_dir is a folder."""
     if not is_url(options.run_dir):
         yield None
         return
@@ -60,7 +60,7 @@ def remote_run(options: RunConfig, folder: Path, cluster: Cluster, job: str) -> 
 class RemoteRun:
     """A run in an object store, entered before a worker's session and left after it.
 
-    job: what tells attempts of one job from another job (control/lease.py).
+    job: identity by which attempts of one job are told from another job (control/lease.py).
     """
 
     def __init__(self, options: RunConfig, folder: Path, cluster: Cluster, job: str):
@@ -72,7 +72,7 @@ class RemoteRun:
         self._lease = StoreLease(self.objects, job, end_worker) if self._is_chief else None
         allowed = self._lease.confirm if self._lease else lambda: None
         self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._note_trouble, allowed)
-        self._senders: list[UploadThread] = []  # of snapshots, and of parts of them
+        self._senders: list[UploadThread] = []  # of snapshots, and of their parts
         self._trouble: StoreError | None = None
         self._alarm = StoreAlarm()
 
@@ -91,7 +91,7 @@ class RemoteRun:
         return self
 
     def _adopt(self) -> None:
-        """The store decides which run this is: what is here of another one is set aside."""
+        """Sets local files of another run aside: the store decides which run this is."""
         here, status = run_of(self.folder), self.objects.text(STATUS_FILE)
         if status is None:
             self._must_hold_nothing_else()
@@ -99,7 +99,7 @@ class RemoteRun:
         if here and here != there:
             aside = self.folder / f"{_SET_ASIDE}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             aside.mkdir()
-            # Not the logs that the launcher has already begun, nor the lease that was just taken.
+            # Except logs that the launcher has already begun, and the lease that was just taken.
             for entry in [*self.folder.iterdir(), *(self.folder / "logs").glob("*.jsonl")]:
                 if entry.name not in ("logs", LEASE) and not entry.name.startswith((_SET_ASIDE, ".")):
                     entry.rename(aside / entry.name)
@@ -110,7 +110,7 @@ class RemoteRun:
             )
 
     def _must_hold_nothing_else(self) -> None:
-        """All that lies below the URL of a run is brought, and some of it replaced. Raises ConfigError, StoreError."""
+        """Raises ConfigError on other files: all below a run's URL is brought, and some replaced. Also StoreError."""
         for name in self.objects.names():
             if name != LEASE and not name.startswith(_WITHOUT_STATUS):
                 raise ConfigError(
@@ -119,27 +119,27 @@ class RemoteRun:
                 )
 
     def bring_own(self) -> None:
-        """The logs that this worker has written on another machine, before it goes on with them. Raises TfdistError."""
+        """Brings the logs that this worker wrote on another machine, before it appends to them. Raises TfdistError."""
         if not self._is_chief:
             with as_sentence():
                 self._bring(self._owns)
 
     def _bring(self, wanted) -> None:
-        """Files that are not here, or shorter than in the store: they have been written elsewhere meanwhile."""
+        """Brings files that are missing here, or shorter than in the store: they were written elsewhere meanwhile."""
         bring_files(self.objects, self.folder, wanted, longer=True)
 
     def start(self) -> None:
-        """Begins to send files. What says that there is a run here is sent at once: a working copy without it in the
-        store counts as another run's."""
+        """Begins to send files. The status, which marks this place as a run, is sent at once: a working copy whose run
+        is not in the store counts as another run's."""
         if self._is_chief:
             with as_sentence():
                 self.objects.send(self.folder / STATUS_FILE, STATUS_FILE)
         self._mirror.start()
 
     def sends(self, store: SnapshotFolder, retention: Retention) -> RemoteSnapshots:
-        """Makes what brings and sends the chief's snapshots."""
+        """Makes the object that brings and sends the chief's snapshots."""
         assert self._lease  # only the chief sends snapshots
-        # Whoever goes on from a snapshot finds the logs up to it.
+        # Whoever resumes from a snapshot finds the logs up to it.
         snapshots = RemoteSnapshots(
             self.objects, store, retention, allowed=self._lease.confirm, before=self._mirror.send
         )
@@ -148,23 +148,23 @@ class RemoteRun:
 
     @property
     def snapshots(self) -> str:
-        """Where the run's snapshots are, for messages."""
+        """The place of the run's snapshots, for messages."""
         return f"{self.objects.url}/{SNAPSHOTS}"
 
     @property
     def lease_id(self) -> str:
-        """The id of the chief's lease, which the other workers follow."""
+        """The id of the chief's lease, which the other workers check."""
         assert self._lease
         return self._lease.owner.id
 
     def follow(self, lease_id: str) -> Callable[[], None]:
-        """Returns a function that a worker calls before it writes anything in the store that is not its log."""
+        """Returns a function that a worker must call before it writes anything but its log to the store."""
         if not self._lease:
             self.objects.allowed = FollowedLease(self.objects, lease_id, end_worker).confirm
         return self.objects.allowed
 
     def sends_parts(self, *senders: UploadThread | None) -> None:
-        """Registers the senders of this worker's parts of snapshots, and, on the chief, of whole snapshots of them."""
+        """Registers the senders of this worker's parts, and, on the chief, the sender of snapshots made of parts."""
         self._senders += filter(None, senders)
 
     def _owns(self, name: str) -> bool:
@@ -176,14 +176,14 @@ class RemoteRun:
             or name == LEASE
         ):
             return False
-        # Event files and profiles bear the names of their host and process.
+        # Event files and profiles are named after their host and process.
         return self._is_chief or self._leads_machine and name.startswith("tensorboard/")
 
     def _note_trouble(self, trouble: StoreError | None) -> None:
         self._trouble = trouble
 
     def messages(self) -> Iterator[str]:
-        """A sentence when the store cannot be used, and again while that lasts."""
+        """Yields a sentence when the store becomes unusable, and again while that lasts."""
         trouble = self._trouble or self._sending_trouble() or self.objects.waiting(SILENT_SECONDS)
         yield from self._alarm.messages(trouble)
 
@@ -199,7 +199,7 @@ class RemoteRun:
         def send() -> None:
             missing[:] = [self._send_the_rest(patience)]
 
-        # A store that is silent holds a thread up, and nobody else.
+        # A store that does not answer blocks only this thread.
         for_at_most(patience + _GIVE_BACK_SECONDS, send)
         if self._lease:
             self.objects.patience = _GIVE_BACK_SECONDS
@@ -211,7 +211,7 @@ class RemoteRun:
             )
 
     def _send_the_rest(self, seconds: float) -> str:
-        """Sends what is left. Returns what is still missing, or ""."""
+        """Sends all that is left. Returns what is still missing, or ""."""
         deadline, unsent = time.monotonic() + seconds, []
         for sender in self._senders:
             unsent += sent_within(sender, self.objects.url, deadline)

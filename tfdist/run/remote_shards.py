@@ -1,7 +1,8 @@
-"""The parts of snapshots in an object store, as one of several workers without a common folder writes and reads them.
+"""The parts of snapshots in an object store, as one of several workers without a shared folder writes and reads them.
 
-A state that is divided over the workers is nowhere whole: each sends its own part (artifacts/shard_upload.py), the
-chief makes snapshots of them (sharded_commit.py), and each brings only what it needs (partial_download.py).
+A state that is sharded over the workers is nowhere whole. Each worker sends its own part (artifacts/shard_upload.py),
+the chief makes snapshots of the parts (sharded_commit.py), and each worker brings only what it needs
+(partial_download.py).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _SENTENCE_BYTES = 400
 
 
 class RemoteShards:
-    """One worker's parts in the store. Made on all workers at once. remote: the chief's snapshots there.
+    """One worker's parts in the store. Constructed on all workers at once. remote: the chief's snapshots there.
 
-    Raises TfdistError on all if the chief cannot use the store.
+    Raises TfdistError on all workers if the chief cannot use the store.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RemoteShards:
     ):
         self._runtime, self._stored, self._remote = runtime, stored, remote
         agreed = self._agree_to_begin()
-        self._newest: int = agreed["newest"]  # of those in the store
+        self._newest: int = agreed["newest"]  # newest step in the store
         self.writes = ShardUpload(
             stored.objects,
             stored.folder,
@@ -80,15 +81,15 @@ class RemoteShards:
 
         return of_the_chief(self._runtime, begin)
 
-    # -- going on --------------------------------------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------------------------------
 
     def _send_left(self, run_id: str) -> None:
-        """Sends what earlier processes on this machine had no time to send. A collective. What cannot be sent is no
-        part of any snapshot: the run then goes on from an older one."""
+        """Sends what earlier processes on this machine had no time to send. A collective call. Parts that cannot be
+        sent belong to no snapshot; the run then resumes from an older one."""
         folder = self._stored.folder / PARTS
         with contextlib.suppress(StoreError, OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            with lock(folder / ".lock", wait=True):  # no other worker of this machine at the same time
+            with lock(folder / ".lock", wait=True):  # excludes other workers of this machine
                 left = left_parts(self._stored.folder, run_id, self._newest) if run_id else []
                 for step, rank, note in left:
                     send_part(self._stored.objects, Path(self.writes.path(step)), step, rank, note)
@@ -96,7 +97,7 @@ class RemoteShards:
         self._runtime.barrier()
 
     def make_left(self) -> None:
-        """The chief makes a snapshot of what has been left, if all of it is there. Raises StoreError, OSError."""
+        """Lets the chief make a snapshot of left parts, if all of them are there. Raises StoreError, OSError."""
         assert self._commit
         self._commit.make_left(self._newest)
 
@@ -106,14 +107,14 @@ class RemoteShards:
         self._commit.sender.start()
 
     def finish_or_drop(self, seconds: float) -> None:
-        """Waits so long for what is being gathered, and then drops it: the run is about to go back."""
+        """Waits for up to `seconds` for parts that are being gathered, then drops them: the run is about to go back."""
         assert self._commit
         self._commit.sender.finish_soon(seconds)
         self._commit.drop_all()
 
     def bring(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
-        """Brings what this worker needs of the chief's choice. A collective. Returns why it is damaged, or "": then the
-        chief must choose another. Raises StartupError on all if the store is away for one."""
+        """Brings this worker's part of the chief's choice. A collective call. Returns why it is damaged, or "": then
+        the chief must choose another. Raises StartupError on all workers if one of them cannot reach the store."""
         snapshot, verdict, sentence = self.snapshot(manifest), _FINE, ""
         try:
             self.reads.bring(snapshot, state.wanted(manifest["variables"]))
@@ -135,19 +136,19 @@ class RemoteShards:
         ]
         if damaged and self._remote:
             self._remote.damaged_there.add(snapshot.step)
-            with contextlib.suppress(StoreError):  # then at the next start
+            with contextlib.suppress(StoreError):  # then it is done at the next start
                 self._remote.set_aside(snapshot.step)
         return damaged[0] if damaged else ""
 
     def snapshot(self, manifest: Mapping[str, Any]) -> Snapshot:
-        """The chief's choice, as it lies here."""
+        """The chief's choice, as a snapshot in the local folder."""
         return Snapshot(self.reads.path(manifest["step"]), manifest["step"], manifest)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def agree(self, step: int) -> str:
-        """Tells all, before each save, of which steps the chief wants the parts. A collective. Returns why there can be
-        no snapshot of this one, or ""."""
+        """Tells all workers, before each save, of which steps the chief wants the parts. A collective call. Returns why
+        there can be no snapshot of this step, or ""."""
         message: dict[str, Any] = {}
         if self._commit:
             try:

@@ -1,4 +1,4 @@
-"""Writes the results of a finished run: exports, the plot of its curves, the summary. Used by the chief alone."""
+"""Writes the results of a finished run: exports, the plot of its curves, the summary. Used only by the chief."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tfdist.training.loop import TrainResult
 
 @dataclass(frozen=True)
 class Figures:
-    """The numbers that the session knows of a finished run. `trainer`: what the trainer says of it."""
+    """The session's numbers about a finished run. trainer: values from the trainer."""
 
     result: TrainResult
     verdict: str
@@ -40,7 +40,7 @@ class Figures:
 
 
 def run_summary(job: Job, recovery: Recovery, figures: Figures) -> dict[str, Any]:
-    """The values of the summary that tell of the training."""
+    """The values of the summary that describe the training."""
     result, clock, losses = figures.result, figures.clock, recovery.losses.losses
     samples = recovery.progress.trained(result.step)
     return {
@@ -69,9 +69,9 @@ def leave_results(
     unwritten: str,
 ) -> None:
     """Writes exports, curves.png, summary.json and the table on the console. Raises CheckpointError if the export
-    fails: the rest can be made again from the logs, so it only warns.
+    fails; other failures only warn, since the rest can be made again from the logs.
 
-    weights: see `Recovery.weights`. values: what the run knows of itself, for the summary.
+    weights: see `Recovery.weights`. values: the run's values for the summary.
     unwritten: why the last snapshot could not be written; "" if it was.
     """
     config, info = job.config, source_info(job)
@@ -79,7 +79,7 @@ def leave_results(
     if formats:
         try:
             export_model(_plain_model(job, weights), folder / "export", formats)
-        except Exception as error:  # noqa: BLE001 - also of the user's own, while Keras traces and saves the model
+        except Exception as error:  # noqa: BLE001 - including user code, while Keras traces and saves the model
             words = _in_words(error)
             saved = (
                 f"nor could the last snapshot be written ({unwritten})" if unwritten else "the training itself is saved"
@@ -128,7 +128,7 @@ def _formats(config: Config) -> tuple[str, ...]:
 
 
 def exportable(job: Job) -> Job:
-    """The job, if its model can be exported as it is asked for. Raises ConfigError."""
+    """Returns the job, with a warning where needed. Raises ConfigError if its model cannot be exported as requested."""
     formats = _formats(job.config)
     check_exportable(job.model, formats)
     hidden = state.hidden_variables(job.model) if "keras" in formats else []
@@ -143,7 +143,7 @@ def exportable(job: Job) -> Job:
 
 
 def source_info(job: Job) -> dict[str, Any]:
-    """The facts that the sources tell about themselves (sizes, entropies, ...), as event values."""
+    """The facts that sources report about themselves (sizes, entropies, ...), as event values."""
     values: dict[str, Any] = {"data/train_samples": job.train_split.size}
     if job.eval_split:
         values["data/eval_samples"] = job.eval_split.size
@@ -154,7 +154,7 @@ def source_info(job: Job) -> dict[str, Any]:
 
 
 def _plain_model(job: Job, weights: Mapping[str, np.ndarray]) -> keras.Model:
-    """A copy of the model outside of any strategy, whole, with these weights."""
+    """A whole copy of the model outside of any strategy, with these weights."""
     keras.utils.set_random_seed(job.config.run.seed)
     copy = build_model(job.config.model, job.train_split.element_spec[0], job.train_split.num_classes)
     for key, variable in (state.model_variables(copy) | state.hidden(copy)).items():

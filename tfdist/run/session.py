@@ -1,6 +1,6 @@
-"""A run from start to end: compose, restore, train, save, leave results. What `python -m tfdist.train` calls.
+"""A run from start to end: compose, restore, train, save, write results. `python -m tfdist.train` calls this.
 
-Every worker runs this; what only the chief does (the files that all share) is behind `rank == 0`.
+Every worker runs this; actions of the chief alone (on files that all share) are behind `rank == 0`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from tfdist.training.loop_hooks import LoopSchedule
 
 
 class GroupChange(Exception):
-    """All workers have left their group in order, so that another can be formed: of an elastic job (elastic.py)."""
+    """All workers of an elastic job (elastic.py) have left their group in order, so that another can be formed."""
 
 
 @dataclass(frozen=True)
 class Start:
     """The facts with which a worker begins a run.
 
-    memory: of a process that may be in several groups of workers, one after the other.
-    began: since when peers have been waited for (time.monotonic()).
+    memory: of a process that may be in several groups of workers, one after another.
+    began: since when peers have been awaited (time.monotonic()).
     watched: whom the health monitor watches; None: the cluster.
     """
 
@@ -79,7 +79,7 @@ def run(start: Start) -> ExitCode:
 class Session:
     """One worker's run. Nothing is opened before `run`, and nothing is open after it."""
 
-    # Each phase of `run` sets some.
+    # Set by the phases of `run`.
     monitor: HealthMonitor
     runtime: Runtime
     signals: SignalRequests
@@ -98,7 +98,7 @@ class Session:
         self.start, self.memory, self.config, self.stored = start, start.memory, start.config, stored
         self.folder, self.announcement = run_folder(start.config), Announcement()
         self.clock, self.resources = Clock(), OpenResources()
-        self._all_leave = False  # this worker together with the others
+        self._all_leave = False  # this worker ends together with the others
 
     def run(self) -> ExitCode:
         """Runs the session from start to end, see the function `run`."""
@@ -132,14 +132,14 @@ class Session:
         self.runtime = build.start_runtime(self.config, self.start.cluster, self.start.began)
         self.resources.callback(self._close_runtime)
         self.resources.callback(self.monitor.close)  # before the runtime: that may wait for the others for a while
-        # After the runtime: whoever waits for others in vain ends at once, with nothing to save.
+        # After the runtime: a worker that waits for others in vain ends at once on a signal; there is nothing to save.
         self.signals = self.monitor.signals()
         self.monitor.connect(self.runtime)
 
     def _compose(self) -> None:
         config, cluster = self.start.config, self.start.cluster
         check_same_options(self.runtime, config)
-        # Before the data: other flags may mean other data, and again when all of them are known.
+        # Before the data, since other flags may mean other data; and again when all options are resolved.
         check_same_identity(self.runtime, config)
         limits = build.memory_limits(cluster)
         if config.model.jit_tune:
@@ -228,7 +228,7 @@ class Session:
 
     def _train(self) -> TrainResult:
         if self.config.loop.on_nan == "rollback" and self.first_step == 0:
-            self.recovery.save(0)  # so that there is something to go back to
+            self.recovery.save(0)  # so that a rollback is possible
         hooks = self.hooks.for_loop(self.first_step)
         self.monitor.watchdog.enter(sections.BETWEEN_STEPS)
         with self.diagnosis.naming():
@@ -273,7 +273,7 @@ class Session:
             write_status(self.folder, "finished", self.identity.run_id)
 
     def _leave(self, step: int, memory: WorkerMemory) -> NoReturn:
-        """Leaves the group, in order and together with all others; the process goes on. Raises GroupChange."""
+        """Leaves the group in order, together with all others; the process continues. Raises GroupChange."""
         with self.hooks.section(sections.SAVE):
             self.recovery.copy(step, memory, now=True)
             self.recovery.files.finish()
@@ -291,7 +291,7 @@ class Session:
         self.resources.close()
 
     def _close_runtime(self) -> None:
-        """Closes the runtime, but not after an error: others may be gone or stuck, and the process's end is enough."""
+        """Closes the runtime, but not after an error: others may be gone or stuck, and ending the process is enough."""
         if self._all_leave or self.runtime.size == 1:
             self.runtime.close()
 

@@ -63,7 +63,7 @@ class SessionHooks:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Names what this worker is doing: for the watchdog, and for observers that follow it."""
+        """Context manager that reports what this worker is doing to the watchdog, and to observers that follow it."""
         with self.monitor.watchdog.section(name), self.observer.section(name):
             yield
 
@@ -74,7 +74,7 @@ class SessionHooks:
         self.recovery.save(step)
 
     def report_saves(self, step: int) -> None:
-        """Passes the writers' messages to the observers."""
+        """Passes the writers' messages on to the observers."""
         for kind, values in self.recovery.files.messages():
             self.observer(Event(kind, step, values))
 
@@ -102,12 +102,12 @@ class SessionHooks:
 
     def _extra_values(self) -> dict[str, float]:
         """Further values of a train event."""
-        extra = self.trainer.extra_values()  # first: the learning rate may depend on it
+        extra = self.trainer.extra_values()  # first, since the learning rate may depend on it
         return {"train/learning_rate": self.recovery.learning_rate(), **extra}
 
     def _rollback(self, step: int, period_end: int) -> tuple[int, Sequence]:
         found = self.diagnosis.flaws()
-        # How long a call was, the clock decides, and where the run was stopped.
+        # The length of a call depends on the clock, and on where the run was stopped.
         past = period_end if restore.scheduled(self.recovery.job.config).periods else step
         messages, restored = self.recovery.rollback(step, past)
         for message in filter(None, [*messages, found]):
@@ -115,7 +115,7 @@ class SessionHooks:
         return restored, self._iterators(restored)
 
     def _requests(self, step: int) -> Requests:
-        """The requests of this worker; also passes on the writers' messages, and keeps a copy if it may be needed."""
+        """This worker's requests; also passes on the writers' messages, and copies the state if it may be needed."""
         self.monitor.faults.at("step", step)
         self.diagnosis.called_at = step
         self.report_saves(step)
@@ -128,7 +128,7 @@ class SessionHooks:
 
 
 def _never_best(config: CheckpointConfig, scores: Mapping[str, float]) -> str:
-    """A sentence if the score that --keep_best goes by is no number, else ""."""
+    """A sentence if the score that --keep_best uses is not finite, else ""."""
     metric, keep_best = config.best_metric, config.keep_best
     score = scores.get(metric, 0.0)
     if math.isfinite(score):

@@ -1,4 +1,4 @@
-"""The work of `python -m tfdist.evaluate`: evaluates a snapshot or an export of a run, or follows a running job."""
+"""Implements `python -m tfdist.evaluate`: evaluates a snapshot or an export of a run, or follows a running job."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from tfdist.build import Job
 
 _POLL_SECONDS = 1.0
-_CHOICES = 10  # of the newest snapshot, where the run removes each before it is read
+_CHOICES = 10  # attempts to read the newest snapshot, if the run removes each before it is read
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What is evaluated."""
+    """What to evaluate."""
 
     at_step: int = option(-1, "The step whose snapshot is evaluated. -1: the newest valid one.", least=-1)
     model_file: str = option("", "A .keras file to evaluate instead of a snapshot.")
@@ -56,7 +56,7 @@ def main(argv: list[str], usage: str = "") -> int:
     config = run_configuration(given.config, argv, run.folder)
     try:
         _evaluate(config, given.command, run)
-    except Exception as error:  # TensorFlow's own may have a cause that can be named
+    except Exception as error:  # an error of TensorFlow may have a known cause
         from tfdist.runtime.errors import explain
 
         found = explain(error, Cluster())
@@ -75,9 +75,9 @@ def _evaluate(config: Config, options: EvaluateOptions, run: ReadRun) -> None:
     store, step, job = _store(run), options.at_step, None
     for _ in range(_CHOICES if step < 0 else 1):
         bring_for_reading(run.objects, store, step)
-        snapshot = _choose(store, step)  # before all that takes long
+        snapshot = _choose(store, step)  # before the slow part
         job = job or _compose(config)
-        # The run may go on, and remove what it does not keep.
+        # The run may still be active, and remove snapshots that it does not keep.
         if snapshot and (values := _evaluate_snapshot(job, store, snapshot)):
             _show(values, store.directory)
             return
@@ -91,9 +91,9 @@ def _evaluate(config: Config, options: EvaluateOptions, run: ReadRun) -> None:
 
 
 def _check_folder(folder: Path, given: flags.Parsed) -> None:
-    """Whether there is a run to evaluate. Raises ConfigError."""
+    """Raises ConfigError if there is no run to evaluate."""
     place = given.config.run.run_dir
-    # The snapshots of a store are looked for later.
+    # Snapshots in a store are searched later.
     expected = folder / (flags.FLAGS_FILE if is_url(place) else "checkpoints")
     if not given.command.model_file and not expected.exists():
         what = (
@@ -109,7 +109,7 @@ def _check_folder(folder: Path, given: flags.Parsed) -> None:
 
 
 def run_configuration(config: Config, argv: list[str], folder: Path) -> Config:
-    """The flags of the run in `folder`, with those of `argv` over them."""
+    """The flags of the run in `folder`, overridden by those of `argv`."""
     stored = folder / flags.FLAGS_FILE
     if stored.exists():
         config = flags.parse([f"--flagfile={stored}", *argv], command=EvaluateOptions).config
@@ -138,13 +138,13 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     if "tensorboard" in config.telemetry.trackers.split(","):
         observers.append(TensorBoardObserver(folder / EVALUATOR_EVENTS, 0, forgets=False))
     while True:
-        # Read before looking: what is written afterwards is seen next time.
+        # Read the status before searching: later snapshots are found next time.
         found = _status(run)
         if (other := found.get("run_id", "")) and run_id and other != run_id:
             raise CheckpointError(f"--run_dir={run.place} holds another run by now: start to follow it anew.")
         status = found.get("status")
         was_running |= status == "running"
-        # A run that is to go on says that it is finished until it has begun to.
+        # The status of a run that will be resumed is "finished" until it has started again.
         waited = time.monotonic() - begun > config.cluster.startup_timeout
         over = status == "finished" and (was_running or done >= (target or 0) or waited)
         bring_for_reading(run.objects, store, told=told)
@@ -178,7 +178,7 @@ def _run(config: Config) -> ReadRun:
 
 
 def _status(run: ReadRun) -> dict[str, Any]:
-    """The run's present status.json."""
+    """The run's current status.json."""
     return parse_status(run.text(STATUS_FILE))
 
 
@@ -217,7 +217,7 @@ def _store(run: ReadRun) -> SnapshotFolder:
 
 
 def _choose(store: SnapshotFolder, step: int) -> Snapshot | None:
-    """The snapshot of a step, or the newest (-1): None if all that there were have been removed meanwhile. Raises
+    """The snapshot of a step, or the newest one (-1); None if all that existed have been removed meanwhile. Raises
     CheckpointError."""
     from tfdist.artifacts.snapshot_folder import must_be_of
 
@@ -242,7 +242,7 @@ def _evaluate_snapshot(job: Job, store: SnapshotFolder, snapshot: Snapshot) -> d
     found = read_if_there(store, snapshot)
     if found is None:
         return None
-    # What is left out is for training only.
+    # The arrays left out are for training only.
     arrays = {key: array for key, array in found.items() if not key.startswith("train/compression_")}
     state.assign(state.collect(job.model, job.optimizer, job.step.variables), arrays)
     return {**_scores(job), "step": snapshot.step}

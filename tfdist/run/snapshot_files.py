@@ -1,10 +1,10 @@
-"""The files of a run's snapshots and backups: where they lie, and who writes them.
+"""The files of a run's snapshots and backups: where they are, and who writes them.
 
-Only the chief touches the files, unless the state is divided over a mesh and all workers see the same folder, or the
-run is in an object store: then everyone writes and reads its own part (artifacts/sharded_snapshots.py,
+Only the chief touches the files, unless the state is sharded over a mesh and all workers see the same folder, or the
+run is in an object store: then every worker writes and reads its own part (artifacts/sharded_snapshots.py,
 remote_shards.py).
 
-Who calls, where a run goes on: Session._restore -> Recovery.restore -> _picked_by_chief -> _from_files ->
+The calls when a run resumes: Session._restore -> Recovery.restore -> _picked_by_chief -> _from_files ->
 SnapshotFiles.bring_and_pick -> restore.pick_snapshot -> SnapshotFolder.newest_valid.
 """
 
@@ -39,16 +39,16 @@ from tfdist.runtime.decisions import every_worker
 from tfdist.storage.store_errors import as_sentence
 from tfdist.training.parallel.sharded_state import ShardedState
 
-_LAST_WRITE_SECONDS = 10.0  # after an error: a snapshot that is being written is worth this wait
-_FINISH_SECONDS = 60.0  # that a run which goes back waits for the snapshot that is on its way
-_LAST_PART_SECONDS = 2.0  # and for the part of a worker that may be gone, this
+_LAST_WRITE_SECONDS = 10.0  # after an error: how long to wait for a snapshot that is being written
+_FINISH_SECONDS = 60.0  # how long a run that goes back waits for snapshots under way
+_LAST_PART_SECONDS = 2.0  # how long to wait for the part of a worker that may be gone
 
 
 class SnapshotFiles:
     """The snapshots and backups of a run, as one worker sees them.
 
     in_parts: whether this worker writes and reads a part of each snapshot.
-    writer: None where another worker writes all. backup: None without --backup_dir.
+    writer: None if another worker writes all. backup: None without --backup_dir.
     """
 
     def __init__(self, folder: Path, whole_config: Config, faults: Faults, writes: bool, stored: RemoteRun | None):
@@ -61,7 +61,7 @@ class SnapshotFiles:
         self._scheduled = restore.scheduled(whole_config)
         self._parted: ShardedSnapshotFolder | None = None
         self._in_store: RemoteShards | None = None
-        self._refused: list[str] = []  # why there were no snapshots
+        self._refused: list[str] = []  # why snapshots were refused
         self.writer = self._make_writer(attempts=2) if writes else None
         self.backup: BackupFolder | None = None
         self._stored_backup: RemoteBackup | None = None
@@ -74,24 +74,25 @@ class SnapshotFiles:
                 self._backup_lease = local_backup.lease(config.backup_dir, folder)
         self._stored = stored
         self._sent = stored.sends(self.store, self._retention()) if stored and writes else None
-        self._sends = False  # the thread that sends has begun
+        self._sends = False  # whether the sending thread has started
 
     def bring_and_pick(self, config: Config, back: bool) -> tuple[Snapshot | None, list[str]]:
-        """Picks the snapshot to go on from, as restore.pick_snapshot does, among those here and in the run's object
-        store if it has one. back: after bad numbers. Called on the chief. Raises CheckpointError, and what a store does
-        not do.
+        """Picks the snapshot to resume from, as restore.pick_snapshot does, among those here and in the run's object
+        store if it has one. back: after bad numbers. Called on the chief. Raises CheckpointError, and errors of a
+        failing store.
         """
         steps = self._scheduled if back else ALL_STEPS
         self.store.clean()
         brought = self._begin_backup()
-        if self.backup:  # else one may be read that is just being replaced, and which one was chance
+        if self.backup:  # otherwise one may be read while it is being replaced, and which one would be chance
             self.backup.writer.wait()
             if not self._stored_backup:
                 self.backup.store.clean()
         if self._in_store:
             snapshot, messages = self._pick_of_parts(self._in_store, config, steps)
             return snapshot, brought + messages
-        # Later, after bad numbers, all that this run has written is here, and a store that is away must end nothing.
+        # At a later call, after bad numbers, all that this run has written is here, and a failing store must not end
+        # it.
         brought += [] if self._sends else self._bring_newest()
         snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:], steps)
         self._set_aside_damaged(snapshot)
@@ -103,7 +104,7 @@ class SnapshotFiles:
     def _pick_of_parts(
         self, in_store: RemoteShards, config: Config, steps: ScheduledSteps
     ) -> tuple[Snapshot | None, list[str]]:
-        """Chooses from the store, after bad numbers, too: no machine has all of a snapshot."""
+        """Chooses from the store, also after bad numbers: no machine has all of a snapshot."""
         assert self._sent
         with as_sentence():
             if self._sends:
@@ -122,26 +123,26 @@ class SnapshotFiles:
             store.set_aside_damaged()
 
     def _bring_newest(self) -> list[str]:
-        """Brings the newest snapshot from an object store, and begins to send. Returns messages."""
+        """Brings the newest snapshot from an object store, and starts sending. Returns messages."""
         messages = []
         if self._sent:
             with as_sentence():
                 messages = self._sent.bring_newest()
-                if self._scheduled.periods:  # for bad numbers, when the store is not asked
+                if self._scheduled.periods:  # to go back to after bad numbers, when the store is not asked
                     messages += self._sent.bring_newest(self._scheduled)
         self.begin_to_send()
         return messages
 
     def _begin_backup(self) -> list[str]:
-        """Takes the backup's place for this job; brings the backup from its object store, and begins to send there.
-        Returns messages. Raises TfdistError.
+        """Takes the lease of the backup for this job; brings the backup from its object store, and starts sending to
+        it. Returns messages. Raises TfdistError.
         """
         if self._backup_lease and not self._backup_lease.is_taken:
             self._backup_lease.take()
         return self._stored_backup.begin() if self._stored_backup else []
 
     def begin_to_send(self) -> None:
-        """Begins to send what is written here to the object stores, if there are any. Raises TfdistError."""
+        """Starts sending what is written here to the object stores, if there are any. Raises TfdistError."""
         self._begin_backup()
         if self._sent and not self._sends:
             with as_sentence():
@@ -153,17 +154,17 @@ class SnapshotFiles:
         return self._parted is not None or self._in_store is not None
 
     def is_own(self, snapshot: Snapshot) -> bool:
-        """Whether it is one of the run's snapshots, not a backup, which is deleted when the run has finished."""
+        """Whether this is a snapshot of the run itself, not a backup, which is deleted when the run has finished."""
         store = self._in_store.reads if self._in_store else self.store
         return snapshot.path == store.path(snapshot.step)
 
     def is_shared(self, snapshot: Snapshot) -> bool:
-        """Whether every worker can read its part of it: a backup is on the chief's machine alone."""
+        """Whether every worker can read its part of the snapshot: a backup is only on the chief's machine."""
         return self.in_parts and self.is_own(snapshot)
 
     def read_part(self, manifest: Mapping[str, Any], state: ShardedState) -> str:
-        """Reads this worker's part of the shared snapshot that the chief has chosen. A collective. Returns why it is
-        damaged, or "": then the chief must choose another."""
+        """Reads this worker's part of the shared snapshot that the chief has chosen. A collective call. Returns why it
+        is damaged, or "": then the chief must choose another."""
         step = manifest["step"]
         snapshot = Snapshot(self.store.path(step), step, manifest)
         if self._in_store:
@@ -174,16 +175,16 @@ class SnapshotFiles:
         return ""
 
     def agree(self, step: int) -> bool:
-        """Agrees before a snapshot is written in parts. A collective. Returns whether there can be one."""
+        """Agrees before a snapshot is written in parts. A collective call. Returns whether there can be one."""
         refusal = self._in_store.agree(step) if self._in_store else ""
         if refusal:
             self._refused.append(f"SNAPSHOT NOT WRITTEN, step {step}: {refusal}. The next save tries again.")
         return not refusal
 
     def share(self, runtime: Runtime, patience: float) -> None:
-        """Makes snapshots be written in parts, if every worker sees what the chief writes. A collective.
+        """Switches to snapshots in parts, if every worker sees what the chief writes. A collective call.
 
-        patience: seconds that the chief waits for the parts of the others; 0: any time.
+        patience: seconds that the chief waits for the parts of the others; 0: no limit.
         """
         directory = Path(self.store.directory)
         token = runtime.broadcast_object(uuid.uuid4().hex[:8])
@@ -205,7 +206,7 @@ class SnapshotFiles:
                 patience or math.inf,
                 self.store.options,
             )
-            self.writer = self._make_writer(attempts=1)  # whoever tries again alone waits for the others in vain
+            self.writer = self._make_writer(attempts=1)  # a worker that retried alone would wait for the others in vain
         elif self._stored:
             in_store = self._in_store = RemoteShards(runtime, self._stored, self.store.before_commit, self._sent)
             self.writer = SnapshotWriter(in_store.writes, None, asynchronous=self._config.async_save, attempts=1)
@@ -232,7 +233,7 @@ class SnapshotFiles:
             yield "warning", {"message": message}
         if self.backup:
             for kind, values in self.backup.writer.messages():
-                quiet = {name: value for name, value in values.items() if name != "message"}  # there are many
+                quiet = {name: value for name, value in values.items() if name != "message"}  # there would be many
                 yield ("backup", quiet) if kind == "save" else (kind, values)
 
     def finish(self) -> str:
@@ -243,7 +244,7 @@ class SnapshotFiles:
         return self.writer.last_failure
 
     def give_up(self) -> None:
-        """Gives what is being written the time to be committed, after an error."""
+        """After an error, allows some time for current writes to be committed."""
         if self._parted:
             self._parted.give_up_at = time.monotonic() + _LAST_PART_SECONDS
         for writer in filter(None, (self.writer, self.backup and self.backup.writer)):
@@ -253,14 +254,14 @@ class SnapshotFiles:
             self._stored_backup.send_rest(_LAST_WRITE_SECONDS)
 
     def end_backup(self, finished: bool) -> None:
-        """Ends the backup after training. finished: nothing will go on from the backup."""
+        """Ends the backup after training. finished: nothing will resume from the backup."""
         if self.backup and finished:
             self.backup.delete()
         if self._stored_backup:
             self._stored_backup.end_with(deletion=finished and self._config.delete_backup)
 
     def close(self) -> None:
-        """Ends all sending, and gives back the place of the backup. A store may take its time for it."""
+        """Ends all sending, and gives back the lease of the backup. A store may take some time for this."""
         if self._stored_backup:
             self._stored_backup.close()
         if self._backup_lease:

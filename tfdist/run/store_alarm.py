@@ -7,19 +7,19 @@ from collections.abc import Iterator
 
 from tfdist.storage.store_errors import StoreError
 
-SILENT_SECONDS = 60.0  # for which an operation may go on until the user is told
+SILENT_SECONDS = 60.0  # how long an operation may take before the user is told
 _SAID_AGAIN_SECONDS = 600.0
 
 
 class StoreAlarm:
-    """The alarm for one store. what: is in trouble, for the message."""
+    """The alarm for one store. what: names the affected data in the message."""
 
     def __init__(self, what: str = ""):
         self._what = what
-        self._said: float | None = None  # when the user was told of a trouble that lasts
+        self._said: float | None = None  # when the user was last told of the present trouble
 
     def messages(self, trouble: StoreError | None) -> Iterator[str]:
-        """A sentence, if it is time for one. trouble: what there is of it now."""
+        """Yields a sentence, if one is due. trouble: the present trouble, if any."""
         if trouble is None:
             self._said = None
         elif self._said is None or time.monotonic() - self._said > _SAID_AGAIN_SECONDS:

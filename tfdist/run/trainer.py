@@ -1,5 +1,6 @@
-"""The trainers of a session: the steps of this worker's replicas, or of workers that parameter servers serve
-(parameter_server_run.py). All else of a run is the same."""
+"""The trainers of a session: they run the steps of this worker's replicas, or those of workers that parameter servers
+serve (parameter_server_run.py). All other parts of a run are the same.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class TrainerInputs:
 class Trainer:
     """The parts of a run that differ between kinds of runs.
 
-    pull_state: see LoopHooks; also called before a save. watch: of where the time goes.
+    pull_state: see LoopHooks; also called before a save. watch: measures where the time goes.
     """
 
     step: MakeSteps
@@ -45,15 +46,15 @@ class Trainer:
         return []
 
     def extra_values(self) -> dict[str, float]:
-        """Further values of a train event."""
+        """Additional values of a train event."""
         return {}
 
     def summary(self) -> dict[str, Any]:
-        """Further values of the run's summary."""
+        """Additional values of the run's summary."""
         return {}
 
     def cause(self, error: BaseException) -> BaseException | None:
-        """The meaning of an error that only this kind of run knows; None: not known."""
+        """Explains an error that only this kind of run understands; None: unknown."""
         return None
 
     def close(self) -> None:
@@ -61,7 +62,7 @@ class Trainer:
 
 
 class LocalTrainer(Trainer):
-    """Trains on the replicas of this worker, together with those of others."""
+    """Trains on the replicas of this worker, together with those of the other workers."""
 
     def __init__(self, inputs: TrainerInputs):
         job, self.schedule = inputs.job, inputs.schedule

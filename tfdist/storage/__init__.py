@@ -1,1 +1,1 @@
-"""Object stores and HDFS: a few operations on objects below a URL, a lease there, a folder's copy there."""
+"""Object stores and HDFS: a few operations on objects below a URL, leases in a store, copies of folders in a store."""

@@ -1,13 +1,13 @@
-"""Copies of objects on this machine's disk, as all jobs of the machine see them: which are there, who needs them, and
-which are removed when room is needed.
+"""Copies of objects on this machine's disk, shared by all its jobs: which exist, who uses them, and which are removed
+when space is needed.
 
     CACHE_DIR/data/FOLDER/objects/...        the copies, under the names that the objects have below their URL
-    CACHE_DIR/data/FOLDER/state/HASH         of one: which version of the object it is; its time, when it was last used
+    CACHE_DIR/data/FOLDER/state/HASH         for one copy: the version of its object; mtime: when it was last used
     CACHE_DIR/data/FOLDER/state/HASH.lock    locked while it is fetched
-    CACHE_DIR/data/FOLDER/state/HASH.*.part  what has come of it so far, if it is read meanwhile
+    CACHE_DIR/data/FOLDER/state/HASH.*.part  the part that has arrived so far, if it is read meanwhile
     CACHE_DIR/data/FOLDER/state/HASH.pin     locked by jobs that are reading it, from front to back
-    CACHE_DIR/data/FOLDER/state/HASH.derived what was made of it where no copies are wanted, such as an index
-    CACHE_DIR/data/FOLDER/state/in-use       locked by jobs that read all that is there, at random
+    CACHE_DIR/data/FOLDER/state/HASH.derived data made from the object where no copies are wanted, such as an index
+    CACHE_DIR/data/FOLDER/state/in-use       locked by jobs that read all copies there, at random
 
 A lock ends with the process that holds it, however that ends.
 """
@@ -37,7 +37,7 @@ class Copy:
         self.size = self._file.stat().st_size
 
     def remove(self) -> bool:
-        """Removes the copy. False: a job reads it."""
+        """Removes the copy. Returns False if a job reads it."""
         state = self._record.parent
         with (
             lock(state / IN_USE, wait=False) as unused,
@@ -52,7 +52,7 @@ class Copy:
 
 
 def copies(folder: Path) -> Iterator[Copy]:
-    """All that are below a cache's folder."""
+    """Yields all copies below a cache's folder."""
     for record in folder.glob(f"*/{STATE}/*"):
         if not record.suffix and record.name != IN_USE:
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -60,10 +60,10 @@ def copies(folder: Path) -> Iterator[Copy]:
 
 
 def make_room(folder: Path, size: int, limit: float, url: str, coming: int) -> None:
-    """Makes room for a copy of `size` bytes in the objects' folder of `url`: removes the longest unused copies.
+    """Makes space for a copy of `size` bytes in the objects' folder of `url`: removes the copies unused for longest.
 
-    limit: bytes that all copies of the cache may take; 0: no limit. What jobs are reading stays, even beyond it.
-    coming: bytes of copies for which room was made before, and which are not there yet. Raises ConfigError if the disk
+    limit: bytes that all copies of the cache may take; 0: no limit. Copies that jobs are reading stay, even beyond it.
+    coming: bytes of copies for which space was made before, and which are not there yet. Raises ConfigError if the disk
     is full.
     """
     there = list(copies(folder.parent.parent)) if limit else []
@@ -81,5 +81,5 @@ def make_room(folder: Path, size: int, limit: float, url: str, coming: int) -> N
 
 
 def digest(name: str) -> str:
-    """The beginning of the names of an object's state files."""
+    """The prefix of the names of an object's state files."""
     return hashlib.sha256(name.encode()).hexdigest()[:32]

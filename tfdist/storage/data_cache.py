@@ -1,9 +1,9 @@
-"""Training data of an object store: copies of its objects in a folder of this machine, which all workers there share;
-or, where no copies are wanted, byte ranges.
+"""Training data in an object store: copies of its objects in a local folder, which all workers of this machine share;
+or, if no copies are wanted, byte ranges.
 
-Each object is fetched by one process; the others wait for it. What is there is used again by later runs, as long as the
-store still holds the same object. How the copies lie there, and which are removed when room is needed: copies.py. How
-one is made: object_copy.py. Those that are read one after the other: front_to_back.py.
+Each object is fetched by one process; the others wait for it. Later runs use the copies again, as long as the store
+still holds the same object. copies.py describes the files, and which copies are removed when space is needed;
+object_copy.py makes a copy; front_to_back.py handles objects that are read one after another.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ _GB = 1e9
 class DataCache:
     """The objects below `url`, and the folder of their copies.
 
-    limit: bytes that all copies of the machine may take; 0: no limit. copies: whether any are wanted of what can be
-    read in pieces. Attributes: folder, the copies; entries, the objects by name, as they were when this process first
-    looked.
+    limit: bytes that all copies of the machine may take; 0: no limit. copies: whether to copy objects that can also be
+    read in pieces. Attributes: folder, with the copies; entries, the objects by name, as first listed in this process.
     """
 
     def __init__(self, url: str, cache_dir: str, limit: float = 0.0, copies: bool = True):
@@ -52,9 +51,9 @@ class DataCache:
             self._objects = ObjectStore(url)
             self.entries = {name: entry for name, entry in self._objects.entries().items() if is_plain(name)}
         self._in_use: int | None = None
-        self._needed: set[str] = set()  # names of those that are read at random
+        self._needed: set[str] = set()  # names of objects that are read at random
         self._one_at_a_time = threading.Lock()
-        self._coming: dict[str, int] = {}  # name -> bytes
+        self._coming: dict[str, int] = {}  # name -> bytes of copies being fetched
         remove_parts(self._state)
         self._copies = {
             name: ObjectCopy(self._objects, name, entry, root, functools.partial(self._room, name, entry.size))
@@ -64,7 +63,7 @@ class DataCache:
             each.remove_former()
 
     def glob(self, pattern: str) -> list[str]:
-        """Paths of the copies of those objects that match a file name pattern, sorted; there or not."""
+        """Sorted paths of the copies of all objects that match a file name pattern, whether the copies exist or not."""
         wanted = pattern.split("/")
         return sorted(
             self.path(name)
@@ -77,7 +76,7 @@ class DataCache:
         return str(self.folder / name)
 
     def size(self, path: str) -> int:
-        """Bytes of the object of which `path` is the copy, or will be."""
+        """The size in bytes of the object whose copy is at `path`, or will be."""
         return self.entries[self._name(path)].size
 
     def named(self, path: str) -> str:
@@ -85,7 +84,7 @@ class DataCache:
         return f"--data_dir={self.url}: {self._name(path)}"
 
     def named_copy(self, path: str) -> str:
-        """The name in messages of what is read from the copy."""
+        """The name in messages of data that is read from the copy."""
         return f"{self.named(path)}, or its copy {path} (remove it, and it is brought again),"
 
     def copy(self, path: str) -> ObjectCopy:
@@ -96,17 +95,17 @@ class DataCache:
         return os.path.relpath(path, self.folder)
 
     def must_copy(self, what: str) -> None:
-        """Raises ConfigError if no copies are wanted, though `what` reads whole files."""
+        """Raises ConfigError if no copies are wanted, although `what` reads whole files."""
         if not self.copies:
             raise ConfigError(f"--nocache_data: {what} reads whole files: drop it, or read TFRecord files at random.")
 
     def piece(self, path: str, start: int, size: int) -> bytes:
-        """Reads so many bytes of an object, from `start` on. Raises DataError, StartupError, ConfigError."""
+        """Reads `size` bytes of an object, from `start` on. Raises DataError, StartupError, ConfigError."""
         with as_sentence("data_dir"):
             return self.copy(path).piece(start, size)
 
     def derived(self, path: str, make: Callable[[], bytes]) -> bytes:
-        """The bytes made of an object, by one process of this machine, and kept as long as the object is the same."""
+        """Returns bytes made from an object by one process of this machine, kept as long as the object is the same."""
         copy = self.copy(path)
         file = self._state / f"{digest(self._name(path))}.derived"
         stamp = f"{json.dumps(copy.record)}\n".encode()
@@ -120,7 +119,7 @@ class DataCache:
             return found
 
     def bring(self, paths: Sequence[str]) -> None:
-        """Fetches what is not there yet; it stays there as long as this process lives. Raises ConfigError, DataError,
+        """Fetches missing copies, and keeps them as long as this process lives. Raises ConfigError, DataError,
         StartupError.
         """
         names = [self._name(path) for path in paths]
@@ -136,12 +135,12 @@ class DataCache:
         if self._in_use is None:
             self._in_use = locked(self._state / IN_USE, fcntl.LOCK_SH)
         with as_sentence("data_dir"):
-            # First what nobody else is fetching; then what others are, should they not come to an end with it.
+            # First the objects that nobody else is fetching; then the others, in case their fetching does not complete.
             busy = self._bring_all(names, wait=False)
             self._bring_all(busy, wait=True)
 
     def _bring_all(self, names: Sequence[str], wait: bool) -> list[str]:
-        """Returns those that others are fetching, unless they are to be waited for."""
+        """Fetches objects. Returns those that others are fetching, unless it waits for them."""
         busy: list[str] = []
         progress = _Progress(self.url, {name: self.entries[name].size for name in names})
 
@@ -156,7 +155,7 @@ class DataCache:
 
     @contextlib.contextmanager
     def _room(self, name: str, size: int) -> Iterator[None]:
-        """A context with room for a copy that comes meanwhile. Raises ConfigError."""
+        """Context manager that reserves space for a copy fetched meanwhile. Raises ConfigError."""
         with self._one_at_a_time:
             make_room(self.folder, size, self._limit, self.url, coming=sum(self._coming.values()))
             self._coming[name] = size
@@ -168,7 +167,7 @@ class DataCache:
 
 
 class _Progress:
-    """Messages while much is fetched. sizes: name -> bytes."""
+    """Reports progress of long fetches. sizes: name -> bytes."""
 
     def __init__(self, url: str, sizes: dict[str, int]):
         self._url, self._sizes, self._left = url, sizes, dict(sizes)
@@ -188,7 +187,7 @@ class _Progress:
 
 @functools.cache
 def data_cache(url: str, cache_dir: str, limit: float, copies: bool) -> DataCache:
-    """The cache of a URL, one a process: what it holds is looked at once. Raises ConfigError, StartupError."""
+    """Returns the cache of a URL, one per process; its content is listed once. Raises ConfigError, StartupError."""
     found = DataCache(url, cache_dir, limit, copies)
     _OPEN[str(found.folder)] = found
     return found
@@ -198,5 +197,5 @@ _OPEN: dict[str, DataCache] = {}
 
 
 def cache_of(folder: str) -> DataCache | None:
-    """The one whose copies are in a folder; None if this is a folder of files that are there."""
+    """The cache whose copies are in a folder; None if this is a folder of normal files."""
     return _OPEN.get(folder)

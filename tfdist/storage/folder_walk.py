@@ -1,4 +1,4 @@
-"""What is below a folder of a store, and which names there are a file's of ours."""
+"""Lists the files below a folder of a store, and tells which names are plain ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def found_below(system: Any, folder: str) -> dict[str, dict[str, Any]]:
-    """path -> what fsspec's `system` says of it, of all files below a folder. Raises what its `ls` raises.
+    """path -> the entry from fsspec's `system`, for all files below a folder. Raises the errors of its `ls`.
 
-    fsspec's own `find` leaves out the folders that it cannot list (a lost connection, no permission): then what is
-    there would count as gone.
+    fsspec's own `find` leaves out folders that it cannot list (a lost connection, no permission): then existing files
+    would count as gone.
     """
     found: dict[str, dict[str, Any]] = {}
     folders = [folder.rstrip("/")]
@@ -17,7 +17,7 @@ def found_below(system: Any, folder: str) -> dict[str, dict[str, Any]]:
         here = folders.pop()
         try:
             listing = system.ls(here, detail=True)
-        except FileNotFoundError:  # it never was there, or has been removed meanwhile
+        except FileNotFoundError:  # it never existed, or has been removed meanwhile
             continue
         for entry in listing:
             path = entry["name"].rstrip("/")
@@ -29,5 +29,5 @@ def found_below(system: Any, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def is_plain(name: str) -> bool:
-    """Whether an object's name is a file's that stays in its folder, and no hidden one's."""
+    """Whether an object's name stays inside its folder and has no hidden part."""
     return bool(name) and not any(part in ("", "..") or part.startswith(".") for part in name.split("/"))

@@ -1,5 +1,5 @@
-"""Copies of objects that are read one after the other, each from front to back: those that are read next come
-meanwhile, and what has come of one can be read before it is whole.
+"""Copies of objects that are read one after another, each from front to back: the next objects are fetched ahead, and
+the part of an object that has arrived can be read before the copy is complete.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from tfdist.control.own_files import locked
 from tfdist.storage.data_cache import DataCache
 from tfdist.storage.store_errors import as_sentence
 
-_ASK_SECONDS = 0.25  # until what another process was fetching is asked for again: that process may have ended
+_ASK_SECONDS = 0.25  # until an object that another process was fetching is requested again: that process may have ended
 
 
 class FrontToBack:
-    """Reads objects of one stream from front to back. at_a_time: how many objects come at once, in the order in
-    which they were asked for. Paths are the copies' paths, there or not."""
+    """Reads objects of one stream from front to back. at_a_time: how many objects are fetched at once, in the order of
+    the requests. Paths are those of the copies, whether these exist or not."""
 
     def __init__(self, cache: DataCache, at_a_time: int):
         self._cache, self._at_a_time = cache, at_a_time
-        self._guard = threading.Lock()  # of all that follows
+        self._guard = threading.Lock()  # protects all attributes below
         self._pins: dict[str, int] = {}  # path -> descriptor of its lock
-        self._wanted: dict[str, None] = {}  # paths of what is read, and of what is read next, in their order
+        self._wanted: dict[str, None] = {}  # paths to read now, and (`_ahead`) next, in order
         self._ahead: dict[str, None] = {}
         self._coming: set[str] = set()
         self._failed: dict[str, Exception] = {}
-        self._asked: dict[str, float] = {}  # path -> when, of what is read
+        self._asked: dict[str, float] = {}  # path -> time of the last request, for paths being read
         self._threads, self._closed = 0, False
 
     def begin(self, path: str, ahead: Sequence[str], over: Sequence[str] = ()) -> bool:
-        """Whether one is there. If not it comes now; and those `ahead` after it. Those `over` are not read any more,
-        and may be removed when room is needed. Raises ConfigError.
+        """Starts reading a path. Returns whether its copy is there. If not, it is fetched now, and those `ahead` after
+        it. Those `over` are no longer read, and may be removed when space is needed. Raises ConfigError.
         """
         copy = self._cache.copy(path)
         self._hold(path, over)
@@ -44,8 +44,8 @@ class FrontToBack:
         return there
 
     def whole(self, path: str, ahead: Sequence[str], over: Sequence[str] = ()) -> str:
-        """The path, as soon as all of it is there; the rest as in `begin`. Raises DataError, StartupError,
-        ConfigError.
+        """Waits until the whole copy is there, and returns its path; otherwise as `begin`. Raises DataError,
+        StartupError, ConfigError.
         """
         self._hold(path, over)
         with as_sentence("data_dir"):
@@ -54,8 +54,8 @@ class FrontToBack:
         return path
 
     def read(self, path: str, start: int, least: int, most: int) -> bytes:
-        """Bytes of one that was begun, from `start` on: as many as are there, up to `most`; none as long as there are
-        fewer than `least`. Raises DataError, StartupError, ConfigError.
+        """Reads bytes of a path that was begun, from `start` on: as many as have arrived, up to `most`; none while
+        there are fewer than `least`. Raises DataError, StartupError, ConfigError.
         """
         with as_sentence("data_dir"):
             if len(found := self._cache.copy(path).read(start, most)) >= least:
@@ -71,7 +71,7 @@ class FrontToBack:
             return b""
 
     def close(self) -> None:
-        """Ends reading; what was asked for still comes."""
+        """Ends reading; requested objects are still fetched."""
         with self._guard:
             self._closed = True
             while self._pins:
@@ -106,7 +106,7 @@ class FrontToBack:
             failure = None
             try:
                 self._cache.copy(path).bring(wait=False, growing=True)
-            except Exception as error:  # whoever reads it says so
+            except Exception as error:  # raised when it is read
                 failure = error
             with self._guard:
                 self._coming.discard(path)
@@ -114,7 +114,7 @@ class FrontToBack:
                     self._failed[path] = failure
 
     def _next(self) -> str | None:
-        """The path that comes next. None: nothing, and the thread ends."""
+        """Returns the path to fetch next. None: there is none, and the thread ends."""
         with self._guard:
             asked = self._wanted or self._ahead
             if not asked:

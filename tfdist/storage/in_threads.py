@@ -1,4 +1,4 @@
-"""Several transfers at once."""
+"""Runs several transfers at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ AT_A_TIME = 4
 
 
 def in_threads(function: Callable[..., None], arguments: Iterable[tuple]) -> None:
-    """`function` with each of the arguments, in threads that hold up no end of the process, as those of
-    concurrent.futures would. If one fails, raises its error; calls that have not begun by then are left out.
+    """Calls `function` with each of the arguments, in daemon threads: unlike those of concurrent.futures, they do not
+    delay the end of the process. If a call fails, raises its error; calls that have not begun by then are skipped.
     """
     left, failures = queue.SimpleQueue[tuple](), list[BaseException]()
     for each in arguments:
@@ -23,7 +23,7 @@ def in_threads(function: Callable[..., None], arguments: Iterable[tuple]) -> Non
                 function(*left.get_nowait())
         except queue.Empty:
             return
-        except BaseException as error:  # whatever it is, the caller must not believe that all was done
+        except BaseException as error:  # on any error, the caller must not believe that all was done
             failures.append(error)
 
     count = min(left.qsize(), AT_A_TIME)

@@ -1,6 +1,6 @@
-"""A folder's files, sent to an object store when they have changed, at intervals and at the end.
+"""Sends a folder's changed files to an object store, at intervals and at the end.
 
-For what is appended to or written anew: logs, event files, curves, exports. Snapshots have a way of their own
+For files that grow or are rewritten: logs, event files, curves, exports. Snapshots are sent separately
 (artifacts/remote_snapshots.py).
 """
 
@@ -20,15 +20,14 @@ from tfdist.storage.store_lease import FILE as LEASE
 
 _PERIOD_SECONDS = 20.0
 
-_WRITTEN_ANEW = (".json", ".txt")  # which may say something else in as many bytes; others grow
+_WRITTEN_ANEW = (".json", ".txt")  # rewritten, maybe with other content of the same size; other files grow
 
 
 class FolderMirror:
-    """Sends those files of `folder` whose names `owns` says are this process's.
+    """Sends those files of `folder` that belong to this process: `owns` decides by name.
 
-    last: a file that is sent when all others are there, and only at the end. on_round: called with the error of a round
-    that failed, in a thread, and with None after one that did not. allowed: called before a round; may raise
-    StoreError.
+    last: a file that is sent when all others are there, and only at the end. on_round: called in a thread after each
+    round, with its error if it failed, else None. allowed: called before a round; may raise StoreError.
     """
 
     def __init__(
@@ -57,18 +56,18 @@ class FolderMirror:
                 self._on_round(None)
             except StoreError as error:
                 self._on_round(error)
-            except OSError as error:  # of this machine's disk
+            except OSError as error:  # of the local disk
                 self._on_round(StoreError(f"{self._folder} cannot be read ({error})"))
 
     def finish(self, with_last: bool) -> None:
-        """Sends what is left. Raises StoreError."""
+        """Sends all that is left. Raises StoreError."""
         self._ended.set()
         self.send()
         if with_last and (self._folder / self._last).is_file() and self._owns(self._last):
             self._objects.send(self._folder / self._last, self._last)
 
     def send(self) -> None:
-        """Sends what has changed. Raises StoreError."""
+        """Sends the changed files. Raises StoreError."""
         self._allowed()
         with self._one_at_a_time:
             for name, state in self._changed().items():
@@ -93,7 +92,7 @@ class FolderMirror:
 
 
 def files_below(folder: Path, inner: str = "") -> Iterator[str]:
-    """Names of the files in a folder and its folders; no links, no pipes, nothing whose name begins with a dot."""
+    """Names of the files in a folder and its subfolders; no links, no pipes, nothing whose name begins with a dot."""
     try:
         entries = sorted(os.scandir(folder / inner), key=lambda entry: entry.name)
     except FileNotFoundError:
@@ -105,7 +104,7 @@ def files_below(folder: Path, inner: str = "") -> Iterator[str]:
         if entry.is_dir(follow_symlinks=False):
             yield from files_below(folder, name)
         else:
-            with contextlib.suppress(FileNotFoundError):  # removed in this moment
+            with contextlib.suppress(FileNotFoundError):  # removed just now
                 if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
                     yield name
 
@@ -113,7 +112,7 @@ def files_below(folder: Path, inner: str = "") -> Iterator[str]:
 def bring_files(objects: ObjectStore, folder: Path, wanted: Callable[[str], bool], longer: bool = False) -> None:
     """Brings the objects whose names are `wanted` to a folder. Raises StoreError.
 
-    longer: only those that are not there, or longer than there; else all whose sizes differ, and what is written anew.
+    longer: only those that are missing here, or shorter here; otherwise all that differ in size, or are rewritten.
     """
 
     def differs(name: str, size: int) -> bool:
@@ -125,4 +124,4 @@ def bring_files(objects: ObjectStore, folder: Path, wanted: Callable[[str], bool
 
     found = {name: size for name, size in objects.names().items() if name != LEASE and is_plain(name) and wanted(name)}
     wanted_now = [(name, folder / name, size) for name, size in found.items() if differs(name, size)]
-    objects.fetch_all(wanted_now, if_there=True)  # one may have been removed since it was listed
+    objects.fetch_all(wanted_now, if_there=True)  # it may have been removed since the listing

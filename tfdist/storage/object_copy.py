@@ -1,5 +1,5 @@
-"""The copy of one object of a store, which one process of the machine makes and all use: when it is whole, or, by who
-reads it from front to back, while it still comes.
+"""The copy of one object of a store. One process of the machine makes it and all use it: when it is complete, or, when
+reading from front to back, while it still grows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tfdist.storage.copies import OBJECTS, STATE, Copy, digest
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_entry import Entry
 
-_FIRST_PIECE_BYTES = 1 << 20  # what comes first of an object that is read while it comes
+_FIRST_PIECE_BYTES = 1 << 20  # first piece of an object that is read while it grows
 _LARGEST_PIECE_BYTES = 1 << 23
 _READABLE = 0o666  # less the umask
 
 
 class ObjectCopy:
-    """entry: what the store said of the object. root: of the folder's copies and their state. room: within it there is
-    room for the copy. Attributes: file, the copy; lock and pin, files that are locked (copies.py).
+    """entry: the object's entry in the store. root: folder of the copies and their state. room: context manager that
+    reserves space for the copy. Attributes: file, the copy; lock and pin, files that are locked (copies.py).
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class ObjectCopy:
         state, begins = root / STATE, digest(name)
         self.file, self._record_file = root / OBJECTS / name, state / begins
         self.lock, self.pin = state / f"{begins}.lock", state / f"{begins}.pin"
-        # Of this version alone: another job may have seen another one, and fetch that.
+        # For this version only: another job may have seen another version, and fetch that.
         self._part = state / f"{begins}.{digest(json.dumps(self.record))}.part"
 
     def bring(self, wait: bool, growing: bool = False) -> str:
-        """ "there", "fetched", or "busy": another is fetching it. growing: it can be read meanwhile. Raises DataError,
-        ConfigError, StoreError, OSError.
+        """Fetches the copy. Returns "there", "fetched", or "busy" (another is fetching it). growing: it can be read
+        meanwhile. Raises DataError, ConfigError, StoreError, OSError.
         """
         with lock(self.lock, wait) as held:
             if not held:
@@ -58,37 +58,37 @@ class ObjectCopy:
             self._record_file.unlink(missing_ok=True)
             with self._room():
                 self._fetch(growing)
-                with written_whole(self._record_file) as file:  # only from then on it counts as a copy
+                with written_whole(self._record_file) as file:  # only from now on it counts as a copy
                     json.dump(self.record, file)
             return "fetched"
 
     def is_there(self) -> bool:
-        """Whether it is whole, and of this version."""
+        """Whether the copy is complete, and of this version."""
         with contextlib.suppress(OSError):
             return self._record_there() == self.record and self.file.stat().st_size == self._entry.size
         return False
 
     def mark_used(self) -> None:
-        """Notes that the copy is used now; those that were not used for longest are removed first."""
+        """Marks the copy as used now; those unused for longest are removed first."""
         with contextlib.suppress(OSError):
             os.utime(self._record_file)
 
     def read(self, start: int, size: int) -> bytes:
-        """Reads so many bytes from `start` on, or as many of them as have come."""
+        """Reads `size` bytes from `start` on, or as many of them as have arrived."""
         found = _read(self._part, start, size)
         if len(found) < size and self.is_there():
             found = _read(self.file, start, size)
         return found
 
     def remove_former(self) -> None:
-        """A copy of what the object was before, unless a job reads it."""
+        """Removes a copy of an earlier version of the object, unless a job reads it."""
         stored = self._record_there()
         if stored and stored != self.record:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 Copy(self._record_file).remove()
 
     def check_same(self) -> None:
-        """Raises DataError if the object is no longer the one that was listed."""
+        """Raises DataError if the object is no longer the listed one."""
         now = self._objects.entry(self._name)
         if now != self._entry:
             what = "is not there any more" if now is None else "has been changed"
@@ -98,7 +98,7 @@ class ObjectCopy:
             )
 
     def piece(self, start: int, size: int) -> bytes:
-        """Reads so many bytes of the object, from `start` on. Raises DataError, StoreError."""
+        """Reads `size` bytes of the object, from `start` on. Raises DataError, StoreError."""
         try:
             found = self._objects.piece(self._name, start, size)
         except FileNotFoundError:
@@ -119,8 +119,8 @@ class ObjectCopy:
         self.check_same()  # else the copy may be of both
 
     def _grow(self) -> None:
-        """Fetches the object into a growing file: what that holds, at any time, is the listed object's beginning."""
-        self._part.unlink(missing_ok=True)  # of a process that was killed; those that read it open the new one
+        """Fetches the object into a growing file, whose content is at any time the beginning of the listed object."""
+        self._part.unlink(missing_ok=True)  # left by a killed process; readers of it open the new one
         try:
             with open(os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _READABLE), "wb", buffering=0) as file:
                 start, size = 0, _FIRST_PIECE_BYTES
@@ -136,14 +136,14 @@ class ObjectCopy:
             raise
 
     def _record_there(self) -> dict[str, Any] | None:
-        """The record of the copy that is there."""
+        """The record of the existing copy."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads(self._record_file.read_text())
         return None
 
 
 def remove_parts(state: Path) -> None:
-    """Removes what killed processes have left."""
+    """Removes the leftovers of killed processes."""
     for part in state.glob("*.part"):
         with contextlib.suppress(OSError), lock(state / f"{part.name.partition('.')[0]}.lock", wait=False) as held:
             if held:

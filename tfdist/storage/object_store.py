@@ -1,8 +1,8 @@
-"""The objects below one URL, and the few operations that tfdist needs of a store; fsspec's file systems do the rest.
+"""The objects below one URL, and the few operations that tfdist needs of a store, built on fsspec's file systems.
 
-A fault that may pass (a lost connection, an answer 500, a body cut short) is tried again with growing pauses, for
-`patience` seconds; then, and at once for what will not pass (no credentials, no permission, no bucket), StoreError says
-why in a sentence. Credentials come from each store's own environment variables and files, and are never shown.
+Transient faults (a lost connection, an answer 500, a truncated body) are retried with growing pauses, for `patience`
+seconds; permanent ones (no credentials, no permission, no bucket) for 2 seconds at most. Then StoreError gives the
+reason in a sentence. Credentials come from each store's own environment variables and files, and are never shown.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from tfdist.storage.store_entry import Entry
 from tfdist.storage.store_errors import StoreError, explained, is_of_this_machine, says_it_is_there
 
 PATIENCE_SECONDS = 60.0
-_REFUSED_SECONDS = 2.0  # a refusal may be a passing one, too, but rarely is
+_REFUSED_SECONDS = 2.0  # a refusal may be transient, too, but rarely is
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
 _SLOW_BYTES_PER_SECOND = 2e6
-_WHOLE_BYTES = 1 << 25  # a file that may grow meanwhile is read at once up to this size
+_WHOLE_BYTES = 1 << 25  # a file that may grow meanwhile is read in one go up to this size
 
 _WEBHDFS_SECONDS = (5.0, 60.0)  # to connect, for an answer
-_BUCKETS = ("s3", "gs", "abfs")  # stores whose first part of a path must be there; folders need not
+_BUCKETS = ("s3", "gs", "abfs")  # stores in which the first part of a path must exist; folders need not
 _EXCLUSIVE_WRITES = ("s3", "gs", "abfs")  # with pipe_file(mode="create")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """An operation: begun on time.monotonic(); size: bytes that travel."""
+    """An operation under way. begun: time.monotonic(); size: bytes to transfer."""
 
     what: str
     begun: float
@@ -49,16 +49,16 @@ class _UnderWay:
 
 
 class ObjectStore:
-    """The objects below `url`, by their names from there on, such as "logs/rank-0.jsonl".
+    """The objects below `url`, by their names relative to it, such as "logs/rank-0.jsonl".
 
-    patience: seconds for which what fails is tried again. allowed: called before anything is written or removed a
-    second time, which may be long after the first; may raise StoreError. Both may be changed at any time.
+    patience: seconds for which failed operations are retried. allowed: called before a write or removal is retried,
+    which may be long after the first attempt; may raise StoreError. Both may be changed at any time.
     """
 
     def __init__(self, url: str, patience: float = PATIENCE_SECONDS):
         self.url, self.patience = url.rstrip("/"), patience
         self.allowed: Callable[[], None] = lambda: None
-        self._waiting: dict[object, _UnderWay] = {}  # by a key of each
+        self._waiting: dict[object, _UnderWay] = {}  # by a unique key
         self._scheme = self.url.partition("://")[0]
         self._system, self._root = _file_system(self.url)
 
@@ -67,7 +67,7 @@ class ObjectStore:
         return {name: entry.size for name, entry in self.entries(below).items()}
 
     def entries(self, below: str = "") -> dict[str, Entry]:
-        """name -> what the store says of it, of all objects below a folder. Raises StoreError."""
+        """name -> Entry of all objects below a folder. Raises StoreError."""
         place = f"{self._root}/{below}".rstrip("/")
 
         def look() -> dict[str, Entry]:
@@ -86,7 +86,7 @@ class ObjectStore:
         return self._patiently(f"listing {below or 'the folder'}", look)
 
     def _has_bucket(self) -> bool:
-        """Whether what a listing did not find is only a folder, which a store need not have."""
+        """Whether the bucket exists: then a listing that failed only lacks a folder, which a store need not have."""
         with contextlib.suppress(FileNotFoundError):
             self._system.ls(self._root.strip("/").partition("/")[0], detail=False)
             return True
@@ -124,7 +124,7 @@ class ObjectStore:
         self._patiently(f"writing {name}", lambda: self._system.pipe_file(self._path(name), text.encode()), writes=True)
 
     def create_text(self, name: str, text: str) -> bool:
-        """Writes an object if there is none of this name; False if there is. Raises StoreError."""
+        """Writes an object if none has this name; returns False if one has. Raises StoreError."""
 
         def create() -> bool:
             path = self._path(name)
@@ -135,14 +135,14 @@ class ObjectStore:
                 except OSError as error:
                     if not says_it_is_there(error):
                         raise
-            elif not self._system.exists(path):  # a rename does not replace: of HDFS that is a promise
+            elif not self._system.exists(path):  # a rename never replaces a file: HDFS guarantees this
                 written = self._path(f".{name}-{uuid.uuid4().hex}")
                 self._system.pipe_file(written, text.encode())
                 with contextlib.suppress(FileExistsError):
                     self._system.mv(written, path)
                 with contextlib.suppress(FileNotFoundError):
                     self._system.rm_file(written)
-            return self.text(name) == text  # also of an attempt of which the answer was lost
+            return self.text(name) == text  # also true if an earlier attempt succeeded but its answer was lost
 
         return self._patiently(f"creating {name}", create)
 
@@ -165,7 +165,7 @@ class ObjectStore:
         self._patiently(f"writing {name}", write, size=file.stat().st_size, writes=True)
 
     def fetch(self, name: str, file: Path, size: int) -> None:
-        """Writes an object of `size` bytes to a file, which has the name when it is whole. Raises StoreError;
+        """Downloads an object of `size` bytes to a file, which gets its name when it is complete. Raises StoreError;
         FileNotFoundError if there is no such object.
         """
 
@@ -179,7 +179,7 @@ class ObjectStore:
         self._patiently(f"reading {name}", read, missing=True, size=size)
 
     def piece(self, name: str, start: int, size: int) -> bytes:
-        """Reads so many bytes of an object, from `start` on. Raises StoreError; FileNotFoundError if there is none."""
+        """Reads `size` bytes of an object, from `start` on. Raises StoreError; FileNotFoundError if there is none."""
 
         def read() -> bytes:
             found = self._system.cat_file(self._path(name), start=start, end=start + size)
@@ -190,11 +190,11 @@ class ObjectStore:
         return self._patiently(f"reading {name}", read, missing=True, size=size)
 
     def send_all(self, files: Iterable[tuple[Path, str]]) -> None:
-        """Sends several files at once. Raises what `send` raises."""
+        """Sends several files at once. Raises the errors of `send`."""
         in_threads(self.send, files)
 
     def fetch_all(self, wanted: Iterable[tuple[str, Path, int]], if_there: bool = False) -> None:
-        """Fetches several objects at once. if_there: those that are gone are left out. Raises what `fetch` raises."""
+        """Fetches several objects at once. if_there: skip those that are gone. Raises the errors of `fetch`."""
 
         def fetch(name: str, file: Path, size: int) -> None:
             with contextlib.suppress(*[FileNotFoundError] if if_there else []):
@@ -212,11 +212,9 @@ class ObjectStore:
         self._patiently(f"removing {name}", delete, writes=True)
 
     def remove_half_sent(self, beginning: str) -> None:
-        """Ends uploads in several parts that a killed process has begun, which cost money on S3; of objects whose names
-        have this beginning.
-        """
+        """Aborts multipart uploads that a killed process left for names with this prefix; they cost money on S3."""
         call = getattr(self._system, "call_s3", None)
-        if call is None:  # the other stores have none, or forget them
+        if call is None:  # other stores have none, or expire them
             return
         bucket, _, prefix = self._root.partition("/")
 
@@ -225,7 +223,7 @@ class ObjectStore:
             for upload in found.get("Uploads", ()):
                 call("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
-        with contextlib.suppress(StoreError):  # it may not be allowed; then they stay
+        with contextlib.suppress(StoreError):  # if it is not allowed, they stay
             self._patiently("ending uploads", end)
 
     def _path(self, name: str) -> str:
@@ -234,8 +232,8 @@ class ObjectStore:
     def _patiently(
         self, what: str, action: Callable[[], T], missing: bool = False, size: int = 0, writes: bool = False
     ) -> T:
-        """missing: whether FileNotFoundError is for the caller; elsewhere it means that there is no such bucket. size:
-        bytes that travel. writes: whether `allowed` is asked before it is tried again.
+        """Runs `action` with retries. missing: whether to pass FileNotFoundError on to the caller; otherwise it means
+        that there is no such bucket. size: bytes to transfer. writes: whether to call `allowed` before a retry.
         """
         key = object()
         self._waiting[key] = _UnderWay(what, time.monotonic(), size)
@@ -245,7 +243,7 @@ class ObjectStore:
             del self._waiting[key]
 
     def waiting(self, seconds: float) -> StoreError | None:
-        """An error about an operation that has taken longer than this so far, if one has: a store may be silent."""
+        """An error about an operation that has been running for more than `seconds`, if any: a store may be silent."""
         for each in list(self._waiting.values()):
             if (taken := time.monotonic() - each.begun) > seconds + each.size / _SLOW_BYTES_PER_SECOND:
                 return StoreError(f"{self.url}: {each.what} has taken {taken:.0f} s so far")
@@ -274,26 +272,26 @@ class ObjectStore:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """(fsspec's file system, path of the URL there). Raises UnsupportedError, StoreError."""
+    """(fsspec's file system, path of the URL in it). Raises UnsupportedError, StoreError."""
     scheme = url.partition("://")[0]
     package = STORES[scheme][0]
     fsspec = optional_module("fsspec", f"{scheme}://", f"fsspec {package}")
     optional_module(package, f"{scheme}://", package)
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme == "s3":
-        # Few tries of its own: those here are told of. Small buffers: parts of 50 MB are held in memory.
+        # Few retries of its own: ours are reported. Small buffers: parts of 50 MB are held in memory.
         settings = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2, "mode": "standard"}}
         options |= {"config_kwargs": settings, "max_concurrency": 2}
         importlib.import_module(package).core.S3FileSystem.retries = 1
     if scheme == "gs":
-        options["consistency"] = "md5"  # what it says it has received is compared; S3 itself refuses what differs
+        options["consistency"] = "md5"  # verifies what it has received; S3 itself refuses corrupt data
     if scheme == "webhdfs":
         options["user"] = os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
     try:
         system, root = fsspec.url_to_fs(url, **options)
-        if scheme == "webhdfs":  # which would wait for ever
+        if scheme == "webhdfs":  # which would wait forever
             system.session.request = functools.partial(system.session.request, timeout=_WEBHDFS_SECONDS)
         return system, root
-    except Exception as error:  # of each package its own
+    except Exception as error:  # each package has its own errors
         reason, refused = explained(error)
         raise StoreError(f"{url} cannot be used: {reason}", refused) from None

@@ -1,5 +1,5 @@
-"""Runs in object stores as those see them who only read: a copy of their own on this machine, beside the working copy,
-which belongs to the run alone. Of a run in a folder that folder itself.
+"""Runs in object stores, for processes that only read them: they use their own copy on this machine, separate from the
+working copy, which belongs to the run alone. A run in a folder is read in place.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _NOT_BROUGHT = ("checkpoints/", "export/")
 
 @contextlib.contextmanager
 def copies_changed(folder: Path) -> Iterator[None]:
-    """A context in which no other reader on this machine changes the copies in `folder`. Raises OSError."""
+    """Context manager in which no other reader on this machine changes the copies in `folder`. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
         yield
 
 
 class ReadRun:
-    """The run at `place`, a folder or a URL. flag: that it was given with.
+    """The run at `place`, a folder or a URL. flag: the flag by which it was given.
 
     Attributes: folder, in which it is read; objects, the store's objects; None for a run in a folder. Raises
     TfdistError.
@@ -44,7 +44,7 @@ class ReadRun:
                 self.objects = ObjectStore(place)
 
     def bring(self) -> Path:
-        """The folder, its files as they are now, without snapshots and exports. Raises TfdistError."""
+        """Updates the folder's files, except snapshots and exports, and returns it. Raises TfdistError."""
         if self.objects:
             with as_sentence(self._flag), copies_changed(self.folder):
                 self._forget_another_run(self.objects)
@@ -52,7 +52,7 @@ class ReadRun:
         return self.folder
 
     def _forget_another_run(self, objects: ObjectStore) -> None:
-        """Removes the copy of a run that lay in the store before, with its snapshots."""
+        """Removes the copy of another run that was in the store before, with its snapshots."""
         status = self.folder / STATUS_FILE
         here = parse_status(status.read_text("utf-8", "replace")).get("run_id") if status.exists() else ""
         there = parse_status(objects.text(STATUS_FILE) or "").get("run_id")
@@ -61,7 +61,7 @@ class ReadRun:
                 remove_tree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
 
     def text(self, name: str) -> str:
-        """The text of a file as it is now; "" if it is not there. Raises TfdistError."""
+        """The current text of a file; "" if it does not exist. Raises TfdistError."""
         if self.objects:
             with as_sentence(self._flag):
                 return self.objects.text(name) or ""
@@ -71,7 +71,7 @@ class ReadRun:
             return ""
 
     def send_back(self, made: Callable[[str], bool]) -> None:
-        """Puts files that were `made` in the folder beside the run in its store. Raises TfdistError."""
+        """Sends files in the folder whose names satisfy `made` to the run's store. Raises TfdistError."""
         if self.objects:
             with as_sentence(self._flag):
                 FolderMirror(self.objects, self.folder, made, last="", on_round=lambda trouble: None).finish(

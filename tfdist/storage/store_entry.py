@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# What fsspec's file systems call what an Entry calls its version.
+# Names in fsspec's file systems of an Entry's version.
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "modificationTime", "mtime", "LastModified", "last_modified")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """version: changes with its content, or at least whenever it is written."""
+    """version: changes with the object's content, or at least whenever it is written."""
 
     size: int
     version: str

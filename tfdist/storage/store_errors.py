@@ -1,4 +1,4 @@
-"""Errors of object stores, as sentences: why, whether it will pass, and with which exit code a command ends."""
+"""Errors of object stores, as sentences: why, whether transient, and the exit code that a command ends with."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def is_of_this_machine(error: BaseException) -> bool:
-    """Whether it is no store that has failed, but the disk to which its objects are written here."""
+    """Whether the local disk has failed, to which objects are written here, and not the store."""
     return isinstance(error, OSError) and error.errno in _OF_THE_DISK
 
 
 class StoreError(OSError):
-    """The error of a store that did not do something. Its text is a sentence. refused: trying again will not help."""
+    """The error of a failed store operation. Its text is a sentence. refused: a retry will not help."""
 
     def __init__(self, sentence: str, refused: bool = False):
         super().__init__(sentence)
@@ -29,21 +29,21 @@ class StoreError(OSError):
 
 
 def says_it_is_there(error: BaseException) -> bool:
-    """Whether a store has not created an object since there is one of this name; s3fs makes EINVAL of Ceph's answer."""
+    """Whether a store refused to create an object because its name exists; s3fs turns Ceph's answer into EINVAL."""
     return isinstance(error, FileExistsError) or _answer(error).get("Error", {}).get("Code") == "PreconditionFailed"
 
 
 def _answer(error: BaseException) -> dict[str, Any]:
-    """The answer of an S3 store, as botocore has it; {} of other stores."""
+    """The answer of an S3 store, from botocore; {} for other stores."""
     found = getattr(error.__cause__, "response", None)
     return found if isinstance(found, dict) else {}
 
 
 def explained(error: BaseException) -> tuple[str, bool]:
-    """(why a store did not do something and what to do about it, whether it will not pass)."""
-    name, status = type(error).__name__, getattr(error, "status_code", None)  # the second: of Azure's
+    """(why a store operation failed and what to do about it, whether this is permanent)."""
+    name, status = type(error).__name__, getattr(error, "status_code", None)  # the second: from Azure
     said = textwrap.shorten(str(error).partition("RequestId:")[0], _LONGEST_REASON, placeholder=" ...")
-    said = name if said in ("", "None") else said  # Ceph says nothing
+    said = name if said in ("", "None") else said  # Ceph gives no reason
     words = re.sub(r"\S*[/%]\S*", " ", said).lower()  # without the names of buckets and objects
     if isinstance(error, FileNotFoundError) or status == 404:
         return f"the bucket or folder is not there ({said}): create it, or correct the URL", True
@@ -80,7 +80,7 @@ def explained(error: BaseException) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def as_sentence(flag: str = "run_dir") -> Iterator[None]:
-    """Turns what a store did not do into an error with an exit code. flag: that its URL was given with."""
+    """Context manager that turns errors of a store into errors with an exit code. flag: the flag that gave its URL."""
     try:
         yield
     except StoreError as error:

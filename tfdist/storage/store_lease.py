@@ -1,9 +1,9 @@
-"""lease.json in an object store: which job trains in a run there. What control/lease.py is in a folder.
+"""lease.json in an object store: which job trains in a run there. The counterpart of control/lease.py for a folder.
 
-A store has no locks. A lease comes to be by a write that fails if there is one already (where the store knows such
-writes), and is renewed every 15 seconds. An owner is dead when its process on this machine is gone, when it is of the
-same job (which whoever starts it again has ended), or when it has not renewed the lease for 60 seconds of the
-observer's clock. Two who take over a dead owner's lease in the same moment find out when they renew it: one ends.
+A store has no locks. A lease is created by a write that fails if one exists (if the store supports this), and is
+renewed every 15 seconds. An owner is dead when its process on this machine is gone, when it belongs to the same job
+(whoever restarts a job has ended its earlier attempt), or when it has not renewed the lease for 60 seconds of the
+observer's clock. If two take over a dead owner's lease at the same moment, they notice when they renew it: one ends.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _PATIENCE = Patience(dead=60.0, damaged=_LOOK_SECONDS)
 
 
 class StoreLease:
-    """The lease of a run in `objects`, as its chief has it.
+    """The lease of a run in `objects`, as its chief sees it.
 
-    on_loss: called in a thread with a sentence when another has taken it over; must end the process. name: how the user
-    knows what it is of.
+    on_loss: called in a thread with a sentence when another job has taken the lease over; must end the process. name:
+    the user's name for what is leased.
     """
 
     def __init__(self, objects: ObjectStore, job: str, on_loss: Callable[[str], None], name: str = ""):
@@ -37,11 +37,11 @@ class StoreLease:
         self._thread = threading.Thread(target=self._keep, name="tfdist-store-lease", daemon=True)
 
     def take(self) -> None:
-        """Raises ConfigError if another job holds it, StoreError."""
+        """Takes the lease. Raises ConfigError if another job holds it, StoreError."""
         watched = Watched(f"{self._objects.url}/{FILE}", self._name, self.owner, _PATIENCE)
         while not self._objects.create_text(FILE, self.owner.lease()):
             text = self._objects.text(FILE)
-            if text is None:  # given back in this moment
+            if text is None:  # given back just now
                 continue
             if watched.is_free(text):
                 self._objects.remove(FILE)
@@ -52,20 +52,20 @@ class StoreLease:
 
     def _keep(self) -> None:
         while not self._released.wait(_RENEW_SECONDS):
-            with contextlib.suppress(StoreError):  # then later
+            with contextlib.suppress(StoreError):  # it is tried again later
                 if not self._look():
                     return
                 if not self._released.is_set():
                     self._objects.put_text(FILE, self.owner.lease())
 
     def confirm(self) -> None:
-        """Confirms the lease before anything in the store is changed: a process that was stopped, or cut off, for so
-        long that another took over must not touch what is that one's now. Raises StoreError."""
+        """Confirms the lease before anything in the store is changed: a process that was stopped or cut off so long
+        that another job took over must not touch that job's files. Raises StoreError."""
         if time.monotonic() - self._confirmed > 2 * _RENEW_SECONDS and not self._released.is_set():
             self._look()
 
     def _look(self) -> bool:
-        """Whether the lease is ours still; else `on_loss` is called. Raises StoreError."""
+        """Whether the lease is still ours; if not, calls `on_loss`. Raises StoreError."""
         owner = Owner.read(self._objects.text(FILE) or "")
         if self._released.is_set() or owner and owner.id == self.owner.id:
             self._confirmed = time.monotonic()
@@ -89,9 +89,9 @@ class StoreLease:
 
 
 class FollowedLease:
-    """A lease as the chief's other workers see it: they write in the store as long as it is the chief's.
+    """A lease as the chief's other workers see it: they write in the store as long as the chief holds it.
 
-    owner: the chief's id. on_loss: called with a sentence when another job has it; must end the process.
+    owner: the chief's id. on_loss: called with a sentence when another job holds it; must end the process.
     """
 
     def __init__(self, objects: ObjectStore, owner: str, on_loss: Callable[[str], None]):
