@@ -42,7 +42,7 @@ class Stored:
 
 
 class CheckpointIndex:
-    """The content of an index file. Raises ValueError if `content` is not an index, or one of an unknown kind.
+    """The content of an index file. Raises ValueError if `content` is not an index, or is of an unknown kind.
 
     files: the number of data files.
     """

@@ -3,7 +3,7 @@
 The callers decide which packages count as the user's own, and differ on purpose: a layer of tfdist is not one of Keras,
 a loss of Keras may hold a user's function, and a callback may hold objects of Python's threading or file modules. Two
 modules ask another question and do not use this one: own_rows.py, where a class derived from a Keras class does not
-count as Keras', and user_errors.py, which reads the lines of a traceback, and so knows files.
+count as Keras', and user_errors.py, which reads the lines of a traceback, and so works with files.
 """
 
 from __future__ import annotations

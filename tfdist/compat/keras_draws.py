@@ -37,7 +37,7 @@ def seeds_changed(
 ) -> Iterator[None]:
     """Context manager: in this thread, `change(seed, dims)` replaces each seed that a generator gives. It takes the
     place of the change of a surrounding context, or is applied on top of it if both have the same owner. dims: of the
-    tensor that is drawn with the seed; None: unknown, because the draw is not made by keras.random. fixed: called with
+    tensor that is drawn with the seed; None: unknown, as when the draw is not made by keras.random. fixed: called with
     the dims of each draw whose seed is a plain integer, and which therefore always gives the same numbers.
     """
     outer, around = getattr(_thread, "change", None), getattr(_thread, "owner", None)

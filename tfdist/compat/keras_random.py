@@ -1,4 +1,4 @@
-"""Keras' global random state: the generator for draws that name none of their own, and the seeds of new generators."""
+"""Keras' global random state: the generator for draws without one of their own, and the seeds of new generators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_seed_state(variable: Any) -> bool:
 
 
 def made_global_seed_generator() -> keras.random.SeedGenerator | None:
-    """The generator for draws that name none of their own; makes it if needed, without drawing from Python's random
+    """The generator for draws without one of their own; makes it if needed, without drawing from Python's random
     numbers. Relies on the function with which Keras makes it; without it replicas would make variables in a step, and
     fail."""
     before = random.getstate()
@@ -39,12 +39,12 @@ def made_global_seed_generator() -> keras.random.SeedGenerator | None:
 
 
 def use_generator(generator: keras.random.SeedGenerator | None) -> None:
-    """Makes this thread use this generator for draws that name none of their own: Keras keeps one for each thread.
-    None: one that is made when it is needed. Relies on the global attribute of `global_seed_generator`."""
+    """Makes this thread use this generator for draws without one of their own: Keras keeps one for each thread. None:
+    one that is made when it is needed. Relies on the global attribute of `global_seed_generator`."""
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
 def global_seed_generator() -> keras.random.SeedGenerator | None:
-    """The generator for draws that name none of their own, if it has been made. Relies on the global attribute
+    """The generator for draws without one of their own, if it has been made. Relies on the global attribute
     GLOBAL_SEED_GENERATOR of keras.src.random.seed_generator."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)

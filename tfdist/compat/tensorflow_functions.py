@@ -1,4 +1,4 @@
-"""How tf.functions of the user behave inside a trace."""
+"""tf.functions that are called inside a trace: computed in place, or traced as well."""
 
 from __future__ import annotations
 

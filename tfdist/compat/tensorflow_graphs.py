@@ -108,7 +108,7 @@ def function_graph(name: str) -> tf.Graph:
 @contextlib.contextmanager
 def filled_always() -> Iterator[None]:
     """Context manager in which `tf.zeros`, `tf.ones` and the like always make an operation that fills a shape. Usually
-    they make a constant of fewer than 1,000 elements, and graphs differ by the number of elements. Relies on
+    they make a constant if it has fewer than 1,000 elements, so that graphs differ by this number. Relies on
     `array_ops._constant_if_small`; without it models that use them are not proved, but tried.
     """
     with attribute_replaced(array_ops, "_constant_if_small", lambda *args, **kwargs: None):

@@ -1,4 +1,4 @@
-"""TensorFlow's own ways to learn that a platform will end this machine or process (TensorFlow 2.21)."""
+"""TensorFlow's own watchers for a platform's termination notices (TensorFlow 2.21)."""
 
 from __future__ import annotations
 

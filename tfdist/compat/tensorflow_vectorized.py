@@ -1,4 +1,4 @@
-"""Detects TensorFlow's `pfor`, which computes tf.vectorized_map and Jacobians (TensorFlow 2.21).
+"""Detects `pfor`, with which TensorFlow computes tf.vectorized_map and Jacobians (TensorFlow 2.21).
 
 It traces a function once, and converts each operation into one for all elements together. Gradients that a
 tf.custom_gradient has given to operations are lost in this conversion.

@@ -1,5 +1,5 @@
-"""The public functions. With one worker they run Keras' own loops unchanged (except for SGD's rows of tables); with
-several, Keras' loops run on every worker, over a model that computes a part of each batch (model.py)."""
+"""The public functions. With one worker they are Keras' own loops (except for SGD's rows of tables); with several,
+Keras' loops run on every worker, over a model that computes a part of each batch (model.py)."""
 
 from __future__ import annotations
 

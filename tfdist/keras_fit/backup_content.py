@@ -16,10 +16,10 @@ class BackupContent:
     """The state of a fit after an epoch. In the file the entries have these names and this order; entries with a
     default are missing from files of earlier versions.
 
-    Attributes: drawn_without_one, the state of Keras' global generator, with which layers draw that have no generator
-    of their own; epoch, the number of epochs that are done; data, the identity of the data of the fit; fit, its number
-    in the program; epochs, those of the history; callbacks, for each the attributes that have changed; deleted, for
-    each the attributes that it no longer has; shared, see callback_state.shared_in; order, the seed with which tfdist
+    Attributes: drawn_without_one, the state of Keras' global generator, which layers use that have no generator of
+    their own; epoch, the number of epochs that are done; data, the identity of the data of the fit; fit, its number in
+    the program; epochs, those of the history; callbacks, for each the attributes that have changed; deleted, for each
+    the attributes that it no longer has; shared, see callback_state.shared_in; order, the seed with which tfdist
     shuffles arrays, if it does; ends, see RunningFit.ends; generators, the states of the process's random generators.
     """
 

@@ -35,7 +35,7 @@ class BackupPlace(Protocol):
     name: str
 
     def held(self, job: str) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which no other job has its backup here. Raises ConfigError if another job has, OSError."""
+        """Context manager in which no other job has its backup here. Raises ConfigError if one has, OSError."""
         ...
 
     def read(self) -> bytes:

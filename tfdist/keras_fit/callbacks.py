@@ -62,7 +62,7 @@ def backup_of(
 
 
 def backup_held(callbacks: Any, runtime: Runtime) -> contextlib.AbstractContextManager[None]:
-    """A context in which no other job keeps its backup there. Called by all workers, before `arrange`."""
+    """Context manager in which no other job keeps its backup there. Called by all workers, before `arrange`."""
     return epoch_backup.held(_listed(callbacks), runtime)
 
 

@@ -6,8 +6,8 @@ hold the rows that one process would hold. Rows that the batch looked up are the
 part of the batch: together all workers have them. But rows that are looked up whatever the batch are there on each
 worker, with a part of their gradient: these parts must be added up.
 
-Which kind a lookup is, is read from the graph: whether its row numbers depend on the own rows of the batch, on their
-count, or on random numbers of the worker.
+The graph tells the two kinds apart: by whether the row numbers depend on the own rows of the batch, on their count, or
+on random numbers of the worker.
 """
 
 from __future__ import annotations

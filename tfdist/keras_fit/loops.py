@@ -10,7 +10,7 @@ import keras
 
 
 class Loop(enum.Enum):
-    """Keras' loops; the names of their functions are made of the value."""
+    """Keras' loops; their functions are named after the value."""
 
     TRAIN = "train"
     TEST = "test"

@@ -63,7 +63,7 @@ class Additions:
     def add(self, runtime: PeerRuntime) -> None:
         """Adds the sum of the updates of all workers to every metric."""
         if self.values:
-            weight = batch_norm.row_weight()  # 0 if this worker only computes a row to have any, else 1
+            weight = batch_norm.row_weight()  # 0 if this worker computes its row only to have one, else 1
             assert weight is not None, "a forward pass over own rows has a weight"
             for variable, total in zip(
                 self._variables,

@@ -27,8 +27,8 @@ from tfdist.runtime.host import as_list
 from tfdist.runtime.own_gradient import dense
 from tfdist.training.row_checks.reductions import SUM, Reduction
 
-_ELEMENTS = 1024  # about as many of an input are compared
-_COMPARED = 16  # at most as many inputs are compared
+_ELEMENTS = 1024  # of each input, about this many elements are compared
+_COMPARED = 16  # at most this many inputs are compared
 
 
 class OwnRows:

@@ -117,9 +117,9 @@ class StepFunction:
         functions: list[tuple[Any, Callable]] = []  # each with the spec of the iterator that it is for
 
         def function_for(spec: Any) -> Callable:
-            """Traced as Keras traces it, once for each spec: with the batch dim unknown if it varies. Some of its
-            numbers depend on that (the shown loss of each of several outputs), so a batch must not take the function
-            of another spec that happens to have as many rows.
+            """Returns the function for a spec, traced once for each spec as Keras traces it: with the batch dim unknown
+            if it varies. Some results depend on that (the displayed loss of each of several outputs), so a batch must
+            not take the function of another spec that happens to have as many rows.
             """
             if model.run_eagerly:
                 return one_step
