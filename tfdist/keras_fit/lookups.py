@@ -38,7 +38,7 @@ def mark_worker_dependent(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def is_worker_dependent(tensor: tf.Tensor) -> bool:
-    """Whether the values or the shape of a tensor in a graph depend on what was marked."""
+    """Whether the values or the shape of a tensor in a graph depend on a marked tensor, or on a stateful operation."""
     marked = _worker_dependent.get(tensor.graph, set())
     waiting, seen = [tensor.op], set()
     while waiting:
