@@ -1,9 +1,9 @@
-"""Finds the place of each array, or slice of one, in the data files of a TensorFlow checkpoint (TensorFlow 2.21).
+"""Locates each array, or each slice of an array, in the data files of a TensorFlow checkpoint (TensorFlow 2.21).
 
-TensorFlow reads checkpoints from whole files, and says nowhere which bytes of them it would read; and it writes them
-through the page cache only. Relies on the format of the index (tensorflow/core/util/tensor_bundle/, a table of LevelDB)
-and on the names of slices in it (saved_tensor_slice_util.cc); without reading it every worker would have to bring all
-of a snapshot from an object store, without writing it a snapshot takes ten times the processor time.
+TensorFlow reads checkpoints from whole files and does not tell which bytes it would read; it writes them through the
+page cache only. This module relies on the format of the index (tensorflow/core/util/tensor_bundle/, a LevelDB table)
+and on the names of slices in it (saved_tensor_slice_util.cc). Without reading the index, every worker would have to
+fetch a whole snapshot from an object store; without writing it, a snapshot takes ten times the processor time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Stored:
-    """A box of an array, ((start, length) for each dim), as it lies in the data file of a number."""
+    """A box of an array, ((start, length) for each dim), and its place: number of the data file, offset and size."""
 
     box: Box
     file: int
@@ -34,7 +34,7 @@ class Stored:
     checksum: int
 
     def is_intact(self, content: Iterable[bytes]) -> bool:
-        """Whether these are the bytes that were written, one piece after the other."""
+        """Whether `content`, one piece after the other, holds the bytes that were written."""
         found = size = 0
         for piece in content:
             found, size = google_crc32c.extend(found, piece), size + len(piece)
@@ -42,9 +42,9 @@ class Stored:
 
 
 class CheckpointIndex:
-    """The content of an index file. Raises ValueError if it is none, or of a kind that is not known here.
+    """The content of an index file. Raises ValueError if `content` is not an index, or is of an unknown kind.
 
-    files: how many data files there are.
+    files: the number of data files.
     """
 
     def __init__(self, content: bytes):
@@ -60,7 +60,7 @@ class CheckpointIndex:
         return tuple(dim.size for dim in self._entry(name.encode()).shape.dim)
 
     def stored(self, name: str) -> list[Stored]:
-        """The boxes in which an array lies. Raises KeyError, ValueError."""
+        """The boxes in which an array is stored. Raises KeyError, ValueError."""
         entry, shape = self._entry(name.encode()), self.shape(name)
         if not entry.slices:
             return [_stored(entry, tuple((0, size) for size in shape))]
@@ -79,9 +79,9 @@ class CheckpointIndex:
 
 @dataclass(frozen=True)
 class Written:
-    """An array of a shape, or a box of it, that was written into the one data file of a checkpoint.
+    """An array, or a box of it, that was written into the only data file of a checkpoint.
 
-    dtype: one of TensorFlow's DataType. checksum: CRC-32C of its bytes.
+    dtype: one of TensorFlow's DataType. shape: of the whole array. checksum: CRC-32C of the bytes.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Written:
 
 
 def index(written: Iterable[Written]) -> bytes:
-    """The content of a checkpoint's index file, with one data file. Byte for byte what SaveV2 would have written."""
+    """Returns the index file of a checkpoint with one data file, byte for byte as SaveV2 would have written it."""
     header = tensor_bundle_pb2.BundleHeaderProto(num_shards=1)
     header.version.producer = 1
     rows: dict[bytes, tensor_bundle_pb2.BundleEntryProto] = {}
@@ -125,7 +125,7 @@ def _of_shape(entry: tensor_bundle_pb2.BundleEntryProto, shape: Sequence[int]) -
 
 
 def is_whole(box: Box, shape: Sequence[int]) -> bool:
-    """Whether a box is all of an array."""
+    """Whether a box covers the whole array."""
     return all(extent == (0, size) for extent, size in zip(box, shape, strict=True))
 
 
@@ -139,18 +139,18 @@ def _stored(entry: tensor_bundle_pb2.BundleEntryProto, box: Box) -> Stored:
 
 
 def _box(entry: Any, shape: tuple[int, ...]) -> Box:
-    # A dim of which all is meant has no length.
+    # An extent without a length means the whole dim.
     return tuple(
         (extent.start, extent.length) if extent.HasField("length") else (0, size)
         for extent, size in zip(entry.extent, shape, strict=True)
     )
 
 
-# -- how a slice is called ---------------------------------------------------------------------------------------------
+# -- names of slices ---------------------------------------------------------------------------------------------------
 
 
 def _name_of_slice(name: str, entry: Any) -> bytes:
-    """The name in TensorFlow's order-preserving code: 0, the name, the number of dims, start and length of each."""
+    """The key in TensorFlow's order-preserving code: 0, the name, the number of dims, start and length of each dim."""
     escaped = name.encode().replace(b"\xff", b"\xff\x00").replace(b"\x00", b"\x00\xff")
     numbers = b"".join(
         _signed(each.start) + _signed(each.length if each.HasField("length") else -1) for each in entry.extent
@@ -164,7 +164,7 @@ def _unsigned(value: int) -> bytes:
 
 
 def _signed(value: int) -> bytes:
-    """The code of a number from 0 on; -1 is a length that means all."""
+    """The code of a number >= 0, or of -1: as a length, the whole dim."""
     if value < 0:
         return bytes([0x80 ^ value & 0xFF])
     length = value.bit_length() // 7 + 1

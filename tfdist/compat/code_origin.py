@@ -1,9 +1,9 @@
-"""Whose code something is, by the name of the package that it was written in.
+"""Finds out whose code something is, by the name of the package in which it was written.
 
-Which packages count as the user's own is decided where it is asked, and differs on purpose: a layer of tfdist's is not
-Keras' own, a loss of Keras' may hold a user's function, what a callback holds may be of Python's threads or files. Two
-that ask something else stand apart: own_rows.py, for which a class that derives from Keras' is none of Keras', and
-user_errors.py, which has lines of a traceback, and so files.
+The callers decide which packages count as the user's own, and differ on purpose: a layer of tfdist is not one of Keras,
+a loss of Keras may hold a user's function, and a callback may hold objects of Python's threading or file modules. Two
+modules ask another question and do not use this one: own_rows.py, where a class derived from a Keras class does not
+count as Keras', and user_errors.py, which reads the lines of a traceback, and so works with files.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def package_of(module: str | None) -> str:
 
 
 def module_of(value: Any) -> str:
-    """The name of the module in which a function or a class was written; of another object, its class's."""
+    """The name of the module in which a function or a class was written; for other objects, that of their class."""
     return getattr(value, "__module__", None) or type(value).__module__
 
 
 def is_of_keras(value: Any) -> bool:
-    """Whether it is an object of a class of Keras' own."""
+    """Whether `value` is an instance of one of Keras' own classes."""
     return package_of(type(value).__module__) == "keras"

@@ -1,4 +1,4 @@
-"""Objects that are kept on a model of the user's: they live as long as it does."""
+"""Keeps objects on a user's model: they live as long as the model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Kept = TypeVar("Kept")
 
 
 def kept_on(model: keras.Model, name: str, make: Callable[[], Kept], made_for: Any = None) -> Kept:
-    """The object that is kept on the model as `name`: made at the first call, and again when `made_for` is another.
+    """Returns the object kept on the model as `name`; makes it at the first call, and again when `made_for` changes.
 
-    Relies on Keras' leaving a model's attributes in its `__dict__`, and on `object.__setattr__` going past its tracking
-    of attributes; without them the model would take layers and variables in the object for its own.
+    Relies on Keras keeping a model's attributes in its `__dict__`, and on `object.__setattr__` bypassing its tracking
+    of attributes; otherwise the model would adopt the layers and variables in the object as its own.
     """
     kept: tuple[Any, Kept] | None = model.__dict__.get(name)
     if kept is None or kept[0] != made_for:

@@ -1,4 +1,4 @@
-"""Arrays as `model.fit` prepares them, before it takes batches of them."""
+"""Prepares arrays as `model.fit` does before it takes batches of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, 
 
 
 def are_arrays(*arrays: Any) -> bool:
-    """Whether all leaves are dense and of kinds that Keras slices into batches itself: NumPy's, tensors, pandas',
-    JAX', torch's.
+    """Whether all leaves are dense arrays of kinds that Keras itself slices into batches: NumPy, tensors, pandas, JAX,
+    torch.
 
-    Relies on `array_data_adapter.can_convert_arrays`; without it arrays of some kinds come in one order in all epochs.
+    Relies on `array_data_adapter.can_convert_arrays`; without it arrays of some kinds come in the same order in all
+    epochs.
     """
     return array_data_adapter.can_convert_arrays(arrays) and not any(
         data_adapter_utils.is_tensorflow_ragged(leaf)
@@ -25,20 +26,21 @@ def are_arrays(*arrays: Any) -> bool:
 
 
 def prepared(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """What a dataset of Keras' has of them, as a nest of tuples, dicts, arrays, tensors and None, with all rows in each
-    leaf: numbers in Keras' precision, weights for each output, those of classes for each sample.
+    """Returns the arrays as Keras puts them into a dataset: a nest of tuples, dicts, arrays, tensors and None, with all
+    rows in each leaf. Numbers have Keras' precision, there are weights for each output, and class weights have become
+    sample weights.
 
     Relies on `ArrayDataAdapter._inputs` and `array_slicing.convert_to_sliceable`; without them arrays that are shuffled
-    without a seed cannot be used on several workers. Raises ValueError for what does not suit each other.
+    without a seed cannot be used on several workers. Raises ValueError if the arguments do not fit together.
     """
     adapter = array_data_adapter.ArrayDataAdapter(x, y, sample_weight=sample_weight, class_weight=class_weight)
     return tree.lists_to_tuples(array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow"))
 
 
 def split(arrays: Any, part: float) -> tuple[Any, Any]:
-    """(arrays to train on, the last `part` of the rows of each, to validate on); None stays.
+    """Returns (arrays to train on, the last `part` of the rows of each, to validate on); None stays None.
 
     Relies on `array_slicing.train_validation_split`; without it other rows than Keras' would be held back. Raises
-    ValueError if one of both would have no rows.
+    ValueError if one of the two would have no rows.
     """
     return array_slicing.train_validation_split(arrays, validation_split=part)

@@ -1,4 +1,4 @@
-"""The function with which Keras' layers and operations compute attention, and how to give them another."""
+"""Replaces the function with which Keras' layers and operations compute attention."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _of_keras: Attention | None = getattr(nn, "dot_product_attention", None)
 
 
 def replace_attention(made_of: Callable[[Attention], Attention]) -> None:
-    """Makes MultiHeadAttention, GroupQueryAttention and `keras.ops.dot_product_attention` compute by `made_of(Keras'
-    own function)`, whatever has been put in its place before.
+    """Makes MultiHeadAttention, GroupQueryAttention and `keras.ops.dot_product_attention` compute with `made_of(Keras'
+    own function)`, whatever has replaced that function before.
 
     Relies on `dot_product_attention` of keras.src's TensorFlow backend; without it attention stays Keras' own.
     """

@@ -1,6 +1,7 @@
-"""What is drawn by keras.random: asked about before, with other seeds for a time, or constants in its place.
+"""Controls the random draws of keras.random: reports a draw before it happens, changes its seed, or makes it a
+constant.
 
-Relies on `SeedGenerator.next`, which gives all seeds but those that are whole numbers, and on the module of the backend
+Relies on `SeedGenerator.next`, which gives all seeds except those that are plain integers, and on the backend's module
 whose functions draw.
 """
 
@@ -18,14 +19,14 @@ from keras.src import backend
 Dims = tuple[int | None, ...]
 Change = Callable[[tf.Tensor, Dims | None], tf.Tensor]
 
-_CONSTANT = 0.37  # of the range: no threshold that layers compare with
-# Of each thread. dims: of what is being drawn.
+_CONSTANT = 0.37  # fraction of the range: not a threshold that layers compare with
+# State of each thread. dims: of the tensor being drawn.
 _thread = threading.local()
 
 
 @contextlib.contextmanager
 def asked_before_draws(ask: Callable[[keras.random.SeedGenerator], None]) -> Iterator[None]:
-    """A context in which, in this thread, `ask` is called with each generator before something is drawn from it."""
+    """Context manager: in this thread, calls `ask` with the generator before each draw from a generator."""
     with _set("ask", ask):
         yield
 
@@ -34,10 +35,10 @@ def asked_before_draws(ask: Callable[[keras.random.SeedGenerator], None]) -> Ite
 def seeds_changed(
     change: Change, owner: object, fixed: Callable[[Dims | None], object] | None = None
 ) -> Iterator[None]:
-    """A context in which, in this thread, `change(seed, dims)` takes the place of each seed that a generator gives; in
-    the place of what contexts around it do, or on top of it if they have the same owner. dims: of what is drawn with
-    the seed; None: not known, as nothing of keras.random draws it. fixed: is called with the dims of what is drawn with
-    a whole number, always the same.
+    """Context manager: in this thread, `change(seed, dims)` replaces each seed that a generator gives. It takes the
+    place of the change of a surrounding context, or is applied on top of it if both have the same owner. dims: of the
+    tensor that is drawn with the seed; None: unknown, as when the draw is not made by keras.random. fixed: called with
+    the dims of each draw whose seed is a plain integer, and which therefore always gives the same numbers.
     """
     outer, around = getattr(_thread, "change", None), getattr(_thread, "owner", None)
     chained = (lambda seed, dims: change(outer(seed, dims), dims)) if outer and around is owner else change
@@ -47,9 +48,9 @@ def seeds_changed(
 
 @contextlib.contextmanager
 def constant_draws(moved: int = 0) -> Iterator[None]:
-    """A context in which keras.random gives this thread constants, whatever the shape; what would be dropped or
-    shuffled stays as it is. Not where the seed is a whole number, which draws the same always. moved: what is added to
-    seeds with which something else draws.
+    """Context manager: keras.random gives this thread constants, whatever the shape; dropout and shuffling leave their
+    inputs as they are. Draws whose seed is a plain integer are not changed: they always give the same numbers. moved:
+    is added to seeds with which anything else draws.
     """
     with _set("constant", True), _set("moved", moved):
         yield
@@ -57,7 +58,7 @@ def constant_draws(moved: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _set(name: str, value: Any) -> Iterator[None]:
-    if not hasattr(keras.random.SeedGenerator.next, "is_changeable"):  # for good: other threads may be inside, too
+    if not hasattr(keras.random.SeedGenerator.next, "is_changeable"):  # permanently: other threads may be inside, too
         keras.random.SeedGenerator.next = _changeable(keras.random.SeedGenerator.next)
         for function, constant in _CONSTANTS.items():
             setattr(backend.random, function, _replaceable(function, getattr(backend.random, function), constant))
@@ -83,7 +84,7 @@ def _changeable(draw_seed: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]
 
 
 def _replaceable(name: str, draw: Callable[..., Any], constant: Callable[..., tf.Tensor]) -> Callable[..., Any]:
-    """constant: takes the arguments of `draw`, the backend's function of this name."""
+    """Wraps `draw`, the backend's function of this name. constant: takes the same arguments."""
     shaped = _SHAPED.get(name, constant)
 
     @tf.autograph.experimental.do_not_convert
@@ -94,7 +95,7 @@ def _replaceable(name: str, draw: Callable[..., Any], constant: Callable[..., tf
         if getattr(_thread, "change", None) is None:
             return draw(*args, **options)
         dims = None
-        with contextlib.suppress(Exception):  # of arguments that it does not take
+        with contextlib.suppress(Exception):  # for arguments that it does not take
             shape = tf.TensorShape(shaped(*args, **options).shape)
             dims = None if shape.rank is None else tuple(shape)
         if is_fixed and (fixed := getattr(_thread, "fixed", None)):
@@ -139,7 +140,7 @@ def _beta(shape: Any, alpha: Any, beta: Any, dtype: Any = None, seed: Any = None
 
 
 def _undropped(inputs: tf.Tensor, rate: float, noise_shape: Any = None, seed: Any = None) -> tf.Tensor:
-    # Whose shapes must suit each other.
+    # The two shapes must be compatible, as in real dropout.
     return (
         inputs if noise_shape is None else inputs + tf.zeros(tf.shape(_noise(inputs, rate, noise_shape)), inputs.dtype)
     )
@@ -150,14 +151,14 @@ def _unshuffled(x: tf.Tensor, axis: int = 0, seed: Any = None) -> tf.Tensor:
 
 
 def _noise(inputs: tf.Tensor, rate: float, noise_shape: Sequence | None = None, seed: Any = None) -> tf.Tensor:
-    """Of the shape of what dropout draws."""
+    """Returns a tensor of the shape that dropout draws."""
     if noise_shape is None:
         return inputs
     return tf.zeros([tf.shape(inputs)[axis] if dim is None else dim for axis, dim in enumerate(noise_shape)])
 
 
 def _order(x: tf.Tensor, axis: int = 0, seed: Any = None) -> tf.Tensor:
-    """Of the shape of what shuffling draws."""
+    """Returns a tensor of the shape that shuffling draws."""
     return tf.zeros([tf.shape(x)[axis]])
 
 

@@ -1,4 +1,4 @@
-"""The iterators over epochs of Keras' TensorFlow trainer, which it hands to no callback, and what they read from."""
+"""The epoch iterators of Keras' TensorFlow trainer, which are passed to no callback, and the data that they read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import UnsupportedError
 
 __all__ = ["EpochIterator"]
-_DATA = "_get_iterator"  # the method () -> what the epochs are read from
+_DATA = "_get_iterator"  # the method () -> the data that the epochs read
 
 
 @contextlib.contextmanager
 def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset], read_ahead: bool = False) -> Iterator[None]:
-    """A context in which Keras reads each dataset as `change` gives it back, and generators no further than needed, but
-    with `read_ahead`. Relies on `TFEpochIterator._get_iterator`."""
+    """Context manager in which Keras reads `change(dataset)` in place of each dataset, and reads generators no further
+    than needed unless `read_ahead`. Relies on `TFEpochIterator._get_iterator`."""
     keras_own: Callable[[EpochIterator], Any] | None = getattr(EpochIterator, _DATA, None)
     if keras_own is None:
         raise UnsupportedError(f"This version of Keras reads data in another way: {_DATA} of its epochs is gone.")
@@ -40,9 +40,10 @@ def data_changed(change: Callable[[tf.data.Dataset], tf.data.Dataset], read_ahea
 
 
 def _not_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The dataset of a generator without the batches that Keras has it make ahead: those left at the end of a
-    validation are lost, on each worker another number, and from then on they hold different batches. Relies on
-    `_input_dataset` of what `prefetch` returns; without it such workers are refused in the midst of a run."""
+    """Returns the dataset of a generator without Keras' prefetching. Prefetched batches that are left at the end of a
+    validation are lost, a different number on each worker, and from then on the workers hold different batches. Relies
+    on `_input_dataset` of the dataset that `prefetch` returns; without it such workers are refused in the middle of a
+    run."""
     inner = getattr(dataset, "_input_dataset", None)
     if inner is None or "Prefetch" not in type(dataset).__name__:
         return dataset
@@ -52,8 +53,8 @@ def _not_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def validation_iterator(model: keras.Model) -> EpochIterator | None:
-    """The one that `fit` has made for its validations, if it has. Relies on `Trainer._eval_epoch_iterator`; without it
-    a resumed run's validation data begins anew.
+    """Returns the iterator that `fit` has made for its validations, if any. Relies on `Trainer._eval_epoch_iterator`;
+    without it the validation data of a resumed run starts from the beginning.
     """
     return getattr(model, "_eval_epoch_iterator", None)
 
@@ -69,7 +70,7 @@ def validates_after(model: keras.Model, epoch: int, frequency: Any) -> bool:
 
 
 def batches_in_an_epoch(iterator: EpochIterator) -> int | None:
-    """The batches after which the data ended; None: not known yet. Relies on `EpochIterator._num_batches`."""
+    """The number of batches after which the data ended; None: not known yet. Relies on `EpochIterator._num_batches`."""
     return iterator._num_batches
 
 
@@ -79,12 +80,12 @@ def batches_read(iterator: EpochIterator) -> int:
 
 
 def present_pass(iterator: EpochIterator) -> Iterator | None:
-    """The iterator over the data that goes on into the next epoch. Relies on `EpochIterator._current_iterator`."""
+    """The iterator over the data that continues into the next epoch. Relies on `EpochIterator._current_iterator`."""
     return iterator._current_iterator
 
 
 def dataset_of(adapter: Any) -> tf.data.Dataset | None:
-    """The dataset that a fit reads, if it reads one. Relies on keras.src's `TFDatasetAdapter._dataset`."""
+    """The dataset that a fit reads; None for other data. Relies on keras.src's `TFDatasetAdapter._dataset`."""
     return adapter._dataset if isinstance(adapter, TFDatasetAdapter) else None
 
 
@@ -94,5 +95,5 @@ def reads_arrays(adapter: Any) -> bool:
 
 
 def shuffles_arrays(adapter: Any) -> bool:
-    """Whether it does, and shuffles them. Relies on `ArrayDataAdapter._shuffle`."""
+    """Whether a fit reads arrays and shuffles them. Relies on `ArrayDataAdapter._shuffle`."""
     return reads_arrays(adapter) and bool(adapter._shuffle)

@@ -1,4 +1,4 @@
-"""Parts of Keras' optimizers under private names."""
+"""Private parts of Keras' optimizers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tfdist.control.exit_codes import UnsupportedError
 def built_with_slots(
     optimizer: keras.Optimizer, variables: Sequence[keras.Variable]
 ) -> list[tuple[keras.Variable, keras.Variable, str]]:
-    """Builds the optimizer on `variables`. Returns (slot, the variable that it belongs to, its name) of each slot.
-    Relies on it that `Optimizer.build` makes them with `add_variable_from_reference`; without it optimizer state
-    cannot be divided.
+    """Builds the optimizer on `variables`. Returns (slot, the variable that it belongs to, its name) for each slot.
+    Relies on `Optimizer.build` making slots with `add_variable_from_reference`; without it optimizer state cannot be
+    divided.
     """
     slots = []
     add = optimizer.add_variable_from_reference
@@ -32,7 +32,7 @@ def built_with_slots(
 
 
 def switch_off_reduction(optimizer: keras.Optimizer) -> None:
-    """Makes `optimizer.apply` take gradients as they are, already summed over replicas. Relies on
+    """Makes `optimizer.apply` take gradients as they are: they are already summed over replicas. Relies on
     `Optimizer._all_reduce_sum_gradients`, which `apply` calls. Raises UnsupportedError if it is gone; if `apply` no
     longer calls it, gradients are summed twice, and the parity tests with several replicas fail.
     """
@@ -42,30 +42,30 @@ def switch_off_reduction(optimizer: keras.Optimizer) -> None:
 
 
 def moving_averages(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """The moving averages of the trainable variables, in their order, with use_ema=True; else none. Relies on
+    """The moving averages of the trainable variables, in their order, if use_ema=True; else an empty list. Relies on
     `Optimizer._model_variables_moving_average`; without it --ema cannot be evaluated."""
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
 
 def count_steps_atomically(optimizer: keras.Optimizer) -> None:
-    """`iterations` counts with one operation of TensorFlow's: Keras' `assign(self + 1)` loses updates when several
-    workers make it at the same time. Relies on `Optimizer._iterations`, and that `apply` calls its `assign_add`;
-    without it the asynchronous parameter server counts too few steps.
+    """Makes `iterations` count with a single TensorFlow operation: Keras' `assign(self + 1)` loses updates when several
+    workers run it at the same time. Relies on `Optimizer._iterations`, and on `apply` calling its `assign_add`; without
+    it the asynchronous parameter server counts too few steps.
     """
     iterations = optimizer._iterations
     iterations.assign_add = iterations.value.assign_add
 
 
 def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable:
-    """The variable of a learning rate that can be set. Raises AttributeError where there is none: under a schedule.
-    Relies on `Optimizer._learning_rate`; without it a callback's change on one worker is not taken over by the others.
+    """The variable of a learning rate that can be set. Raises AttributeError if there is none, as with a schedule.
+    Relies on `Optimizer._learning_rate`; without it a callback's change on one worker is not adopted by the others.
     """
     return optimizer._learning_rate
 
 
 def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[int] | None:
-    """The numbers of the weights that decay; None without weight decay. Relies on `Optimizer._use_weight_decay`;
-    without it workers that exclude others are not told."""
+    """The indices of the weights that decay; None without weight decay. Relies on `Optimizer._use_weight_decay`;
+    without it workers that exclude different weights go unnoticed."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     decays = getattr(inner, "_use_weight_decay", None)
     if not getattr(inner, "weight_decay", None) or decays is None:

@@ -1,4 +1,4 @@
-"""Keras' global random state: the generator of all that is drawn without one, and the seeds of new generators."""
+"""Keras' global random state: the generator for draws without one of their own, and the seeds of new generators."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import keras
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
-# The module in which the function called `MAKE_DEFAULT_SEED` gives a SeedGenerator without a seed its first state; to
-# be replaced for a time. Without it workers begin with seeds of their own, and draw differently where they must not.
+# The module whose function `MAKE_DEFAULT_SEED` gives a SeedGenerator without a seed its first state; it is replaced
+# temporarily. Without it workers start with different seeds, and draw differently where they must not.
 SEEDS: ModuleType = seed_generator
 MAKE_DEFAULT_SEED = "make_default_seed"
 
 
 def make_default_seed() -> Callable[[], int]:
-    """The function that stands there now."""
+    """The function that is in place now."""
     return getattr(SEEDS, MAKE_DEFAULT_SEED)
 
 
 def is_seed_state(variable: Any) -> bool:
-    """Whether a variable is the state of a SeedGenerator. Relies on the name that it gives it."""
+    """Whether a variable is the state of a SeedGenerator. Relies on the name that a SeedGenerator gives it."""
     return getattr(variable, "path", "").endswith("seed_generator_state")
 
 
 def made_global_seed_generator() -> keras.random.SeedGenerator | None:
-    """The generator of all that is drawn without one, made now if it is not there, while nothing is drawn from
-    Python's. Relies on the function that Keras makes it with; without it replicas would make variables in a step, and
+    """The generator for draws without one of their own; makes it if needed, without drawing from Python's random
+    numbers. Relies on the function with which Keras makes it; without it replicas would make variables in a step, and
     fail."""
     before = random.getstate()
     if make := getattr(seed_generator, "global_seed_generator", None):
@@ -39,12 +39,12 @@ def made_global_seed_generator() -> keras.random.SeedGenerator | None:
 
 
 def use_generator(generator: keras.random.SeedGenerator | None) -> None:
-    """Makes this thread draw from this generator what is drawn without one: for Keras each thread has its own. None:
-    from one that is made when it is needed. Relies on the same attribute."""
+    """Makes this thread use this generator for draws without one of their own: Keras keeps one for each thread. None:
+    one that is made when it is needed. Relies on the global attribute of `global_seed_generator`."""
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
 def global_seed_generator() -> keras.random.SeedGenerator | None:
-    """The generator of all that is drawn without one, if it has been made. Relies on the global attribute
+    """The generator for draws without one of their own, if it has been made. Relies on the global attribute
     GLOBAL_SEED_GENERATOR of keras.src.random.seed_generator."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)

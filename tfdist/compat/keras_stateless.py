@@ -1,4 +1,4 @@
-"""The values that variables have for a time, in keras.StatelessScope and Layer.stateless_call."""
+"""Temporary values of variables, in keras.StatelessScope and Layer.stateless_call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SCOPE = "stateless_scope"
 
 @contextlib.contextmanager
 def float_values(replace: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]) -> Iterator[None]:
-    """A context in which the floating-point values of the scope around it, if any, are what `replace` makes of them;
-    afterwards they are the old ones but for those that were updated. Relies on the global attribute "stateless_scope"
-    and on `StatelessScope.state_mapping`, a dict; without them the gradient with respect to such a value is that of one
+    """Context manager in which `replace` gives new floating-point values to the surrounding scope, if any. At exit the
+    old values return, except where a value was updated inside. Relies on the global attribute "stateless_scope" and on
+    `StatelessScope.state_mapping`, a dict; without them the gradient with respect to such a value covers only one
     worker's rows."""
     scope = get_global_attribute(_SCOPE)
     values = {} if scope is None else scope.state_mapping
@@ -30,8 +30,8 @@ def float_values(replace: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]) 
 
 @contextlib.contextmanager
 def left() -> Iterator[None]:
-    """A context in which variables have their own values, whatever scope is around it. Relies on the same attribute;
-    without it a model cannot be tried while it is called with the values of a graph."""
+    """Context manager in which variables have their own values, whatever scope surrounds it. Relies on the same
+    attribute; without it a model cannot be tried while it is called with the values of a graph."""
     around = get_global_attribute(_SCOPE)
     set_global_attribute(_SCOPE, None)
     try:
@@ -41,5 +41,5 @@ def left() -> Iterator[None]:
 
 
 def is_here() -> bool:
-    """Whether there is such a scope. Relies on the same attribute."""
+    """Whether a stateless scope is active. Relies on the same attribute."""
     return get_global_attribute(_SCOPE) is not None

@@ -1,4 +1,4 @@
-"""The masks that Keras lets tensors carry, where its symbolic tensors come from, and how it takes signs."""
+"""The masks that tensors carry in Keras, the calls that made its symbolic tensors, and its sign function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras.src.backend.tensorflow import numpy as backend_numpy
 
 def mask_of(tensor: Any) -> tf.Tensor | None:
     """The mask that a tensor carries to the next layer. Relies on keras.src's `get_keras_mask` (an attribute of the
-    tensor); without it padding would count where a model is cut or spread.
+    tensor); without it padding would count in models that are cut or spread.
     """
     return get_keras_mask(tensor)
 
@@ -25,9 +25,9 @@ def carry_mask(tensor: Any, mask: Any) -> None:
 
 
 def argmax_within_gpus() -> contextlib.AbstractContextManager:
-    """A context in which Keras' argmax (of every accuracy) compares signs as uint32: as int32, of which GPUs compare
-    none, the predictions would pass through host memory. The same values. Relies on `signbit` of keras.src's numpy
-    backend; without it, or elsewhere, argmax stays as it is."""
+    """Context manager in which Keras' argmax (part of every accuracy) compares signs as uint32; the values are the
+    same. GPUs do not compare int32, so predictions would pass through host memory. Relies on `signbit` of keras.src's
+    numpy backend; without it, or without a GPU, argmax stays as it is."""
     if not (tf.config.list_logical_devices("GPU") and hasattr(backend_numpy, "signbit")):
         return contextlib.nullcontext()
     return _with_signbit(sign_of_float)
@@ -54,7 +54,7 @@ def _with_signbit(of_float: Callable[[Any], tf.Tensor]) -> Iterator[None]:
 
 
 def node_of(tensor: Any) -> Any:
-    """The call that made a symbolic tensor, with `input_tensors` and `output_tensors`. Relies on
+    """The call that made a symbolic tensor: a node with `input_tensors` and `output_tensors`. Relies on
     `KerasTensor._keras_history` and `Operation._inbound_nodes`; without them a functional model cannot be cut into
     segments (--recompute, pipelines).
     """
@@ -63,8 +63,9 @@ def node_of(tensor: Any) -> Any:
 
 
 def call_again(node: Any, tensors: Sequence[tf.Tensor]) -> Any:
-    """The outputs of the call of `node_of` for these tensors in place of its `input_tensors`; not in training. Relies
-    on `Node.arguments.fill_in`. (keras.Model of those tensors would leave a second call behind in the layer.)"""
+    """Repeats a call (of `node_of`) with these tensors in place of its `input_tensors`, not in training; returns its
+    outputs. Relies on `Node.arguments.fill_in`. (keras.Model of those tensors would leave a second call behind in the
+    layer.)"""
     given = {id(symbol): tensor for symbol, tensor in zip(node.input_tensors, tensors, strict=True)}
     args, kwargs = node.arguments.fill_in(given)
     layer = node.operation
@@ -73,23 +74,23 @@ def call_again(node: Any, tensors: Sequence[tf.Tensor]) -> Any:
 
 
 def functional_of(model: keras.Model) -> Any:
-    """The functional model that computes a model: itself, or that in a Sequential. Relies on
+    """The functional model that computes a model: the model itself, or the one in a Sequential. Relies on
     `Sequential._functional`.
     """
     return getattr(model, "_functional", None) or model
 
 
 def as_called(output: Any) -> Any:
-    """`model.output`, or outputs in its structure, as a functional model's call gives them: what is alone in a list or
-    tuple is taken out of it. As `unpack_singleton` of keras.src does; without it a model of one output in a list is
-    taken for one that returns a list.
+    """Returns `model.output`, or outputs of its structure, as the call of a functional model would: a list or tuple
+    with a single item becomes that item. Does the same as `unpack_singleton` of keras.src; without it a model with one
+    output in a list is taken for one that returns a list.
     """
     return output[0] if isinstance(output, list | tuple) and len(output) == 1 else output
 
 
 def outputs_of(model: keras.Model, x_spec: Any) -> Any:
-    """Symbols of what the model returns. x_spec: nest of TensorSpec, of one sample. Raises what the call raises of a
-    model that does not know its outputs."""
+    """Symbolic tensors for what the model returns. x_spec: nest of TensorSpec, of one sample. If the model does not
+    know its outputs, raises whatever its call raises."""
     try:
         return as_called(model.outputs if isinstance(model, keras.Sequential) else model.output)
     except (AttributeError, ValueError):
@@ -98,7 +99,7 @@ def outputs_of(model: keras.Model, x_spec: Any) -> Any:
 
 
 def inputs_in_order(functional: Any, inputs: Any) -> list[tf.Tensor]:
-    """A functional model's inputs as a list in the order of its own, whatever structure they come in. Relies on
+    """A functional model's inputs as a list in the model's own order, whatever structure they come in. Relies on
     `Functional._standardize_inputs`; without it models of several inputs could not be recomputed.
     """
     return functional._standardize_inputs(inputs)

@@ -1,5 +1,4 @@
-"""Parts of Keras' Trainer (`compile`, `fit`) under private names: how it builds a model, what was compiled, where a fit
-begins."""
+"""Private parts of Keras' Trainer (`compile`, `fit`): how it builds a model, what was compiled, where a fit begins."""
 
 from __future__ import annotations
 
@@ -16,28 +15,28 @@ from tfdist.compat.temporary_attributes import attribute_replaced
 
 
 def build_for(model: keras.Model, batch: Any, step: str = "train_step", is_called: bool = True) -> None:
-    """Builds model, compiled losses and metrics, and Keras' optimizer, as `fit` would at its first batch, or another
-    loop with its `step`. One of the user's own may make other inputs and labels of the batch: it is called on symbols,
-    and what it still lacks is made where it is traced, as Keras does; if the model itself is never called (is_called),
-    that is all. Relies on `Trainer._symbolic_build` and
-    keras.src's `compute_output_spec`; without them variables are made inside the first step, where workers cannot agree
-    on them.
+    """Builds the model, the compiled losses and metrics, and Keras' optimizer, as `fit` (or another loop with its
+    `step`) would at its first batch. A step of the user's own may make other inputs and labels of the batch: it is
+    called on symbolic tensors, and anything that it still lacks is made when it is traced, as in Keras; nothing more is
+    built if the model itself is never called (is_called). Relies on `Trainer._symbolic_build` and keras.src's
+    `compute_output_spec`; without them variables are made inside the first step, where workers cannot agree on them.
     """
     if getattr(type(model), step) is not getattr(keras.Model, step):
-        for _ in range(1 if keras_layers.all_built(model) else 2):  # a tape sees no variables that are made meanwhile
+        for _ in range(1 if keras_layers.all_built(model) else 2):  # a tape sees no variables that are made under it
             step_on_symbols(model, batch, step)
         if keras_layers.all_built(model) or not is_called:
             return
     elif step == "train_step" and not keras_layers.all_built(model):
-        with contextlib.suppress(Exception):  # Keras says more about it below
+        with contextlib.suppress(Exception):  # Keras raises a better error below
             x = keras.utils.unpack_x_y_sample_weight(batch)[0]
-            backend.compute_output_spec(model, x, training=True)  # some layers may be used there alone
+            backend.compute_output_spec(model, x, training=True)  # some layers may be used only in training
     model._symbolic_build(data_batch=batch)
 
 
 @contextlib.contextmanager
 def _updating_nothing(model: keras.Model) -> Iterator[None]:
-    """A context without updates: what an optimizer that is built in a trace copies from the weights is lost."""
+    """Context manager without updates: an optimizer that is built in a trace loses the values that it copies from the
+    weights."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers_of(model):
             stack.enter_context(attribute_replaced(optimizer, "apply", lambda *_, **__: None))
@@ -45,9 +44,9 @@ def _updating_nothing(model: keras.Model) -> Iterator[None]:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
-    """The compiled one, if any, and those that the model keeps beside it, as a GAN does: as attributes, in lists and
-    dicts, and of inner models that can train. Relies on Keras' leaving a model's attributes in its `__dict__`; without
-    it those beside it are not the chief's at the start.
+    """Returns the compiled optimizer, if any, and others that the model keeps, as a GAN does: as attributes, in lists
+    and dicts, and those of inner models that can train. Relies on Keras keeping a model's attributes in its `__dict__`;
+    without it the others do not start with the chief's values.
     """
     inner = [layer for layer in keras_layers.all_layers(model, include_self=False) if isinstance(layer, keras.Model)]
     of_inner = [getattr(each, "optimizer", None) for each in inner if each.trainable_variables]
@@ -56,7 +55,7 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
 
 
 def with_inner(optimizer: keras.Optimizer | None) -> list[keras.Optimizer]:
-    """The optimizer, and the one whose loss it scales, if there is one."""
+    """Returns the optimizer and, if it scales the loss for an inner optimizer, that one, too."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return [each for each in (optimizer, inner) if isinstance(each, keras.optimizers.Optimizer)]
 
@@ -73,8 +72,8 @@ _DEEPEST = 4  # containers in containers
 
 
 def step_on_symbols(model: keras.Model, batch: Any, step: str) -> bool:
-    """Calls the model's own `step` on symbols like a batch; whether it went well. Relies on keras.src's
-    `compute_output_spec`; without it a step that calls inner models in place of the model is refused.
+    """Calls the model's own `step` on symbolic tensors like a batch. Returns whether this succeeded. Relies on
+    keras.src's `compute_output_spec`; without it a step that calls inner models in place of the model is refused.
     """
     with contextlib.suppress(Exception), _updating_nothing(model):
         backend.compute_output_spec(getattr(model, step), batch)
@@ -83,28 +82,27 @@ def step_on_symbols(model: keras.Model, batch: Any, step: str) -> bool:
 
 
 def build_for_inputs(model: keras.Model, x: Any) -> None:
-    """Builds the model alone, by calling it on symbols like x. Relies on keras.src's `compute_output_spec`, which has
-    no public name.
+    """Builds only the model, by calling it on symbolic tensors like x. Relies on keras.src's `compute_output_spec`,
+    which has no public name.
     """
     backend.compute_output_spec(model, x)
 
 
 def compile_identity(model: keras.Model) -> Any:
-    """An object that is another one after each `compile`; None before the first. Relies on `Trainer._compile_config`;
-    without it steps that were traced for an earlier `compile` would go on.
+    """An object that is a different one after each `compile`; None before the first. Relies on
+    `Trainer._compile_config`; without it steps that were traced for an earlier `compile` would still be used.
     """
     return model._compile_config if model.compiled else None
 
 
 def traced_for(model: keras.Model) -> tuple:
-    """What makes a function that was traced of the model stale once it is another: how the model was compiled, and how
-    it is run."""
+    """Returns how the model was compiled, and how it is run: once this changes, functions traced of it are stale."""
     return compile_identity(model), model.run_eagerly, bool(model.jit_compile)
 
 
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss | None]:
-    """The losses that `compile` was given, flat; None for outputs without one. Relies on `Trainer._compile_loss` and
-    `CompileLoss._flat_losses`; without them every worker gathers all outputs.
+    """The losses that `compile` was given, as a flat list; None for outputs without one. Relies on
+    `Trainer._compile_loss` and `CompileLoss._flat_losses`; without them every worker gathers all outputs.
     """
     compiled = model._compile_loss
     return [] if compiled is None else [loss for _, loss, _, _ in compiled._flat_losses or []]
@@ -118,7 +116,7 @@ def compiled_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
 
 def given_metrics(model: keras.Model) -> list[Any]:
     """The functions and metrics that `compile` was given, built or not. Relies on `CompileMetrics._user_metrics` and
-    `_user_weighted_metrics`; without them what a metric of the user's own keeps over epochs is in no backup.
+    `_user_weighted_metrics`; without them no backup holds what a user's own metric keeps over epochs.
     """
     compiled: Any = getattr(model, "_compile_metrics", None)
     if compiled is None:
@@ -128,15 +126,15 @@ def given_metrics(model: keras.Model) -> list[Any]:
 
 
 def begin_an_epoch_of_metrics(model: keras.Model) -> None:
-    """Resets metrics as Keras does at the start of each epoch, also those that are not built yet, which have nothing to
-    forget there; after a restore they have. Relies on what `given_metrics` relies on."""
+    """Resets metrics as Keras does at the start of each epoch, and also those that are not built yet: Keras has nothing
+    to reset in them, but after a restore they hold values. Relies on what `given_metrics` relies on."""
     for metric in given_metrics(model):
         if isinstance(metric, keras.metrics.Metric):
             metric.reset_state()
 
 
 def has_metrics_of_its_own(model: keras.Model) -> bool:
-    """Whether the model has metrics beside the compiled ones and the mean of its loss, which Keras updates. Relies on
+    """Whether the model has metrics besides the compiled ones and the mean of its loss, which Keras updates. Relies on
     `Trainer._loss_tracker` and `_compile_metrics`.
     """
     keras_own = (getattr(model, "_loss_tracker", None), model._compile_metrics, *compiled_metrics(model))
@@ -144,29 +142,29 @@ def has_metrics_of_its_own(model: keras.Model) -> bool:
 
 
 def is_made_of_a_function(value: Any) -> bool:
-    """Whether it is exactly what Keras makes of a function that is given as a loss. Relies on keras.src's
+    """Whether `value` is exactly the object that Keras makes of a function given as a loss. Relies on keras.src's
     `LossFunctionWrapper`, which has no public name.
     """
     return type(value) is LossFunctionWrapper
 
 
 def function_and_options(wrapper: Any) -> tuple[Any, dict[str, Any]]:
-    """(the function, its options) of a loss or metric that wraps one. Relies on `fn` (losses), `_fn` (metrics) and
-    `_fn_kwargs`.
+    """Returns (the function, its options) of a loss or metric that wraps a function. Relies on `fn` (losses), `_fn`
+    (metrics) and `_fn_kwargs`.
     """
     function = wrapper._fn if isinstance(wrapper, keras.metrics.MeanMetricWrapper) else getattr(wrapper, "fn", None)
     return function, wrapper._fn_kwargs
 
 
 def begin_at(model: keras.Model, epoch: int | None) -> None:
-    """Tells the running `fit` at which epoch to begin, from a callback's on_train_begin; None: as it was told. Relies
-    on `Trainer._initial_epoch`, which Keras' own BackupAndRestore sets; without it a resumed fit begins anew.
+    """Tells the running `fit`, from a callback's on_train_begin, at which epoch to begin; None: as its arguments say.
+    Relies on `Trainer._initial_epoch`, which Keras' own BackupAndRestore sets; without it a resumed fit starts over.
     """
     model._initial_epoch = epoch
 
 
 def built_under_a_strategy(model: keras.Model) -> bool:
-    """Whether the model was made inside a tf.distribute strategy's scope. Relies on `_distribute_strategy`; without it
-    such a model fails inside TensorFlow instead of with a sentence.
+    """Whether the model was made inside the scope of a tf.distribute strategy. Relies on `_distribute_strategy`;
+    without it such a model fails inside TensorFlow instead of with a clear message.
     """
     return getattr(model, "_distribute_strategy", None) is not None

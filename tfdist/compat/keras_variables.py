@@ -1,4 +1,4 @@
-"""Keras' variables from inside: their value without autocast, their parts replaced, their names kept."""
+"""Internals of Keras' variables: values without autocast, parts that are replaced, names that are kept."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 
 
 def stored_value(variable: keras.Variable) -> tf.Variable | None:
-    """TensorFlow's variable in it, or None after `empty`. Relies on `Variable._value`."""
+    """The TensorFlow variable that holds the value; None after `empty`. Relies on `Variable._value`."""
     return variable._value
 
 
 def value_here(variable: keras.Variable) -> np.ndarray:
-    """The value on the first replica of this process; where replicas hold different values, nobody is asked for theirs.
+    """The value on the first replica of this process, without asking other replicas for theirs, which may differ.
     Relies on `Variable._value` and on `DistributedVariable.values`; without them a trial of a model waits for other
     workers."""
     stored: Any = variable._value
@@ -27,22 +27,22 @@ def value_here(variable: keras.Variable) -> np.ndarray:
 
 
 def empty(variable: keras.Variable, refuse: Callable[..., Any]) -> None:
-    """Sets the variable's memory free; who uses it afterwards, outside of a scope that gives it a value, gets what
-    `refuse` raises. Relies on `Variable._value` and `_initializer`, which is asked where there is no value; without
-    them ZeRO-3 holds whole variables.
+    """Frees the variable's memory. Code that uses the variable afterwards, outside a scope that gives it a value, gets
+    the error that `refuse` raises. Relies on `Variable._value` and on `_initializer`, which Keras calls where there is
+    no value; without them ZeRO-3 holds whole variables.
     """
     variable._value, variable._initializer = None, refuse
 
 
 def replace_value(variable: keras.Variable, value: tf.Variable) -> None:
-    """Replaces the value of the Keras variable by this one, of another shape. Relies on `Variable._shape` and
+    """Replaces the value of the Keras variable by `value`, which has another shape. Relies on `Variable._shape` and
     `_initialize`; without them no layer can be cut."""
     variable._shape = tuple(value.shape)
     variable._initialize(value)
 
 
 def like(whole: keras.Variable, value: Any) -> keras.Variable:
-    """A Keras variable of another value that has the type, the name, the path and the autocast of `whole`. Relies on
+    """Returns a Keras variable with another value, but with the type, name, path and autocast of `whole`. Relies on
     `Variable._autocast` and `_path`; without the path slots get other names, and snapshots do not fit.
     """
     variable = keras.Variable(value, dtype=whole.dtype, name=whole.name, autocast=whole._autocast)
@@ -64,15 +64,15 @@ def value_without_autocast(variable: keras.Variable) -> Any:
 
 
 def autocast_dtype() -> str | None:
-    """The compute type in force where a layer is called. Relies on keras.src's `get_autocast_scope`."""
+    """The compute type in force in the current layer call. Relies on keras.src's `get_autocast_scope`."""
     scope = get_autocast_scope()
     return scope.dtype if scope else None
 
 
 @contextlib.contextmanager
 def autocast_to(dtype: str | None) -> Iterator[None]:
-    """A context in which variables are read in this compute type; None: as they are. In an AutocastScope(None) a
-    variable of any type would say that it is float32, and be computed with, and kept, as such.
+    """Context manager in which variables are read in this compute type; None: in their own. (In an AutocastScope(None)
+    a variable of any type would report float32, and would be computed with, and kept, as float32.)
 
     Relies on keras.src's `AutocastScope` and the global attribute "autocast_scope"; without them a second forward pass
     computes in another type than the first.

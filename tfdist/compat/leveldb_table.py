@@ -1,9 +1,9 @@
-"""Tables of LevelDB without compression, as TensorFlow 2.21 writes the index of a checkpoint
+"""LevelDB tables without compression, as TensorFlow 2.21 writes the index of a checkpoint
 (tensorflow/core/lib/io/table_builder.cc): keys and values, in the order of the keys.
 
-Reading is needed to bring only some bytes of a snapshot from an object store; writing, to write the data files of a
-snapshot ourselves. TensorFlow has no public function for either. What `table` gives is what TensorFlow would have
-written, byte for byte.
+Reading is needed to fetch only some bytes of a snapshot from an object store; writing, to write the data files of a
+snapshot ourselves. TensorFlow has no public function for either. `table` returns, byte for byte, what TensorFlow would
+have written.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tfdist.compat.tensorflow_checksums import masked
 
 _FOOTER_BYTES = 48
 _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
-_TRAILER_BYTES = 5  # of a block: how it is compressed, and its checksum
-_BLOCK_BYTES = 1 << 18  # from which on another block begins
-_RESTART_INTERVAL = 16  # entries after which a key is written whole again
+_TRAILER_BYTES = 5  # of a block: kind of compression, and checksum
+_BLOCK_BYTES = 1 << 18  # a block of this size or more is full
+_RESTART_INTERVAL = 16  # number of entries after which a key is written in full again
 
 
 def number(value: int) -> bytes:
-    """A number from 0 on, seven bits a byte (a varint)."""
+    """Encodes a number >= 0 with seven bits per byte (a varint)."""
     digits = bytearray()
     while value >= 0x80:
         digits.append(value & 0x7F | 0x80)
@@ -34,7 +34,7 @@ def number(value: int) -> bytes:
 
 
 def entries(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a table. Raises ValueError or IndexError if it is none."""
+    """Yields the keys and values of a table. Raises ValueError or IndexError if `content` is not a table."""
     footer = content[-_FOOTER_BYTES:]
     if len(footer) < _FOOTER_BYTES or footer[-8:] != _MAGIC:
         raise ValueError("it does not end as an index does")
@@ -60,7 +60,7 @@ def _read_block(content: bytes, start: int, size: int) -> Iterator[tuple[bytes, 
 
 
 def _read_handle(data: bytes, place: int) -> tuple[tuple[int, int], int]:
-    """((offset, size) of a block, where what follows begins)."""
+    """Returns ((offset, size) of a block, the position after the handle)."""
     offset, place = _read_number(data, place)
     size, place = _read_number(data, place)
     return (offset, size), place
@@ -79,10 +79,10 @@ def _read_number(data: bytes, place: int) -> tuple[int, int]:
 
 
 def table(rows: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The table of keys and values, whose keys increase."""
+    """Returns the table of these keys and values; keys must increase."""
     content, block, last = bytearray(), _Block(_RESTART_INTERVAL), b""
-    blocks: list[tuple[bytes, bytes]] = []  # (the last key, the handle) of those that are full
-    index = _Block(1)  # a key for each block: from its last on, and before the first of the next
+    blocks: list[tuple[bytes, bytes]] = []  # (the last key, the handle) of the full blocks
+    index = _Block(1)  # a key for each block: >= its last key, < the first key of the next block
     for key, value in rows:
         if block.is_new and blocks:
             index.add(_between(blocks[-1][0], key), blocks[-1][1])
@@ -101,7 +101,7 @@ def table(rows: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 class _Block:
-    """Entries in a row; a key shares its beginning with the one before."""
+    """A sequence of entries; each key shares its prefix with the key before."""
 
     def __init__(self, restart_interval: int):
         self._interval, self._content, self._restarts, self._count, self._last = (
@@ -146,13 +146,13 @@ def _append(content: bytearray, block: _Block) -> bytes:
 
 
 def _shared(first: bytes, second: bytes) -> int:
-    """The number of bytes with which both keys begin."""
+    """The length of the common prefix of two keys."""
     limit = min(len(first), len(second))
     return next((place for place in range(limit) if first[place] != second[place]), limit)
 
 
 def _between(last: bytes, following: bytes) -> bytes:
-    """A short key that is not before `last`, and before `following`."""
+    """A short key that is >= `last` and < `following`."""
     place = _shared(last, following)
     if place < min(len(last), len(following)) and last[place] < 0xFF and last[place] + 1 < following[place]:
         return last[:place] + bytes([last[place] + 1])
@@ -160,6 +160,6 @@ def _between(last: bytes, following: bytes) -> bytes:
 
 
 def _after(last: bytes) -> bytes:
-    """A short key that is not before `last`."""
+    """A short key that is >= `last`."""
     place = next((place for place, byte in enumerate(last) if byte != 0xFF), None)
     return last if place is None else last[:place] + bytes([last[place] + 1])

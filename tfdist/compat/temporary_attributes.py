@@ -1,4 +1,4 @@
-"""Attributes of objects and classes of others, replaced for a time."""
+"""Temporarily replaces attributes of objects and classes of other packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """owner.name is `value` inside; past Keras' attribute tracking. `owner`: an object or a class."""
+    """Context manager: owner.name is `value` inside; bypasses Keras' tracking. owner: an object or a class."""
     base = type if isinstance(owner, type) else object
     missing = object()
     before = owner.__dict__.get(name, missing)

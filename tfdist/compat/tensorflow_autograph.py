@@ -10,8 +10,8 @@ MODULES = "tensorflow.python.autograph"  # the modules whose frames stand betwee
 
 
 def translated(function: Callable) -> Callable:
-    """The function with `if` and `for` on tensors, for use where the tf.function around it is traced without AutoGraph.
-    Relies on tf.__internal__.autograph; without it a user's objective with an `if` on a tensor fails.
+    """Converts `if` and `for` on tensors in the function, for use where the tf.function around it is traced without
+    AutoGraph. Relies on tf.__internal__.autograph; without it a user's objective with an `if` on a tensor fails.
     """
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, autograph.control_status_ctx())

@@ -1,7 +1,7 @@
-"""CRC-32C as TensorFlow stores it beside what it is of, in checkpoints and TFRecord files.
+"""CRC-32C as TensorFlow stores it next to the data, in checkpoints and TFRecord files.
 
-Relies on tensorflow/core/lib/hash/crc32c.h, for which there is no public function; without it neither could be read in
-pieces, nor checkpoints written here.
+Relies on tensorflow/core/lib/hash/crc32c.h, for which there is no public function; without it neither kind of file
+could be read in pieces, nor could checkpoints be written here.
 """
 
 from __future__ import annotations

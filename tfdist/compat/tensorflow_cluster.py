@@ -1,4 +1,4 @@
-"""Work of TensorFlow's context and strategies for a cluster of workers that has no public name (TensorFlow 2.21)."""
+"""Parts of TensorFlow's context and strategies for a cluster that have no public name (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from tfdist.control.cluster import Cluster
 
 
 def _context() -> Any:
-    """The process's one context, which TensorFlow makes when it is first asked."""
+    """The context of the process, which TensorFlow creates at the first access."""
     return context.context()
 
 
 def configure_coordination_service(leader: str, heartbeat_s: float, register_s: float) -> None:
-    """Sets, before a multi-worker strategy is made, which task ("/job:worker/replica:0/task:0") hosts the service that
-    watches over the workers, after how many seconds of silence one counts as lost, and how long they may take to come.
+    """Configures the service that watches over the workers; call it before a multi-worker strategy is made. leader: the
+    task ("/job:worker/replica:0/task:0") that hosts the service. heartbeat_s: after how many seconds of silence a
+    worker counts as lost. register_s: how long workers may take to register.
 
-    Relies on `Context.configure_coordination_service`; without it the death of a peer that cannot say so (SIGSTOP,
+    Relies on `Context.configure_coordination_service`; without it the death of a peer that cannot report it (SIGSTOP,
     power, network) is noticed late or never.
     """
     _context().configure_coordination_service(
@@ -32,18 +33,18 @@ def configure_coordination_service(leader: str, heartbeat_s: float, register_s: 
 
 
 def has_computed() -> bool:
-    """Whether TensorFlow has made its devices, so that it is too late for `start_collectives`. Relies on
-    `Context._context_handle`; if that is gone, TensorFlow says so itself, in an error of its own.
+    """Whether TensorFlow has created its devices, so that it is too late for `start_collectives`. Relies on
+    `Context._context_handle`; if that is gone, TensorFlow itself raises an error.
     """
     return getattr(_context(), "_context_handle", None) is not None
 
 
 def start_collectives(cluster: Cluster) -> None:
-    """Starts the server by which this process's collectives meet those of the others, without any tf.distribute
-    strategy and without TensorFlow's service that watches over workers: who does this watches over them itself.
+    """Starts the server that connects this process's collectives with those of the others, without any tf.distribute
+    strategy and without TensorFlow's service that watches over workers: the caller must watch over them itself.
 
-    Relies on `Context.configure_collective_ops` and `enable_collective_ops`, which is what MultiWorkerMirroredStrategy
-    calls; without them collectives are to be had through that strategy only.
+    Relies on `Context.configure_collective_ops` and `enable_collective_ops`, which MultiWorkerMirroredStrategy calls;
+    without them collectives are available through that strategy only.
     """
     this = _context()
     this.configure_collective_ops(
@@ -65,7 +66,7 @@ def start_collectives(cluster: Cluster) -> None:
 
 def is_healthy(task: str, timeout_s: float) -> bool:
     """Whether a task answers. Relies on `Context.check_collective_ops_peer_health`; without it our own ring does not
-    know whether the neighbour that it waits for is alive.
+    know whether the neighbor that it waits for is alive.
     """
     try:
         _context().check_collective_ops_peer_health(task, timeout_in_ms=int(timeout_s * 1000))
@@ -75,8 +76,8 @@ def is_healthy(task: str, timeout_s: float) -> bool:
 
 
 def abort_collectives(message: str) -> None:
-    """Ends every collective of this process with a DeadlineExceededError of this message. Relies on
-    `Context.abort_collective_ops`; without it a worker waits for ever for one that is stuck.
+    """Ends every collective of this process with a DeadlineExceededError with this message. Relies on
+    `Context.abort_collective_ops`; without it a worker waits forever for one that is stuck.
     """
     _context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
@@ -89,16 +90,16 @@ def wait_at_barrier(name: str, timeout_s: float) -> None:
 
 
 def stop_watching_peers(strategy: Any) -> None:
-    """Ends TensorFlow's thread that looks after the other workers: it would report those who have left as lost. Relies
-    on `_check_health_thread_should_stop` of the strategy's `extended`; if that is gone, the thread goes on."""
+    """Ends TensorFlow's thread that watches the other workers: it would report those that have left as lost. Relies on
+    `_check_health_thread_should_stop` of the strategy's `extended`; if that is gone, the thread keeps running."""
     stop = getattr(strategy.extended, "_check_health_thread_should_stop", None)
     if stop is not None:
         stop.set()
 
 
 def wait_until_computed(value: Any) -> None:
-    """Returns when a ClusterCoordinator's result is there, and raises what its computation raised. Relies on
-    `RemoteValueImpl._wait_and_maybe_error`; with `fetch` alone, errors of the computation and of the way back could not
-    be told apart.
+    """Returns when the result of a ClusterCoordinator has arrived; raises what its computation raised. Relies on
+    `RemoteValueImpl._wait_and_maybe_error`; with `fetch` alone, errors of the computation and errors of the transfer
+    back could not be told apart.
     """
     value._wait_and_maybe_error()

@@ -1,4 +1,4 @@
-"""Makes TensorFlow's devices, for which there is no public name (TensorFlow 2.21)."""
+"""A setting of TensorFlow's devices that has no public name (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tensorflow.python.eager import context
 
 
 def pin_host_memory() -> None:
-    """Lets GPUs read tensors in the host's memory by themselves. To be called before TensorFlow makes its devices.
+    """Lets GPUs read tensors in host memory directly. Call it before TensorFlow creates its devices.
 
-    Relies on `Context._config`, of which TensorFlow makes its devices; without it a batch is copied to a GPU at a third
-    of the speed, and while that goes on nothing can be launched there.
+    Relies on `Context._config`, from which TensorFlow creates its devices; without it a batch is copied to a GPU at a
+    third of the speed, and nothing can be launched there during the copy.
     """
     this: Any = context.context()
     config = getattr(this, "_config", None) or config_pb2.ConfigProto()

@@ -1,4 +1,4 @@
-"""Functions of the user's own inside a trace."""
+"""tf.functions that are called inside a trace: computed in place, or traced as well."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 
 _call_as_ever = Function.__call__
 _traced_also_inline: weakref.WeakSet[Any] = weakref.WeakSet()
-_here = threading.local()  # depth: how often this thread has entered
-_lock, _entered = threading.Lock(), 0  # by all threads; replicas' threads leave in any order
+_here = threading.local()  # depth: the contexts that this thread is in
+_lock, _entered = threading.Lock(), 0  # contexts of all threads; replicas' threads leave in any order
 
 
 def always_traced(function: Any) -> Any:
-    """A tf.function, without AutoGraph, that is traced within `functions_inline` as well."""
+    """Returns a tf.function, without AutoGraph, that is traced even within `functions_inline`."""
     traced = tf.function(function, autograph=False)
     _traced_also_inline.add(traced)
     return traced
@@ -30,11 +30,11 @@ def always_traced(function: Any) -> Any:
 
 @contextlib.contextmanager
 def functions_inline() -> Iterator[None]:
-    """A context in which a tf.function that this thread calls is computed where it is called, and keeps no trace.
+    """Context manager in which a tf.function that this thread calls is computed in place, and keeps no trace.
 
-    A function that a layer holds would be called again in training with what it was traced with in a trial: without
-    dropout, with constants in place of weights. AutoGraph converts it as ever. Relies on `Function.__call__` and on
-    what is behind `python_function`; without them such a layer is trained wrongly.
+    Otherwise a function that a layer holds would be called in training with its trace from a trial: without dropout,
+    with constants in place of weights. AutoGraph converts it as usual. Relies on `Function.__call__` and on the
+    internals behind `python_function`; without them such a layer is trained wrongly.
     """
     global _entered
     with _lock:
@@ -66,7 +66,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_given_to_a_trace(function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Arrays as tensors; so is what has a place in the `input_signature`, in its dtype."""
+    """Arrays become tensors; so do arguments that the `input_signature` describes, in its dtype."""
     names = list(inspect.signature(function.python_function).parameters)
     specs = dict(zip(names, function.input_signature or (), strict=False))
 

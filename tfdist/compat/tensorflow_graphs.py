@@ -1,4 +1,4 @@
-"""Operations in a graph: their order, and edges that are added once they are made (TensorFlow 2.21)."""
+"""Operations in a graph: their order, and edges that are added after they are made (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draws(kind: str) -> bool:
 
 
 def draws_anew(kind: str) -> bool:
-    """Whether they draw other numbers when they are run again."""
+    """Whether operations of this type draw other numbers each time they run."""
     return draws(kind) and not kind.startswith("Stateless")
 
 
@@ -37,22 +37,23 @@ def sets_state(kind: str) -> bool:
 
 
 def operation_number(operation: tf.Operation) -> int:
-    """Operations of a graph are numbered as they are made. Relies on `Operation._id`; without it the order in which
-    gradients are computed is left to TensorFlow, and fewer of them travel while the backward pass goes on.
+    """The number of an operation; those of a graph are numbered in the order in which they are made. Relies on
+    `Operation._id`; without it the order in which gradients are computed is left to TensorFlow, and fewer of them are
+    sent while the backward pass is running.
     """
     return operation._id
 
 
 def kinds_of_operations(graph: tf.Graph) -> tuple[set[str], set[str]]:
-    """(the types of all operations of a graph and of the functions that it calls, of these those in loops)"""
+    """Returns (the types of all operations of a graph and of the functions that it calls, those of them in loops)."""
     definition = graph.as_graph_def()
     return _kinds(definition.node, definition.library.function)
 
 
 def kinds_made_here(graph: tf.Graph, since: int) -> set[str]:
     """The types of the operations that this replica has made after the graph had `since`, and of the operations in
-    functions that they call. Relies on the name scope that MirroredStrategy gives each replica, which are traced in
-    turns; without it what another one makes meanwhile is taken for this one's.
+    functions that they call. Relies on the name scope that MirroredStrategy gives each replica; replicas are traced in
+    turns, so without it operations that another replica makes in between are attributed to this one.
     """
     mine = _replicas(f"{tf.get_current_name_scope()}/")
     made = [operation for operation in graph.get_operations()[since:] if _replicas(operation.name) == mine]
@@ -77,7 +78,7 @@ def _reached(nodes: Any, bodies: dict[str, Any]) -> list[str]:
 
 
 def _closed(waiting: list[str], bodies: dict[str, Any]) -> list[str]:
-    """The names of these functions and of those that they call."""
+    """The names of these functions and of all functions that they call."""
     found: dict[str, None] = {}
     while waiting:
         if (name := waiting.pop()) in bodies and name not in found:
@@ -98,16 +99,16 @@ def compute_after(operation: tf.Operation, first: tf.Operation) -> None:
 
 
 def function_graph(name: str) -> tf.Graph:
-    """A graph as that of a tf.function, in which code runs without being traced by one: variables are made outside of
-    it, and what is outside can be used. Relies on `tf.__internal__.FuncGraph`.
+    """Returns a graph like that of a tf.function, in which code runs without being traced by one: variables are made
+    outside of it, and values outside of it can be used. Relies on `tf.__internal__.FuncGraph`.
     """
     return tf.__internal__.FuncGraph(name)
 
 
 @contextlib.contextmanager
 def filled_always() -> Iterator[None]:
-    """A context in which `tf.zeros`, `tf.ones` and what is like them make an operation that fills a shape, where else
-    they make a constant of fewer than 1,000 elements: graphs then do not differ by how many there are. Relies on
+    """Context manager in which `tf.zeros`, `tf.ones` and the like always make an operation that fills a shape. Usually
+    they make a constant if it has fewer than 1,000 elements, so that graphs differ by this number. Relies on
     `array_ops._constant_if_small`; without it models that use them are not proved, but tried.
     """
     with attribute_replaced(array_ops, "_constant_if_small", lambda *args, **kwargs: None):
@@ -115,8 +116,8 @@ def filled_always() -> Iterator[None]:
 
 
 class CalledGraph(NamedTuple):
-    """The graph of a function that an operation calls. inputs: placeholders in it, one for each input of the operation.
-    outputs: tensors in it, one for each output."""
+    """The graph of a function that an operation calls. inputs: its placeholders, one for each input of the operation.
+    outputs: its tensors, one for each output."""
 
     graph: tf.Graph
     inputs: Sequence[tf.Tensor]
@@ -124,8 +125,8 @@ class CalledGraph(NamedTuple):
 
 
 def graph_called_by(operation: tf.Operation) -> CalledGraph | None:
-    """What an operation calls; None if it calls nothing. Relies on `Graph._get_function`; without it what calls a
-    function (grouped convolutions) is not proved, but tried.
+    """The graph that an operation calls; None if it calls none. Relies on `Graph._get_function`; without it operations
+    that call a function (grouped convolutions) are not proved, but tried.
     """
     if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
         return None
@@ -139,9 +140,9 @@ def captured_by(graph: tf.Graph) -> list[Any]:
 
 
 def written_from_outside(graph: tf.Graph) -> list[tf.Tensor]:
-    """The handles of what is outside of the graph of a tf.function and may be changed by it, or by a function that it
-    calls: of variables exactly, of others also where it is read. Relies on `FuncGraph.captures`, and on
-    `auto_control_deps_utils`; without them state that no snapshot holds is lost without a word.
+    """The handles of resources outside the graph of a tf.function that the graph, or a function that it calls, may
+    change: exact for variables; of other resources, also those that it only reads. Relies on `FuncGraph.captures`, and
+    on `auto_control_deps_utils`; without them state that no snapshot holds is lost silently.
     """
     read_only = auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
     unchanged = {id(graph.inputs[index]) for index in read_only}
@@ -151,11 +152,11 @@ def written_from_outside(graph: tf.Graph) -> list[tf.Tensor]:
 
 
 def makers_of_gradients(graph: tf.Graph) -> set[str]:
-    """The modules of the functions that give gradients to operations in the place of TensorFlow's own (as under
-    tf.custom_gradient); "" for one that is not known.
+    """The modules of the functions that compute gradients of operations in place of TensorFlow's own (as under
+    tf.custom_gradient); "" for an unknown module.
 
-    Relies on the attribute `_gradient_op_type`, on the registry of gradients, and on the names of what
-    tf.custom_gradient encloses there; without these modules are not known.
+    Relies on the attribute `_gradient_op_type`, on the registry of gradients, and on the names of the variables that
+    tf.custom_gradient encloses; without these all modules are unknown.
     """
     found: set[str] = set()
     for operation in graph.get_operations():

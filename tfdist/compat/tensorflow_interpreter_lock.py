@@ -1,8 +1,9 @@
-"""Lets Python's other threads run while TensorFlow connects a cluster.
+"""Lets other Python threads run while TensorFlow connects a cluster.
 
-TensorFlow holds the interpreter's lock while it waits for all workers to register, without an end where one of them has
-died or stopped since it was last seen: no time-out of ours could act. The same function of its C library, called
-through ctypes, holds no lock. Where a build of TensorFlow hides that library, its own way is taken.
+TensorFlow holds the interpreter lock (GIL) while it waits for all workers to register. The wait has no end if one of
+them has died or stopped since it was last seen, and no timeout of ours could act. The same function of its C library,
+called through ctypes, does not hold the lock. If a build of TensorFlow hides that library, TensorFlow's own function is
+used.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LIBRARY = "libtensorflow_cc.so.2"
 
 @contextlib.contextmanager
 def interpreter_released() -> Iterator[None]:
-    """A context in which TFE_EnableCollectiveOps is called without the interpreter's lock."""
+    """Context manager in which TFE_EnableCollectiveOps is called without the interpreter lock."""
     library, original = _library(), pywrap_tfe.TFE_EnableCollectiveOps
     if library is None:
         yield
@@ -45,7 +46,7 @@ def interpreter_released() -> Iterator[None]:
 
 
 def _library() -> ctypes.CDLL | None:
-    """TensorFlow's C library, which is loaded already; None if it cannot be used so."""
+    """TensorFlow's C library, which is already loaded; None if it cannot be used this way."""
     try:
         library = ctypes.CDLL(str(Path(tf.__file__).parent / _LIBRARY))
         library.TF_NewStatus.restype = ctypes.c_void_p

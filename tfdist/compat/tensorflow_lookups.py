@@ -1,8 +1,9 @@
-"""Operations of TensorFlow that take numbers of rows, wherever they are called from: by models, Keras, or TensorFlow.
+"""TensorFlow operations that take row numbers (indices), wherever they are called from: by models, Keras, or
+TensorFlow.
 
-On a CPU each is an error for a number that is out of range. XLA takes another row in its place, or leaves out what
-should go there; a GPU takes zeros, or leaves it out as well. Neither says so. (x[i] and tf.slice are errors there, too,
-but in a loop that XLA compiles.)
+On a CPU each raises an error for a number that is out of range. XLA silently uses another row, or leaves out what
+should go there; a GPU silently uses zeros, or leaves it out as well. (x[i] and tf.slice raise errors there, too, but
+not in a loop that XLA compiles.)
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.ops import gen_array_ops, gen_math_ops, gen_resource_variable_ops, handle_data_util
 
-# What an operation was given, by the names of its arguments.
+# The arguments of an operation, by name.
 Given = dict[str, Any]
-# For the result of an operation: bool, where it comes of numbers in range, to be broadcast; None: all of it does.
+# Bool, to be broadcast to the result of an operation: true where that comes from numbers in range; None: everywhere.
 Mask = tf.Tensor | None
-# (whether an operation has looked rows up, and not put them somewhere, what it returns, makes its mask) -> what is
-# returned in its place
+# (whether the operation looks rows up, rather than writes them; its result; a function that makes the mask) -> the
+# result to return in its place
 Check = Callable[[bool, tf.Tensor, Callable[[], Mask]], tf.Tensor]
 
 
 @functools.cache
 def watch(check: Check, is_watching: Callable[[], bool]) -> None:
-    """Lets `check` see what these operations return, from now on and in all threads. What tf.functions have traced
-    while it was not watching they do not use while it is. Relies on the functions of `tensorflow.python.ops.gen_*_ops`,
-    through which TensorFlow makes its operations, and on `make_function_context` of its traces; without them rows that
-    are not there are looked up without a word under XLA and on GPUs."""
+    """Lets `check` see the results of these operations, from now on and in all threads. While it watches, tf.functions
+    do not use traces from when it did not. Relies on the functions of `tensorflow.python.ops.gen_*_ops`, through which
+    TensorFlow makes its operations, and on `make_function_context` of its traces; without them lookups of missing rows
+    go unnoticed under XLA and on GPUs."""
 
     def watched(original: Callable, signature: inspect.Signature, looks_up: bool, mask: Callable) -> Callable:
         @functools.wraps(original)
@@ -67,8 +68,8 @@ def watch(check: Check, is_watching: Callable[[], bool]) -> None:
 
 
 def _replace_everywhere(replacements: Sequence[tuple[Callable, Callable]]) -> None:
-    """Replaces the first of each by the second, also under other names in modules, as tf.scatter_nd."""
-    by_original = {id(original): by for original, by in replacements}  # so that 4,000 modules are gone through once
+    """Replaces the first of each pair by the second, also under other names in modules, such as tf.scatter_nd."""
+    by_original = {id(original): by for original, by in replacements}  # so that one pass over 4,000 modules is enough
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None) or {}
         for name, held in list(names.items()):
@@ -80,17 +81,17 @@ def _replace_everywhere(replacements: Sequence[tuple[Callable, Callable]]) -> No
 
 
 def _static(value: Any) -> np.ndarray | None:
-    """The value if it is known while a program is traced. (An eager tensor's may still have to come from a GPU.)"""
+    """The value, if it is known during tracing. (The value of an eager tensor may still have to come from a GPU.)"""
     known = None if isinstance(value, tf.Tensor) and hasattr(value, "numpy") else tf.get_static_value(value)
     return None if known is None else np.asarray(known)
 
 
 def _inside(numbers: Any, limit: Any) -> Mask:
-    """Whether they are in [0, limit), element by element."""
+    """Whether each number is in [0, limit), element by element; None if all are known to be."""
     known, end = _static(numbers), _static(limit)
     if known is not None and end is not None and bool(np.all((known >= 0) & (known < end))):
-        return None  # as dims that are taken from a shape
-    numbers = tf.cast(numbers, tf.int64)  # GPUs compare no int32
+        return None  # for example dims taken from a shape
+    numbers = tf.cast(numbers, tf.int64)  # GPUs do not compare int32
     return (numbers >= 0) & (numbers < tf.cast(limit, tf.int64))
 
 
@@ -99,7 +100,7 @@ def _all(mask: Mask) -> Mask:
 
 
 def _shape(given: Given) -> tuple[tf.TensorShape, Any]:
-    """(what is known of it, all of it) of the table of a lookup."""
+    """Returns (the shape as far as it is known statically, the full shape) of the table of a lookup."""
     if "resource" not in given:
         table = tf.convert_to_tensor(given["params" if "params" in given else "tensor"])
         return table.shape, table.shape.as_list() if table.shape.is_fully_defined() else tf.shape(table)
@@ -112,7 +113,7 @@ def _shape(given: Given) -> tuple[tf.TensorShape, Any]:
 
 
 def _of_rows(given: Given) -> Mask:
-    """The mask of gather: numbers [batch_dims..., looked up...] of places on an axis."""
+    """The mask of gather, whose numbers [batch_dims..., looked up...] are places on one axis."""
     static, shape = _shape(given)
     indices = tf.convert_to_tensor(given["indices"])
     axis = _static(given.get("axis", given.get("batch_dims", 0)))
@@ -132,7 +133,7 @@ def _of_rows(given: Given) -> Mask:
 
 
 def _of_places(given: Given) -> Mask:
-    """The mask of gather_nd: [..., K] numbers, those of a place on the first K axes."""
+    """The mask of gather_nd, whose numbers [..., K] are places on the first K axes."""
     static, shape = _shape(given)
     indices = tf.convert_to_tensor(given["indices"])
     depth = _depth(indices)
@@ -148,20 +149,22 @@ def _of_places(given: Given) -> Mask:
 
 
 def _depth(indices: tf.Tensor) -> int | tf.Tensor:
-    """The number of numbers that make a place."""
+    """How many numbers make a place."""
     known = None if indices.shape.rank is None else indices.shape[-1]
     return tf.shape(indices)[-1] if known is None else known
 
 
 def _of_targets(given: Given) -> Mask:
-    """The mask of a scatter into `tensor` or into zeros of `shape`: all of it, as what was left out belongs nowhere."""
+    """The mask of a scatter into `tensor`, or into zeros of `shape`: for the whole result, as values that are left out
+    have no place."""
     indices = tf.convert_to_tensor(given["indices"])
     shape = tf.convert_to_tensor(given["shape"]) if "shape" in given else _shape(given)[1]
     return _all(_inside(indices, shape[: _depth(indices)]))
 
 
 def _of_segments(given: Given) -> Mask:
-    """The mask of sums and the like over segments, where TensorFlow leaves out negative numbers as documented."""
+    """The mask of sums and the like over segments. Negative numbers count as in range: TensorFlow leaves them out, as
+    documented."""
     limit = given["num_segments"]
     return _all(_inside(tf.maximum(given["segment_ids"], 0), limit))
 

@@ -1,4 +1,4 @@
-"""TensorFlow's global random state, which has a public way in (tf.random.set_seed), but none out (TensorFlow 2.21)."""
+"""TensorFlow's global random state, which can be set publicly (tf.random.set_seed), but not read (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tensorflow.python.eager import context
 
 from tfdist.compat.temporary_attributes import attribute_replaced
 
-_BETWEEN_KEYS = 0x9E3779B97F4A7C1  # of replicas
-_lent: int | None = None  # the seed of `seed_lent`, within it
+_BETWEEN_KEYS = 0x9E3779B97F4A7C1  # distance between the keys of two replicas
+_lent: int | None = None  # the seed inside `seed_lent`
 
 
 def _context() -> Any:
@@ -24,34 +24,34 @@ def _context() -> Any:
 def global_seed() -> int | None:
     """The seed that tf.random.set_seed was given; None if it was not called.
 
-    Relies on tensorflow.python's `global_seed`; without it data that is shuffled without a seed is not recognised.
+    Relies on tensorflow.python's `global_seed`; without it data that is shuffled without a seed is not recognized.
     """
     return context.global_seed()
 
 
 def state_digest() -> int:
-    """A checksum of the seed and of how many operations have drawn their own from it; 0 without a seed. Relies on
-    `Context._rng`; without it workers do not notice that they would draw different numbers.
+    """A checksum of the seed and of the number of operations that have drawn their own seed from it; 0 without a seed.
+    Relies on `Context._rng`; without it workers do not notice that they would draw different numbers.
     """
     seed = context.global_seed()
     return 0 if seed is None else zlib.crc32(repr((seed, _context()._rng.getstate())).encode())
 
 
 def users_state_digest() -> int:
-    """`state_digest`, or 0 while the seed is one of `seed_lent`: the user has set none, or not on all workers alike."""
+    """`state_digest`, or 0 while the seed is from `seed_lent`: the user has set none, or not the same everywhere."""
     return 0 if _lent is not None and context.global_seed() == _lent else state_digest()
 
 
 @contextlib.contextmanager
 def seed_lent(seed: int, anew: bool) -> Iterator[None]:
-    """A context with this seed, as after tf.random.set_seed; the user's own state is back at its end.
+    """Context manager that sets this seed, as tf.random.set_seed would, and restores the user's own state at exit.
 
-    anew: whether operations may have drawn with this seed before. Each worker's kernels begin again then. Relies on
+    anew: whether operations may have drawn with this seed before; then each worker's kernels start over. Relies on
     `Context._seed`, `Context._rng` and `Context.clear_kernel_cache`; without them a seed that workers agree on would
-    stay, and the arrays of later calls would come in one order in all epochs."""
+    stay, and the arrays of later calls would come in the same order in all epochs."""
     global _lent
     this, before = _context(), _lent
-    own = this._seed, getattr(this, "_rng", None)  # it has none before the first seed
+    own = this._seed, getattr(this, "_rng", None)  # there is no `_rng` before the first seed
     this._seed, this._rng, _lent = seed, random.Random(seed), seed
     try:
         if anew:
@@ -59,7 +59,7 @@ def seed_lent(seed: int, anew: bool) -> Iterator[None]:
         yield
     finally:
         _lent = before
-        if this._seed == seed:  # else the user has set one meanwhile
+        if this._seed == seed:  # else the user has set another seed inside
             this._seed, this._rng = own
             if anew:
                 this.clear_kernel_cache()
@@ -67,9 +67,9 @@ def seed_lent(seed: int, anew: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_kept() -> Iterator[None]:
-    """The global state is as before when it ends, whatever was drawn. With a seed every kernel that draws begins anew.
-    Relies on `Context._rng` and `Context.clear_kernel_cache`; without them workers that try a model, and those that do
-    not, would draw different numbers later.
+    """Context manager that restores the global state at exit, whatever was drawn. If there is a seed, every kernel that
+    draws starts over. Relies on `Context._rng` and `Context.clear_kernel_cache`; without them workers that try a model,
+    and workers that do not, would draw different numbers later.
     """
     if context.global_seed() is None:
         yield
@@ -79,12 +79,13 @@ def state_kept() -> Iterator[None]:
         yield
     finally:
         _context()._rng.setstate(before)
-        _context().clear_kernel_cache()  # each kernel has a generator of its own, which goes on where it was left
+        _context().clear_kernel_cache()  # each kernel has its own generator, which would continue where it stopped
 
 
 def holder_of_the_seed() -> tuple[object, str]:
-    """(object, attribute): where an operation that is made now finds the global seed, to be replaced for a time. Relies
-    on `Context._seed`, and in a graph on `Graph.seed`; without them workers draw the same dropout masks.
+    """Returns (object, attribute): where an operation that is made now finds the global seed, so that it can be
+    replaced temporarily. Relies on `Context._seed`, and in a graph on `Graph.seed`; without them workers draw the same
+    dropout masks.
     """
     if tf.executing_eagerly():
         return _context(), "_seed"
@@ -93,8 +94,8 @@ def holder_of_the_seed() -> tuple[object, str]:
 
 @contextlib.contextmanager
 def seeded_graphs(seed: int) -> Iterator[None]:
-    """Functions that are traced inside draw the numbers of this seed, each from the first on. Relies on
-    `Context._seed`; without it a layer that mixes rows by what it draws is not found.
+    """Context manager in which functions that are traced draw the numbers of this seed, each from the first number on.
+    Relies on `Context._seed`; without it a layer whose draws mix rows is not found.
     """
     with attribute_replaced(_context(), "_seed", seed):
         yield
@@ -102,8 +103,8 @@ def seeded_graphs(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def redrawn(by: int) -> Iterator[None]:
-    """A context in which functions that are traced outside of a graph draw other numbers, if tf.random.set_seed was
-    called; else they do in any case. Relies on `Context._seed`."""
+    """Context manager in which functions that are traced outside of a graph draw other numbers, if tf.random.set_seed
+    was called; otherwise they do so in any case. Relies on `Context._seed`."""
     seed = context.global_seed()
     with attribute_replaced(_context(), "_seed", seed + by) if by and seed is not None else contextlib.nullcontext():
         yield
@@ -111,22 +112,23 @@ def redrawn(by: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def repeated(seed: int) -> Iterator[None]:
-    """A context in which what is drawn outside of graphs, and in those traced there, are the numbers of this seed, from
-    the first on. Relies on `Context._seed`, `Context._rng` and `Context.clear_kernel_cache`; without them a layer that
-    mixes rows is not found where something is drawn in loops."""
+    """Context manager in which draws outside of graphs, and in graphs that are traced inside it, give the numbers of
+    this seed, from the first on. Relies on `Context._seed`, `Context._rng` and `Context.clear_kernel_cache`; without
+    them a layer that mixes rows is not found if something is drawn in loops."""
     this = _context()
     with contextlib.ExitStack() as stack:
         stack.callback(this.clear_kernel_cache)
         stack.enter_context(attribute_replaced(this, "_seed", seed))
         stack.enter_context(attribute_replaced(this, "_rng", random.Random(seed)))
-        this.clear_kernel_cache()  # each kernel has a generator of its own, which goes on where it was left
+        this.clear_kernel_cache()  # each kernel has its own generator, which would continue where it stopped
         yield
 
 
 @contextlib.contextmanager
 def draws_undone(by: int = 0) -> Iterator[list[tf.Variable]]:
-    """The states of each tf.random.Generator with which is drawn inside, wherever it is kept. When it ends they are as
-    before. by: they draw others, the same for the same `by`. Relies on `Generator.skip`, with which each draw begins.
+    """Context manager that yields the states of the tf.random.Generators that draw inside, wherever they are kept, and
+    restores these states at exit. by: they draw other numbers, the same for the same `by`. Relies on `Generator.skip`,
+    with which each draw begins.
     """
     states: list[tf.Variable] = []
     before: list[tf.Tensor] = []
@@ -151,9 +153,9 @@ def draws_undone(by: int = 0) -> Iterator[list[tf.Variable]]:
 
 @contextlib.contextmanager
 def keys_moved(by: int | tf.Tensor) -> Iterator[None]:
-    """A context in which each tf.random.Generator draws other numbers for another `by`, and the same as ever for 0; its
-    state goes on alike. Not those of which each replica has its own. Relies on `Generator.skip`, with which each draw
-    begins and whose last number is the key."""
+    """Context manager in which each tf.random.Generator draws other numbers for another `by`, and its usual numbers for
+    0; its state advances alike. Generators with a state for each replica are left out. Relies on `Generator.skip`, with
+    which each draw begins and whose last number is the key."""
     skip = tf.random.Generator.skip
 
     @tf.autograph.experimental.do_not_convert
@@ -168,8 +170,8 @@ def keys_moved(by: int | tf.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def moved(states: Sequence[tf.Variable], by: int) -> Iterator[None]:
-    """A context in which generators with these states draw other numbers, the same for the same `by`; after it they are
-    as before."""
+    """Context manager in which generators with these states draw other numbers, the same for the same `by`; restores
+    the states at exit."""
     before = [tf.identity(state) for state in states]
     try:
         for state, value in zip(states, before, strict=True):

@@ -11,14 +11,15 @@ from tensorflow.python.distribute.values import PerReplica
 
 
 def per_replica(values: tuple) -> Any:
-    """A per-replica value, made of a value for each replica. Relies on tensorflow.python's `PerReplica`; without it a
-    process cannot have several replicas."""
+    """Returns a per-replica value, made of one value for each replica. Relies on tensorflow.python's `PerReplica`;
+    without it a process cannot have several replicas."""
     return PerReplica(values)
 
 
 def order_tokens(strategy: Any) -> list[tf.Variable]:
-    """The variables by which a strategy keeps its collectives in one order, which each of them sets. Relies on the
-    `_launchers` of its cross-device operations; without them steps are said to set a variable that no snapshot holds.
+    """The variables with which a strategy keeps its collectives in one order; each collective sets one. Relies on the
+    `_launchers` of its cross-device operations; without them steps are reported to set a variable that no snapshot
+    holds.
     """
     held = ("_collective_ops", "_cross_device_ops", "_host_cross_device_ops")
     launchers = [each for name in held for each in getattr(getattr(strategy.extended, name, None), "_launchers", ())]
@@ -26,7 +27,7 @@ def order_tokens(strategy: Any) -> list[tf.Variable]:
 
 
 def of_this_replica(variable: Any) -> Any:
-    """The copy of a mirrored variable that belongs to the replica that is being traced; any other value as it is.
+    """The copy of a mirrored variable that belongs to the replica being traced; returns any other value as it is.
 
     Relies on `DistributedVariable._get`; without it rows are gathered from the first replica's copy of a table.
     """
@@ -35,12 +36,12 @@ def of_this_replica(variable: Any) -> Any:
 
 @contextlib.contextmanager
 def own_first_values(strategy: Any) -> Iterator[None]:
-    """Variables that are made inside begin with this worker's values: MultiWorkerMirroredStrategy does not send the
-    chief's, each by a collective of its own, which took a tenth of the start of a small run.
+    """Context manager in which new variables start with this worker's values: MultiWorkerMirroredStrategy does not send
+    the chief's, each in its own collective, which took a tenth of the start of a small run.
 
-    Relies on `_num_workers` of its extension; without it the chief's are sent twice. And on `_collective_keys`, which
-    count a collective for each variable though it is not sent; without them workers that make more variables than
-    others wait for a collective that nobody else will ever call.
+    Relies on `_num_workers` of the strategy's extension; without it the chief's values are sent twice. Also relies on
+    `_collective_keys`, which count a collective for each variable although none is sent; without them workers that make
+    more variables than others wait for a collective that nobody else will ever call.
     """
     extended = strategy.extended
     workers, keys = (getattr(extended, name, None) for name in ("_num_workers", "_collective_keys"))

@@ -1,4 +1,4 @@
-"""Whether tapes of gradients record what is computed (TensorFlow 2.21)."""
+"""Whether gradient tapes record (TensorFlow 2.21)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tensorflow.python import pywrap_tfe
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """A context in which tapes record although a tf.init_scope is around it, which stops all of this thread. Relies on
-    `TFE_Py_TapeSetIsStopped` and its kin; without it what is tried while a step is traced has no gradients."""
+    """Context manager in which tapes record even inside a tf.init_scope, which stops all tapes of this thread. Relies
+    on `TFE_Py_TapeSetIsStopped` and its kin; without it a trial made while a step is traced has no gradients."""
     was_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if was_stopped:
         pywrap_tfe.TFE_Py_TapeSetRestartOnThread()

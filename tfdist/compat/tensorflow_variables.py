@@ -1,4 +1,4 @@
-"""Undoes what eager code writes to TensorFlow's variables; reads large tables where they are."""
+"""Undoes what eager code writes to TensorFlow's variables; reads large tables in place."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", 
 
 @contextlib.contextmanager
 def writes_undone() -> Iterator[None]:
-    """Variables to which eager code writes within it have their values again at its end, wherever they are kept: also
-    where no layer knows of them. Relies on the classes behind tf.Variable, whose methods write; without them a state
-    that a model hides from Keras moves on when the model is tried.
+    """Context manager that restores, at exit, the variables that eager code has written inside, wherever they are kept:
+    also variables that no layer knows of. Relies on the classes behind tf.Variable, whose methods write; without them a
+    state that a model hides from Keras changes when the model is tried.
     """
     kept: dict[int, tuple[tf.Variable, np.ndarray]] = {}
     classes = (BaseResourceVariable, ResourceVariable)
@@ -45,9 +45,10 @@ def writes_undone() -> Iterator[None]:
 
 
 def read_in_place(variable: tf.Variable) -> tf.Tensor:
-    """The value, for who is done with it before the variable changes again: else that change copies it.
+    """The value without a copy, for callers that are done with it before the variable changes again: otherwise that
+    change copies it.
 
-    Relies on `read_value_no_copy` of a resource variable; without it TensorFlow copies a table of which rows have been
+    Relies on `read_value_no_copy` of a resource variable; without it TensorFlow copies a table whose rows have been
     changed one by one.
     """
     here = of_this_replica(variable)

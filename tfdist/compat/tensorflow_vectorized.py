@@ -1,7 +1,7 @@
-"""tf.vectorized_map, and how TensorFlow computes Jacobians: its `pfor` (TensorFlow 2.21).
+"""Detects `pfor`, with which TensorFlow computes tf.vectorized_map and Jacobians (TensorFlow 2.21).
 
-It traces a function once, and makes each operation anew for all elements together. Gradients that a tf.custom_gradient
-has given to operations are lost on the way.
+It traces a function once, and converts each operation into one for all elements together. Gradients that a
+tf.custom_gradient has given to operations are lost in this conversion.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from tensorflow.python.ops.parallel_for.control_flow_ops import pfor
 
 
 def is_here() -> bool:
-    """Whether what asks is called by a function that pfor traces. Relies on `pfor` being on the stack then; without it
-    a gradient of a distributed model is wrong where it is taken inside tf.vectorized_map and differentiated again.
+    """Whether the caller was called by a function that pfor is tracing. Relies on `pfor` being on the stack then;
+    without it a gradient of a distributed model is wrong if it is taken inside tf.vectorized_map and differentiated
+    again.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not pfor.__code__:

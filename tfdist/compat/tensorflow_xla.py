@@ -11,8 +11,8 @@ from tensorflow.python.ops import control_flow_util
 
 
 def is_compiled_by_xla() -> bool:
-    """Whether what is being traced is a function, or part of one, with jit_compile=True. Relies on tensorflow.python's
-    `GraphOrParentsInXlaContext`; without it attention is never cuDNN's.
+    """Whether the code being traced is in a function with jit_compile=True. Relies on tensorflow.python's
+    `GraphOrParentsInXlaContext`; without it attention never uses cuDNN.
     """
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
@@ -20,10 +20,10 @@ def is_compiled_by_xla() -> bool:
 def custom_call(
     target: str, operands: Sequence[tf.Tensor], config: str, results: Sequence[tuple[tf.DType, Sequence[int]]]
 ) -> list[tf.Tensor]:
-    """The results of XLA's custom call `target` for the operands: tensors of these dtypes and static shapes. It reads
-    `config` as its own. Only in a function that XLA compiles.
+    """Calls XLA's custom call `target` on the operands. Returns tensors of these dtypes and static shapes. config: is
+    interpreted by the target. Works only in a function that XLA compiles.
 
-    Relies on the operation XlaCustomCallV2; without it XLA's own cuDNN kernels cannot be asked for.
+    Relies on the operation XlaCustomCallV2; without it XLA's own cuDNN kernels cannot be requested.
     """
     found: Any = gen_xla_ops.xla_custom_call_v2(
         operands,

@@ -1,5 +1,5 @@
-"""The public functions. With one worker they are Keras' own (but for SGD's rows of tables); with several, Keras' loops
-run on every worker over a model that computes a part of each batch (model.py)."""
+"""The public functions. With one worker they are Keras' own loops (except for SGD's rows of tables); with several,
+Keras' loops run on every worker, over a model that computes a part of each batch (model.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tfdist.training import same_model
 __all__ = ["barrier", "evaluate", "fit", "init", "is_chief", "predict", "spread"]
 
 
-# What Keras raises for arguments, data and models that do not suit it.
+# What Keras raises for arguments, data and models that it cannot use.
 _MISTAKES = (
     ValueError,
     TypeError,
@@ -45,12 +45,12 @@ _MISTAKES = (
     tf.errors.UnimplementedError,
 )
 
-_compared: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # with those of the other workers
+_compared: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models known to be the same on all workers
 
 
 @contextlib.contextmanager
 def _mistakes_explained(runtime: Runtime, purpose: str) -> Iterator[None]:
-    """Raises ConfigError, with several workers, for what Keras refuses: starting them again would not mend it."""
+    """With several workers, raises ConfigError for anything that Keras refuses: a restart would not fix it."""
     try:
         yield
     except TfdistError:
@@ -59,7 +59,7 @@ def _mistakes_explained(runtime: Runtime, purpose: str) -> Iterator[None]:
         if not has_peers(runtime):
             raise
         words = f"failed: {cause(message_of(error))}" if isinstance(error, tf.errors.OpError) else failure(error)
-        if words.startswith("failed: "):  # no line of the user's is known
+        if words.startswith("failed: "):  # the line in the user's code is unknown
             words = f"failed{part_at_fault(said(error))}: {words.removeprefix('failed: ')}"
         raise ConfigError(f"tfdist.{purpose} {words}") from error
 
@@ -154,8 +154,8 @@ def evaluate(
     callbacks: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """`keras.Model.evaluate` on all workers: loss and metrics over every sample exactly once, the same on every
-    worker.
+    """`keras.Model.evaluate` on all workers: loss and metrics over every sample exactly once, with the same result on
+    every worker.
     """
     runtime = _join(model, "evaluate")
     with _mistakes_explained(runtime, "evaluate"):
@@ -216,8 +216,8 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
     `tape.gradient` returns the gradients over the rows of all workers.
 
     Give every worker the same batches; functions that use the model must be traced inside. Loss and metrics of all rows
-    are then the same on every worker. `optimizer`: the compiled one if not given.
-    Raises: ConfigError if the model is not built, and what `fit` raises.
+    are then the same on every worker. `optimizer`: by default the compiled one.
+    Raises: ConfigError if the model is not built, and the errors that `fit` raises.
     """
     runtime = _join(model, "spread")
     if not isinstance(optimizer, keras.optimizers.Optimizer | None):
@@ -237,7 +237,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
 
 
 def _over_workers(runtime: Runtime, model: keras.Model, purpose: str, verbose: Any, loop: Callable[[Any], Any]) -> Any:
-    """Runs one of Keras' loops, over the workers if there are several; only the chief shows its progress. loop: takes
+    """Runs one of Keras' loops, over the workers if there are several; only the chief shows progress. loop: takes
     Keras' argument `verbose`."""
     verbose = verbose if runtime.rank == 0 else 0
     try:
@@ -245,7 +245,7 @@ def _over_workers(runtime: Runtime, model: keras.Model, purpose: str, verbose: A
             return _spread_over(runtime, model, purpose, lambda: loop(verbose))
     except BaseException:
         if verbose in (1, "auto"):
-            print(flush=True)  # Keras' bar stands in the middle of a line
+            print(flush=True)  # Keras' progress bar has left the cursor in the middle of a line
         raise
 
 
@@ -259,9 +259,9 @@ def _spread_over(runtime: Runtime, model: keras.Model, purpose: str, loop: Calla
             f"{purpose} over {runtime.size} workers: each reads every global batch and computes an equal,"
             " contiguous part of its rows."
         )
-    if purpose == "fit" or model not in _compared:  # not before each of many predictions
+    if purpose == "fit" or model not in _compared:  # not again before each of many predictions
         settings = None
-        with contextlib.suppress(Exception), warnings.catch_warnings():  # parts that Keras cannot write down
+        with contextlib.suppress(Exception), warnings.catch_warnings():  # for parts that Keras cannot serialize
             warnings.simplefilter("ignore")
             settings = model.get_compile_config()
         _compare(runtime, model, {"what compile(...) was given": settings})
@@ -282,8 +282,8 @@ def _compare(runtime: Runtime, model: keras.Model, settings: dict[str, Any]) -> 
 
 def _alone(model: keras.Model, purpose: str, loop: Callable[[], Any]) -> Any:
     if purpose == "fit" and not keras_trainer.built_under_a_strategy(model):
-        build_optimizer(model)  # as with several workers: Keras' ScheduleFreeAdamW is another one otherwise
-        # Keras' own is as good where XLA compiles the whole step, and faster on a GPU.
+        build_optimizer(model)  # as with several workers: else Keras' ScheduleFreeAdamW computes differently
+        # Keras' own update is as good where XLA compiles the whole step, and faster on a GPU.
         keeps_keras = model.jit_compile or bool(tf.config.list_logical_devices("GPU"))
         ordered = contextlib.nullcontext() if keeps_keras else rows_in_one_order(model.optimizer)
         train_step = unsaved_state.looked_for(model, in_steps()(model.train_step))

@@ -1,9 +1,9 @@
-"""Shuffled arrays, and batches of a PyDataset, in the same order on every worker though nobody has set a seed.
+"""Gives shuffled arrays, and the batches of a PyDataset, the same order on every worker even if nobody has set a seed.
 
-Keras shuffles arrays with TensorFlow's random numbers. Where keras.utils.set_random_seed was called alike on all
-workers these agree, and Keras' own order is kept (it is then the same in every epoch). Else the arrays become a dataset
-that draws a new order in each epoch from a seed of the chief's. The batches of a PyDataset it shuffles with Python's
-random numbers, which all take from the chief.
+Keras shuffles arrays with TensorFlow's random numbers. If keras.utils.set_random_seed was called alike on all workers,
+these agree, and Keras' own order is kept (it is then the same in every epoch). Otherwise the arrays become a dataset
+that draws a new order in each epoch from a seed of the chief's. Keras shuffles the batches of a PyDataset with Python's
+random numbers, whose state all workers take from the chief.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEFAULT_BATCH = 32  # Keras'
 def shuffle_alike(
     runtime: Runtime, x: Any, y: Any, arguments: dict[str, Any], backup: EpochBackup | None
 ) -> tuple[Any, Any]:
-    """(x, y) for `model.fit`; `arguments` is changed to suit.
+    """Returns (x, y) for `model.fit`, and changes `arguments` to match.
 
     Called by all workers. A backup keeps the seed for the runs that resume.
     """
@@ -69,7 +69,7 @@ def _all(size: int, batch: int, seed: int) -> tf.data.Dataset:
 
 
 def _within_batches(size: int, batch: int, seed: int) -> tf.data.Dataset:
-    """Batches of the same row numbers in each epoch, within each of them in another order: Keras' shuffle="batch"."""
+    """Batches of the same row numbers in each epoch, each batch in another order: Keras' shuffle="batch"."""
     numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
     in_place = tf.data.Dataset.range(size).batch(batch)
     return tf.data.Dataset.zip(in_place, numbers).map(_shuffled)
@@ -82,7 +82,7 @@ def _shuffled(rows: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
 
 def _in_order(arrays: Any, order: tf.data.Dataset) -> tf.data.Dataset:
     """The rows of all arrays, a batch at a time."""
-    with tf.device("CPU"):  # where all the data may be too much for a GPU
+    with tf.device("CPU"):  # all the data may be too much for a GPU
         tensors = _mapped(tf.convert_to_tensor, arrays)
     return order.map(lambda rows: _mapped(lambda tensor: tf.gather(tensor, rows), tensors)).prefetch(2)
 
@@ -92,7 +92,7 @@ def _mapped(function: Callable[[Any], Any], arrays: Any) -> Any:
 
 
 def _draw_alike(runtime: Runtime) -> None:
-    """Gives Python's random numbers of all workers the chief's state, unless they have one."""
+    """Gives Python's random numbers of all workers the chief's state, unless they already agree."""
     state = random.getstate()
     digests = runtime.all_gather(np.array([zlib.crc32(repr(state).encode())], np.uint32))
     if (digests != digests[0]).any():

@@ -1,4 +1,4 @@
-"""What the backup of a tfdist.fit holds, and how the file names it (backup_file.py writes and reads the file)."""
+"""The content of a backup of tfdist.fit, and the names of its entries (backup_file.py writes and reads the file)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tfdist.keras_fit import backup_file, data_identity
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackupContent:
-    """The state of a fit after an epoch. In the file the entries have these names and this order; those with a default
-    are not in files of earlier versions.
+    """The state of a fit after an epoch. In the file the entries have these names and this order; entries with a
+    default are missing from files of earlier versions.
 
-    Attributes: drawn_without_one, the state of Keras' global generator, from which layers draw that have none of their
-    own; epoch, how many are done; data, which the fit was given; fit, its number in the program; epochs, the history's;
-    callbacks, of each the attributes that changed; deleted, of each the attributes that it has no more; shared, see
-    callback_state.shared_in; order, the seed by which tfdist shuffles arrays, if it does; ends, see RunningFit.ends;
-    generators, the states of the process's random generators.
+    Attributes: drawn_without_one, the state of Keras' global generator, which layers use that have no generator of
+    their own; epoch, the number of epochs that are done; data, the identity of the data of the fit; fit, its number in
+    the program; epochs, those of the history; callbacks, for each the attributes that have changed; deleted, for each
+    the attributes that it no longer has; shared, see callback_state.shared_in; order, the seed with which tfdist
+    shuffles arrays, if it does; ends, see RunningFit.ends; generators, the states of the process's random generators.
     """
 
     variables: list[np.ndarray]
@@ -41,12 +41,12 @@ class BackupContent:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BackupContent:
-        """Of a file. Raises ValueError for what is no backup, or damaged."""
+        """Reads the content of a file. Raises ValueError if it is not a backup, or is damaged."""
         return cls.from_dict(backup_file.parse(data))
 
     @classmethod
     def from_dict(cls, entries: Any) -> BackupContent:
-        """The inverse of `to_dict`. Raises ValueError for what is no backup."""
+        """The inverse of `to_dict`. Raises ValueError if the entries are not those of a backup."""
         held = entries if isinstance(entries, dict) else {}
         names = [field.name for field in dataclasses.fields(cls)]
         try:
@@ -62,7 +62,7 @@ class BackupContent:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _has_its_kinds(self) -> bool:
-        """Whether the entries that every version writes are what they should be: others may have written the file."""
+        """Whether the entries that every version writes have the right types: others may have written the file."""
         kinds = (
             (self.variables, list),
             (self.epoch, int),

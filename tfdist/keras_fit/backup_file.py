@@ -1,9 +1,9 @@
-"""The one file of a backup: arrays and JSON under a checksum. Reading it executes nothing, whoever wrote it.
+"""The file format of a backup: arrays and JSON under a checksum. Reading it executes nothing, whoever wrote it.
 
     MAGIC | SHA-256 of what follows | length of the JSON | JSON | bytes of the arrays
 
-A value is None, a bool, number, text, bytes, array, tensor, range, one of Keras' two functions that compare, or a list,
-tuple, dict, set or one of collections' containers of them.
+A value is None, a bool, number, text, bytes, array, tensor, range, one of Keras' two comparison functions, or a list,
+tuple, dict, set or one of the containers in `collections`, holding such values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tfdist.control.own_files import flush_to_disk, written_whole
 
 _MAGIC = b"tfdist backup 1\n"
 _LENGTH = 8  # bytes that hold the length of the JSON
-_COMPARISONS = {"less": keras.ops.less, "greater": keras.ops.greater}  # `monitor_op` of Keras' callbacks
+_COMPARISONS = {"less": keras.ops.less, "greater": keras.ops.greater}  # for `monitor_op` of Keras' callbacks
 
 _FACTORIES: dict[str, Any] = {factory.__name__: factory for factory in (int, float, list, dict, set)}
-_OF_ITEMS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}  # beside lists, which JSON has
+_OF_ITEMS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}  # besides lists, which JSON has
 _OF_PAIRS: dict[str, Any] = {"counter": collections.Counter, "ordered": collections.OrderedDict, "dict": dict}
 CONTAINERS = (list, dict, collections.deque, *_OF_ITEMS.values())
 _OF_JSON = {type(None), bool, int, float, str}
 
 
 def is_storable(value: Any) -> bool:
-    """Whether `write` takes it, and `parse` gives it back as it was: nothing of a class of the user's own, and nothing
-    that contains itself."""
+    """Whether `write` takes the value and `parse` returns it unchanged: nothing in it is of a user's class, and nothing
+    contains itself."""
     try:
         return _is_storable(value)
     except RecursionError:
@@ -42,7 +42,7 @@ def is_storable(value: Any) -> bool:
 
 
 def _is_storable(value: Any) -> bool:
-    if type(value) is list and set(map(type, value)) <= _OF_JSON:  # of a million numbers, soon
+    if type(value) is list and set(map(type, value)) <= _OF_JSON:  # fast, also for a million numbers
         return True
     if isinstance(value, CONTAINERS):
         if isinstance(value, collections.defaultdict):
@@ -52,7 +52,7 @@ def _is_storable(value: Any) -> bool:
         parts = (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
         return is_known and all(map(_is_storable, parts))
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, str):
-        # Not NumPy's other kinds of arrays, as those with a mask.
+        # Not NumPy's other kinds of arrays, such as masked arrays.
         return (type(value) is np.ndarray or isinstance(value, np.generic)) and _has_numbers(value.dtype)
     if isinstance(value, tf.Tensor):
         return hasattr(value, "numpy") and _has_numbers(np.dtype(value.dtype.as_numpy_dtype))
@@ -61,14 +61,14 @@ def _is_storable(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> tuple[bytes, ...]:
-    """Bytes that are equal for two storable values if these are the same."""
+    """Returns bytes that are equal for two storable values if the values are the same."""
     arrays = _Arrays()
     text = json.dumps(_encoded(value, arrays)).encode()
     return (text, *(array.tobytes() for array in arrays))
 
 
 def write(path: Path, value: Any) -> None:
-    """Writes under another name, flushes, renames. Only the owner may read it."""
+    """Writes the file under another name, flushes and renames it. Only the owner may read it."""
     arrays = _Arrays()
     text = json.dumps(_encoded(value, arrays)).encode()
     parts = [len(text).to_bytes(_LENGTH, "big"), text, *(array.reshape(-1).view(np.uint8) for array in arrays)]
@@ -83,7 +83,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def parse(data: bytes) -> Any:
-    """The value in the bytes of a file. Raises ValueError if they are not one, or damaged."""
+    """Returns the value in the bytes of a file. Raises ValueError if they are not a backup, or are damaged."""
     body = memoryview(data)[len(_MAGIC) + hashlib.sha256().digest_size :]
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it is no backup of tfdist")
@@ -102,7 +102,7 @@ class _Arrays(list[np.ndarray]):
     nbytes = 0
 
     def add(self, array: np.ndarray) -> int:
-        """Adds an array. Returns the place of its first byte."""
+        """Adds an array. Returns the offset of its first byte."""
         self.append(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
         self.nbytes += array.nbytes
         return self.nbytes - array.nbytes
@@ -110,10 +110,10 @@ class _Arrays(list[np.ndarray]):
 
 @functools.cache
 def _has_numbers(dtype: np.dtype) -> bool:
-    """Whether TensorFlow knows the dtype by the same name, and it is one of numbers."""
+    """Whether TensorFlow knows the dtype by the same name, and it is numeric."""
     try:
         return dtype.kind not in "OSUMm" and tf.as_dtype(dtype.name).as_numpy_dtype == dtype.newbyteorder("=")
-    except TypeError:  # of a record, or of more digits
+    except TypeError:  # for records, and for types with more digits
         return False
 
 
@@ -144,7 +144,7 @@ def _encoded(value: Any, arrays: _Arrays) -> Any:
         return value if set(map(type, value)) <= _OF_JSON else [_encoded(item, arrays) for item in value]
     if name := _name_of(value, _OF_ITEMS):
         items = [_encoded(item, arrays) for item in value]
-        # A set's items, in an order that does not depend on how it was made.
+        # Items of a set are sorted: their order must not depend on how the set was made.
         return {name: items if name == "tuple" else sorted(items, key=json.dumps)}
     if isinstance(value, collections.deque):
         return {"deque": [value.maxlen, _encoded(list(value), arrays)]}

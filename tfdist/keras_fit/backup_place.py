@@ -1,7 +1,7 @@
-"""The chief's place for the backup of a tfdist.fit: one file in a folder, or two objects in an object store.
+"""Where the chief keeps the backup of a tfdist.fit: one file in a folder, or two objects in an object store.
 
-Not every store replaces an object at once, so the epochs go to two of them in turn, and the newest that is whole is
-read: a job that is killed while it sends leaves the epoch before.
+Not every store replaces an object atomically, so epochs are written to two objects in turn, and the newest intact one
+is read: a job that is killed while it sends still has the epoch before.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from tfdist.storage.store_errors import StoreError
 from tfdist.storage.store_lease import StoreLease
 
 FILE = "tfdist-backup"
-_NAMES = (f"{FILE}-even", f"{FILE}-odd")  # of epochs
-_leases: dict[str, StoreLease] = {}  # that this process holds, by URL
+_NAMES = (f"{FILE}-even", f"{FILE}-odd")  # for even and odd epochs
+_leases: dict[str, StoreLease] = {}  # held by this process, by URL
 
 
 class BackupPlace(Protocol):
-    """`name`: of the backup, for messages."""
+    """A place for a backup. `name`: of the backup, for messages."""
 
     name: str
 
     def held(self, job: str) -> contextlib.AbstractContextManager[None]:
-        """A context in which no other job has its backup here. Raises ConfigError if one has, OSError."""
+        """Context manager in which no other job has its backup here. Raises ConfigError if one has, OSError."""
         ...
 
     def read(self) -> bytes:
-        """The newest backup, b"" if there is none. Raises ValueError if there are only damaged ones, OSError."""
+        """Returns the newest backup, b"" if there is none. Raises ValueError if all are damaged, OSError."""
         ...
 
     def write(self, content: BackupContent) -> bool:
-        """Replaces the backup. Raises OSError in a folder; a store that is away is told of, and training goes on.
-        Returns whether it was written."""
+        """Replaces the backup. Raises OSError in a folder; if a store cannot be reached, this is logged, and training
+        continues. Returns whether the backup was written."""
         ...
 
     def remove(self) -> None:
-        """The backup, if there is one. Raises OSError."""
+        """Removes the backup, if there is one. Raises OSError."""
         ...
 
 
 def backup_place(place: str | Path) -> BackupPlace:
-    """The place for BackupAndRestore's backup_dir. Raises ConfigError for a URL that names no place, StoreError."""
+    """Returns the place for BackupAndRestore's backup_dir. Raises ConfigError for an invalid URL, StoreError."""
     try:
         check_address("backup_dir", str(place))
     except ConfigError as error:
@@ -92,7 +92,7 @@ class _Objects:
 
     @functools.cached_property
     def _objects(self) -> ObjectStore:
-        """The object store, made by the chief alone: the others need no access, nor the packages for it."""
+        """The object store, opened by the chief only: the others need neither access nor the packages for it."""
         return ObjectStore(self._url)
 
     @contextlib.contextmanager
@@ -136,7 +136,7 @@ class _Objects:
                 file = Path(folder, name)
                 backup_file.write(file, content.to_dict())
                 self._objects.send(file, name)
-        except OSError as error:  # also of the disk here
+        except OSError as error:  # also from the local disk
             say(
                 f"THE BACKUP OF EPOCH {content.epoch} WAS NOT SENT: {error}. Training goes on; the next epoch"
                 " tries again."
@@ -145,6 +145,6 @@ class _Objects:
         return True
 
     def remove(self) -> None:
-        with contextlib.suppress(StoreError):  # what is left is of a finished run: it says so, and nothing is trained
+        with contextlib.suppress(StoreError):  # a leftover is of a finished run and says so: it is not trained further
             for name in _NAMES:
                 self._objects.remove(name)

@@ -1,17 +1,18 @@
-"""Finds the inputs of a model that hold the rows of a batch; others are tables beside it that every worker needs whole.
+"""Finds the inputs of a model that hold the rows of a batch; other inputs are tables that every worker needs whole.
 
-A first dim says it if it is not the batch's. Where it could be the batch's, as a table may have just as many rows as a
-batch, the model is asked: it is traced with one more row in that input alone. If it refuses, or returns one more row,
-the input belongs to the batch; if it returns as many rows as before, it does not. Layers whose output has rows that
-tracing does not know, as TextVectorization's, refuse only when they run, so then it is run, too.
+An input whose first dim differs from the batch's is a table. If the first dim is equal, it may still be a table with
+just as many rows as the batch. So the model is traced with one more row in that input alone. If it refuses, or returns
+one more row, the input belongs to the batch; if it returns as many rows as before, it does not. Layers whose number of
+output rows is unknown during tracing, such as TextVectorization, refuse only when they run, so in that case the model
+is run, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_ASKED_WITH = 4  # rows of each input, where tracing knows of none
-Rows = int | None  # of an input; None: not known while tracing, as in a batch of a dataset that may be smaller
+_ASKED_WITH = 4  # rows of each input, if none are known during tracing
+Rows = int | None  # of an input; None: unknown while tracing, as with datasets whose last batch may be smaller
 Returned = tuple[Rows, ...] | None  # of all outputs; None: inputs of such dims do not fit together
 
 
@@ -24,13 +25,13 @@ def of_the_batch(
 
     Args:
       dims: first dims of the inputs.
-      returned: first dims of the inputs -> first dims of the outputs; each output may have inputs of its own.
+      returned: first dims of the inputs -> first dims of the outputs; each output may depend on some inputs only.
       runs: first dims -> whether the model can be run on such inputs.
     """
     if len(dims) < 2:
         return [True] * len(dims)
     known = [dim for dim in dims if dim is not None]
-    if not known:  # as if all had been of some length
+    if not known:  # ask as if all had this length
         dims = known = [_ASKED_WITH] * len(dims)
     if len(known) < len(dims):
         return _beside_unknown(dims, returned)
@@ -41,8 +42,8 @@ def of_the_batch(
 
 
 def _beside_unknown(dims: Sequence[Rows], returned: Callable[[Sequence[Rows]], Returned]) -> list[bool]:
-    """For each input whether its rows are the batch's: yes if its length is unknown; if it is known, yes if the model
-    runs with no other number of rows."""
+    """Whether each input's rows are the batch's: yes if its length is unknown; if it is known, yes if the model runs
+    with no other number of rows."""
     other = max(dim for dim in dims if dim is not None) + 1
     return [
         dim is None or returned([dims[place] if place == this else other for place in range(len(dims))]) is None

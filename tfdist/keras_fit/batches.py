@@ -1,4 +1,4 @@
-"""Agreement on the batches: that all workers hold the same one, or else that they take the chief's."""
+"""Makes workers agree on the batches: either all read the same one, or all take the chief's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _stamp = 0
 
 
 def batch_stamp() -> int:
-    """The checksum of the batch that a step is about to take; 0 where workers need not hold the same one."""
+    """The checksum of the batch that the next step takes; 0 if workers need not hold the same one."""
     return _stamp
 
 
@@ -32,11 +32,12 @@ def _set_stamp(stamp: int) -> None:
 class Batches:
     """Hands out the batches of one loop over data.
 
-    The first batches are compared. If the workers read the same, each goes on with its own, and what the step exchanges
-    carries a checksum of the whole batch, so that a later difference is an error. If not (a shuffle without a seed, a
-    generator with random numbers), all take the chief's from then on, over the network.
+    The first batches are compared. If the workers read the same, each continues with its own, and the messages of the
+    step carry a checksum of the whole batch, so that a later difference is an error. If not (a shuffle without a seed,
+    a generator with random numbers), all take the chief's from then on, over the network.
 
-    Args: loop, what it is called: a worker that is elsewhere, as where the chief alone predicts in a callback, is told.
+    Args: loop, its name: a worker that is in another loop (as when only the chief predicts in a callback) gets an
+    error.
     """
 
     def __init__(self, runtime: PeerRuntime, loop: str):
@@ -58,7 +59,7 @@ class Batches:
         return self.agree(batch)
 
     def agree(self, batch: Any) -> Any:
-        """The batch, the same on every worker: the own one, or the chief's."""
+        """Returns the batch, the same on every worker: this worker's own, or the chief's."""
         if not self._have_met:
             self._runtime.broadcast_object(None, self._loop)
             self._have_met = True
@@ -89,7 +90,7 @@ class Batches:
         leaves = [] if batch is END else keras.tree.flatten(batch)
         message = None
         if self._runtime.rank == 0 and batch is not END:
-            # Through TensorFlow's own form of a tensor, which holds every type.
+            # In TensorFlow's own serialized form, which supports every type.
             message = [
                 (
                     None
@@ -111,14 +112,15 @@ class Batches:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """None for what Keras' iterators hold in its place, tensors for NumPy arrays, which train_on_batch hands on."""
+    """Returns None for the placeholders of None in Keras' iterators, and tensors for the NumPy arrays of
+    train_on_batch."""
     if isinstance(leaf, tf.experimental.Optional):
         return None
     return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def digest(batch: Any) -> int:
-    """A checksum of all that is in a batch: shapes, types and every byte. Raises ConfigError for what has no rows."""
+    """A checksum of everything in a batch: shapes, types and every byte. Raises ConfigError for leaves without rows."""
     value = 1
     for leaf in keras.tree.flatten(batch):
         if leaf is None:

@@ -14,17 +14,17 @@ import keras
 from tfdist.compat.code_origin import is_of_keras, package_of
 from tfdist.keras_fit import backup_file, callback_values
 
-Facts = dict[str, tuple[Any, ...]]  # name of an attribute -> what tells whether it is as it was
+Facts = dict[str, tuple[Any, ...]]  # name of an attribute -> facts that tell whether it has changed
 Path = tuple[Any, ...]  # name of the callback, of its attribute, then keys and places in containers
-# append_header: whether a CSV file has its header yet.
+# append_header: whether a CSV file already has its header.
 _NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
 
 
 def state_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """The attributes that are plain values, containers of them, variables or generators of random numbers: counters,
-    best values, lists of arrays, a rate that changes.
+    """The attributes that are plain values, containers of them, variables or random generators: counters, best values,
+    lists of arrays, a rate that changes.
 
-    Of TensorBoard no private ones: they say what this process has open.
+    Private attributes of TensorBoard are left out: they describe what this process has open.
     """
     found = {}
     for name, value in _attributes(callback).items():
@@ -35,7 +35,7 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
 
 
 def not_held(callback: keras.callbacks.Callback, state: dict[str, Any]) -> list[str]:
-    """The names of attributes with data that its `state_of` leaves out; a callback of Keras' own has none."""
+    """The names of attributes with data that `state_of` leaves out; empty for Keras' own callbacks."""
     if is_of_keras(callback):
         return []
     return [
@@ -44,7 +44,7 @@ def not_held(callback: keras.callbacks.Callback, state: dict[str, Any]) -> list[
 
 
 def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """The attributes of a callback, also containers that stand in the class: `self.rows.append` changes them."""
+    """The attributes of a callback, including containers that are class attributes: `self.rows.append` changes them."""
     is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
     in_slots = {name: getattr(callback, name) for name in _slots(callback) if hasattr(callback, name)}
     in_classes = {
@@ -69,7 +69,7 @@ def _slots(callback: keras.callbacks.Callback) -> list[str]:
 def facts_of(
     callbacks: Sequence[keras.callbacks.Callback], states: Sequence[dict[str, Any]], shared: Sequence[Sequence[Path]]
 ) -> list[Facts]:
-    """Facts that tell whether an attribute is as it was: its value, and where else what it holds is held.
+    """Facts that tell whether an attribute has changed: its value, and where else the objects that it holds are held.
 
     states: by `state_of`. shared: by `shared_in`.
     """
@@ -84,13 +84,13 @@ def facts_of(
 
 
 def changed(state: dict[str, Any], now: Facts, first: Facts) -> dict[str, Any]:
-    """The attributes that changed, and so are no settings: a program started again with another patience shall have
-    that. now, first: by `facts_of`."""
+    """The attributes that have changed, and so are not settings: a program that is started again with another patience
+    shall use the new one. now, first: by `facts_of`."""
     return {name: value for name, value in state.items() if now[name] != first.get(name)}
 
 
 def deleted(callbacks: Sequence[keras.callbacks.Callback], first: Sequence[Facts]) -> list[list[str]]:
-    """For each callback the attributes that it had, and has no more. first: by `facts_of`."""
+    """For each callback, the attributes that it had and no longer has. first: by `facts_of`."""
     return [
         [name for name in facts if name not in attributes]
         for attributes, facts in zip(map(_attributes, callbacks), first, strict=True)
@@ -98,14 +98,14 @@ def deleted(callbacks: Sequence[keras.callbacks.Callback], first: Sequence[Facts
 
 
 def names_of(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
-    """The callbacks' classes, numbered: by these a program that is started again with more of them, or in another
-    order, finds the state of each."""
+    """The callbacks' classes, numbered: with these names a program that is started again with more callbacks, or in
+    another order, finds the state of each."""
     kinds = [type(callback).__qualname__ for callback in callbacks]
     return [f"{kind} {kinds[:place].count(kind)}" for place, kind in enumerate(kinds)]
 
 
 def shared_in(callbacks: Sequence[keras.callbacks.Callback]) -> list[list[Path]]:
-    """The places of each container or array that several attributes, or containers in them, hold."""
+    """The places of each container or array that is held by several attributes, or by containers in them."""
     places = [list(filter(backup_file.is_storable, paths)) for _, paths in _objects_in(callbacks)]
     return [paths for paths in places if len(paths) > 1]
 
@@ -116,9 +116,9 @@ def restore(
     shared: Sequence[Sequence[Path]],
     without: dict[str, Sequence[str]],
 ) -> None:
-    """Gives back what `state_of` told. What was one object is one again, and what was not is not.
+    """Restores what `state_of` returned. Attributes that shared one object share one again; others do not.
 
-    states: of the callbacks by `names_of`. shared: by `shared_in`. without: by `deleted`.
+    states: of the callbacks, by `names_of`. shared: by `shared_in`. without: by `deleted`.
     """
     restored = _Restored(callbacks, states, shared)
     for callback, name in zip(callbacks, names_of(callbacks), strict=True):
@@ -127,15 +127,15 @@ def restore(
             merged = restored.value((name, attribute), value, held.get(attribute))
             if attribute in _slots(callback):
                 setattr(callback, attribute, merged)
-            elif attribute in callback.__dict__ or merged is not held.get(attribute):  # else it stands in the class
+            elif attribute in callback.__dict__ or merged is not held.get(attribute):  # else it is a class attribute
                 callback.__dict__[attribute] = merged
         for attribute in set(without.get(name, ())) & {*callback.__dict__, *_slots(callback)}:
-            with contextlib.suppress(AttributeError):  # of a slot that is empty
+            with contextlib.suppress(AttributeError):  # for an empty slot
                 object.__delattr__(callback, attribute)
 
 
 def _objects_in(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[Any, list[Path]]]:
-    """Containers and arrays, each with all places where it is held."""
+    """Containers and arrays, each with all the places where it is held."""
     found: dict[int, tuple[Any, list[Path]]] = {}
 
     def look(held: Any, path: Path) -> None:
@@ -151,20 +151,20 @@ def _objects_in(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[Any
 
     for callback, name in zip(callbacks, names_of(callbacks), strict=True):
         for attribute, held in _attributes(callback).items():
-            with contextlib.suppress(RecursionError):  # of such depth that no backup holds it
+            with contextlib.suppress(RecursionError):  # nested too deep for any backup
                 look(held, (name, attribute))
     return list(found.values())
 
 
 class _Restored:
-    """The content of a backup as objects of this process: those that are there stay, as others may hold them, too,
-    where the same attributes share them."""
+    """The content of a backup as objects of this process. Existing objects are reused where the same attributes share
+    them, because others may hold them, too."""
 
     def __init__(
         self, callbacks: Sequence[keras.callbacks.Callback], states: Collection[str], shared: Sequence[Sequence[Path]]
     ) -> None:
         self._groups = {path: number for number, paths in enumerate(shared) for path in paths}
-        # Looked up before anything is changed. Of callbacks that the backup does not know, nothing is asked.
+        # Looked up before anything is changed. Callbacks that the backup does not know do not count.
         self._held = {
             path: (held, [place for place in paths if place[0] in states])
             for held, paths in _objects_in(callbacks)
@@ -173,7 +173,7 @@ class _Restored:
         self._made: dict[Any, Any] = {}  # number of a group, or path -> object
 
     def value(self, path: Path, value: Any, held: Any = None) -> Any:
-        """held: what stands at `path` in this process, where it is no container."""
+        """Returns the restored object. held: the object at `path` in this process, if it is not a container."""
         if not isinstance(value, callback_values.OBJECTS) or (held is not None and path not in self._held):
             return callback_values.from_plain(held, self._with_parts(path, value))
         key = self._key(path)

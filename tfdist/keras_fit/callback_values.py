@@ -18,9 +18,9 @@ from tfdist.compat.code_origin import package_of
 from tfdist.keras_fit import backup_file
 
 _VARIABLES = (keras.Variable, tf.Variable)
-# Types of Keras and TensorFlow that change while it trains and are not the model's.
+# Types of Keras and TensorFlow that change during training and are not part of the model.
 _DATA = (*_VARIABLES, tf.Tensor, tf.data.Iterator, keras.metrics.Metric)
-# What is not missed where it begins anew: kinds, and where the classes of others come from.
+# Not missed if they start over: types, and the packages of other types.
 _NO_DATA = (
     *(type(None), bool, str, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
     *(keras.Layer, keras.Optimizer, keras.Loss, keras.callbacks.Callback, tf.Module, io.IOBase, os.PathLike),
@@ -29,13 +29,14 @@ _NO_DATA_OF = (
     *("keras", "tensorflow", "tfdist", "absl", "io", "csv", "logging", "tempfile", "socket", "subprocess", "queue"),
     *("threading", "thread", "multiprocessing", "concurrent", "contextlib", "functools", "weakref", "re"),
 )
-OBJECTS = (list, dict, set, collections.deque, np.ndarray)  # that several may hold, and each may change
+OBJECTS = (list, dict, set, collections.deque, np.ndarray)  # several may share one, and each may change it
 _LISTS = (list, set, collections.deque)
 
 
 class _Kind(NamedTuple):
-    """to_plain: an attribute -> a plain value. from_plain: (the attribute of a new callback, that value) -> the
-    attribute; of values of the type `plain`, others are the attribute themselves.
+    """to_plain: an attribute -> a plain value. from_plain: (the attribute of a new callback, a plain value) -> the
+    restored attribute. plain: the type of values for `from_plain`; a value of any other type becomes the attribute
+    itself.
     """
 
     to_plain: Callable[[Any], Any]
@@ -44,7 +45,7 @@ class _Kind(NamedTuple):
 
 
 def _set(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The attribute stays the object that it is."""
+    """Changes the attribute in place: it stays the same object."""
 
     def from_plain(held: Any, value: Any) -> Any:
         change(held, value)
@@ -63,8 +64,8 @@ def _of_state() -> _Kind:
 
 
 def _plain(kind: type) -> Callable[[Any], Any]:
-    """A function that keeps what a backup can store, and makes a `kind` of all else. So when a callback is restored,
-    a class of the user's own and a default factory come from the new callback."""
+    """Returns a function that keeps a value that a backup can store, and makes a `kind` of any other. So when a
+    callback is restored, a user's own class and a default factory come from the new callback."""
     return lambda held: held if backup_file.is_storable(held) else kind(held)
 
 
@@ -80,7 +81,7 @@ _KINDS: dict[type | tuple[type, ...], _Kind] = {
     _VARIABLES: _Kind(_array, _set(lambda held, value: held.assign(value)), np.ndarray),
     keras.random.SeedGenerator: _of_state(),
     tf.random.Generator: _of_state(),
-    # They stay the objects that they are, of whatever class: others may hold them, too.
+    # These stay the same objects, of whatever class: others may hold them, too.
     dict: _Kind(_plain(dict), _set(lambda held, value: (held.clear(), held.update(value))), dict),
     list: _Kind(list, _set(lambda held, value: held.__setitem__(slice(None), value)), list),
     collections.deque: _Kind(_plain(list), _set(lambda held, value: (held.clear(), held.extend(value))), _LISTS),
@@ -102,23 +103,24 @@ def _kind_of(value: Any) -> _Kind | None:
 
 
 def to_plain(value: Any) -> Any:
-    """The value as a backup holds it, if `backup_file.is_storable`."""
+    """The value in the form in which a backup holds it, if it is `backup_file.is_storable` in this form."""
     kind = _kind_of(value)
     return value if kind is None else kind.to_plain(value)
 
 
 def from_plain(held: Any, value: Any) -> Any:
-    """The value that stands in the place of `held` after a restart, if a backup holds `value`."""
+    """The value that replaces `held` after a restart, if a backup holds `value`."""
     kind = _kind_of(held)
     return kind.from_plain(held, value) if kind is not None and isinstance(value, kind.plain) else value
 
 
 def is_data(value: Any) -> bool:
-    """Whether a resumed fit would miss it: not functions, layers, open files and the like, nor containers of them."""
+    """Whether a resumed fit would miss the value: not functions, layers, open files and the like, nor containers of
+    them."""
     if isinstance(value, backup_file.CONTAINERS):
         try:
             return not value or any(map(is_data, value.values() if isinstance(value, dict) else value))
-        except RecursionError:  # a list in itself
+        except RecursionError:  # a list that contains itself
             return True
     comes_from = package_of(type(value).__module__).lstrip("_")
     return isinstance(value, _DATA) or not (isinstance(value, _NO_DATA) or comes_from in _NO_DATA_OF)

@@ -1,4 +1,4 @@
-"""Keras callbacks on many workers: all run everywhere on the same logs, but those that write files only on the
+"""Keras callbacks on many workers: all run on every worker, with the same logs; those that write files run only on the
 chief.
 """
 
@@ -28,11 +28,11 @@ _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tr
 
 
 def arrange(callbacks: Any, runtime: Runtime, model: keras.Model) -> list[keras.callbacks.Callback]:
-    """The callbacks of this worker, between our own: first the same logs, at last the same decisions."""
+    """The callbacks of this worker, between our own: the first makes logs equal, the last makes decisions equal."""
     given = epoch_backup.replace(_listed(callbacks), runtime)
     if not has_peers(runtime):
         return given
-    last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after what they decide
+    last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after the decisions
     given = [callback for callback in given if callback not in last]
     deciding = [callback for callback in given if not isinstance(callback, _WRITERS)]
     kind = (
@@ -51,9 +51,9 @@ def arrange(callbacks: Any, runtime: Runtime, model: keras.Model) -> list[keras.
 def backup_of(
     arranged: Sequence[keras.callbacks.Callback], given: Mapping[str, Any]
 ) -> epoch_backup.EpochBackup | None:
-    """The backup among callbacks that `arrange` has returned. A collective, if there is one.
+    """The backup among callbacks that `arrange` has returned. If there is one, this is a collective call.
 
-    given: the arguments of `fit`. Raises CheckpointError, on all workers, if the backup is of a fit to other data.
+    given: the arguments of `fit`. Raises CheckpointError, on all workers, if the backup is from a fit to other data.
     """
     backup = next((callback for callback in arranged if isinstance(callback, epoch_backup.EpochBackup)), None)
     if backup is not None:
@@ -62,7 +62,7 @@ def backup_of(
 
 
 def backup_held(callbacks: Any, runtime: Runtime) -> contextlib.AbstractContextManager[None]:
-    """A context in which no other job keeps its backup there. Called by all workers, before `arrange`."""
+    """Context manager in which no other job keeps its backup there. Called by all workers, before `arrange`."""
     return epoch_backup.held(_listed(callbacks), runtime)
 
 
@@ -83,7 +83,7 @@ def _overrides(callback: keras.callbacks.Callback, hook: str) -> bool:
 
 
 class SameLogs(FitCallback):
-    """Puts the chief's numbers into the logs of an epoch; they could differ in the last bit on unequal machines."""
+    """Puts the chief's numbers into the logs of an epoch: they could differ in the last bit between unlike machines."""
 
     def __init__(self, runtime: PeerRuntime):
         super().__init__()
@@ -95,7 +95,8 @@ class SameLogs(FitCallback):
 
 
 class SameDecisions(FitCallback):
-    """Agrees after the callbacks of an epoch: if one worker stops, all do; the learning rate is the chief's."""
+    """Makes decisions equal after the callbacks of an epoch: if one worker stops, all do; the learning rate is the
+    chief's."""
 
     def __init__(self, runtime: PeerRuntime, distributed: DistributedModel):
         super().__init__()
@@ -113,7 +114,7 @@ class SameDecisions(FitCallback):
 
     def _agree(self) -> None:
         rate = None
-        with contextlib.suppress(AttributeError, TypeError, ValueError):  # a schedule, which has nothing to set
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # for a schedule, which has no rate to set
             rate = np.asarray(keras_optimizers.learning_rate_variable(self.fitted.optimizer).value)
         mine = np.array([bool(self.fitted.stop_training), np.nan if rate is None else rate], np.float64)
         votes = self._runtime.all_gather(mine)
@@ -123,7 +124,7 @@ class SameDecisions(FitCallback):
 
 
 class SameDecisionsEachBatch(SameDecisions):
-    """Agrees after each batch, too; only if a callback could decide there, as it costs a message."""
+    """Also agrees after each batch; used only if a callback could decide there, as it costs a message."""
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         self._agree()

@@ -1,5 +1,5 @@
-"""What a fit is trained on, in a few numbers: a fit that resumes with other data takes some samples twice and others
-never, as where a script splits them at random without a seed.
+"""Identifies the data of a fit with a few numbers. A fit that resumes with other data would use some samples twice and
+others never, for example if a script splits them at random without a seed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _DATA = ("x", "y", "sample_weight", "validation_data")
 
 
 def identity_of(given: Mapping[str, Any]) -> Identity:
-    """The identity of arrays, and of datasets whose length TensorFlow knows; of other data nothing is told.
+    """The identity of arrays, and of datasets whose length TensorFlow knows; other data is left out.
 
-    given: the arguments of `fit`, of which some hold data: arrays, nested as you like, or a dataset.
+    given: the arguments of `fit`, some of which hold data: arrays, nested in any way, or a dataset.
     """
     data = {name: _rows_as_arrays(given[name]) for name in _DATA if given.get(name) is not None}
     return {name: [_of(leaf) for leaf in keras.tree.flatten(value)] for name, value in data.items()}
 
 
 def _rows_as_arrays(value: Any) -> Any:
-    """Lists of texts and numbers, which models with a `fit` of their own take, as arrays."""
+    """Turns lists of texts and numbers, which models with a `fit` of their own accept, into arrays."""
     if isinstance(value, tuple):
         return tuple(_rows_as_arrays(each) for each in value)
     if isinstance(value, dict):
@@ -39,7 +39,7 @@ def _rows_as_arrays(value: Any) -> Any:
 
 
 def what_changed(before: Identity, now: Identity) -> str:
-    """The names of the arguments that hold other data than before, "" if none does."""
+    """The names of the arguments that hold other data than before; "" if there are none."""
     return ", ".join(name for name in now if name in before and before[name] != now[name])
 
 

@@ -1,8 +1,8 @@
-"""keras.callbacks.BackupAndRestore, replaced: Keras' own would write on every worker, and begin a new history.
+"""Replaces keras.callbacks.BackupAndRestore: Keras' own would write on every worker, and start a new history.
 
-After each epoch the chief writes one file: all variables of model and optimizer, the history, and the plain attributes
-and variables of the other callbacks (patience counters, best values, best weights). A program that is started again
-unchanged goes on after the last complete epoch, on all workers, with the data where it stood
+After each epoch the chief writes one file: all variables of the model and optimizer, the history, and the plain
+attributes and variables of the other callbacks (patience counters, best values, best weights). If the program is
+started again unchanged, it continues after the last complete epoch, on all workers, with the data at the same position
 (artifacts/data_position.py).
 """
 
@@ -38,7 +38,7 @@ from tfdist.runtime.host import host_view
 
 
 def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> list[keras.callbacks.Callback]:
-    """The callbacks, with a BackupAndRestore of Keras' replaced by an EpochBackup, at the end.
+    """Returns the callbacks, with Keras' BackupAndRestore replaced by an EpochBackup, at the end.
 
     Called by all workers.
     """
@@ -59,14 +59,15 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> 
     if backup.epoch:
         for callback in others:
             if isinstance(callback, keras.callbacks.CSVLogger):
-                callback.append = True  # or it would drop the rows of the epochs before
+                callback.append = True  # otherwise it would drop the rows of earlier epochs
     return [*others, backup]
 
 
 @contextlib.contextmanager
 def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Iterator[None]:
-    """A context in which the chief holds the lease of the folder with the backup, if there is to be one: two jobs would
-    go on from each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds it."""
+    """Context manager in which the chief holds the lease of the backup's folder, if there is a backup: two jobs would
+    resume from each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds the lease.
+    """
     found = _backups(callbacks)
     with contextlib.ExitStack() as holding:
 
@@ -89,9 +90,9 @@ def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callba
 
 
 class EpochBackup(FitCallback):
-    """Saves after each epoch, and restores what an earlier run of the program has left.
+    """Saves after each epoch, and restores what an earlier run of the program has saved.
 
-    Attributes: epoch, the epochs that are already done; order, the seed by which tfdist shuffles arrays, if it does.
+    Attributes: epoch, the number of epochs already done; order, the seed with which tfdist shuffles arrays, if it does.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class EpochBackup(FitCallback):
         self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
-        self._named: list[str] = []  # attributes of theirs that are not held
-        self._at_first: list[callback_state.Facts] = []  # of each other callback what it began with
+        self._named: list[str] = []  # attributes of other callbacks that are not held
+        self._at_first: list[callback_state.Facts] = []  # initial facts of each other callback
         self.epoch = self._backup.epoch if self._backup else 0
         self.order = self._backup.order if self._backup else None
 
     def _read(self) -> BackupContent | None:
-        """The backup that the chief finds, on all workers."""
+        """Returns on all workers the backup that the chief finds."""
 
         def read() -> bytes:
             try:
@@ -124,7 +125,7 @@ class EpochBackup(FitCallback):
         return backup
 
     def must_have_its_data(self, given: Mapping[str, Any]) -> None:
-        """Raises CheckpointError, on all workers, if the backup was written by a fit to other data. A collective.
+        """Raises CheckpointError, on all workers, if the backup was written by a fit to other data. A collective call.
 
         given: the arguments of `fit`.
         """
@@ -181,7 +182,7 @@ class EpochBackup(FitCallback):
             self._find_the_place_in_the_data(backup)
 
     def _states_of_others(self) -> list[dict[str, Any]]:
-        """The state of each other callback; tells once which attributes are not held."""
+        """Returns the state of each other callback; logs once which attributes are not held."""
         states = [callback_state.state_of(callback) for callback in self._others]
         found = [
             f"{type(callback).__name__}.{name}"
@@ -204,7 +205,7 @@ class EpochBackup(FitCallback):
                     "the data of these epochs was read again, as what comes next may depend on it (repeat,"
                     " cache, a PyDataset, a generator)."
                 )
-        else:  # what reading draws from the generators of the process it has drawn just now
+        else:  # not after reading again, which has just advanced the process's generators
             host_state.restore_generator_states(backup.generators)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -215,7 +216,7 @@ class EpochBackup(FitCallback):
             return
         history = self.fitted.history
         # Keras' History comes after this callback: the present epoch is not in it yet.
-        without_one = global_seed_generator()  # of what layers draw from no generator of their own
+        without_one = global_seed_generator()  # for layers without a generator of their own
         values = {
             name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
             for name, value in (logs or {}).items()

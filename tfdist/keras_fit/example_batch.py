@@ -1,4 +1,4 @@
-"""A global batch to try a model with, outside of its steps: the last one that is known, or one that is made up."""
+"""A global batch for trying a model outside of its steps: the last one that is known, or a made-up one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _UNKNOWN_DIM = 4
 
 
 class ExampleBatch:
-    """An example of a batch. Attributes: inputs, of a global batch, as the model is called with; None if unknown."""
+    """An example of a batch. Attributes: inputs, the model's inputs for a global batch; None if unknown."""
 
     def __init__(self) -> None:
         self.inputs: Any = None
 
     def like(self, x: Any, cut: Sequence[bool]) -> Any:
-        """Inputs with values, made like x, which may be some of the rows of a batch: x itself if it has values, what is
-        known of a whole batch if it fits, else made up. cut: see `taking`.
+        """Returns inputs with values that have the structure of x, which may be some of the rows of a batch: x itself
+        if it has values, the known global batch if it fits, else made-up values. cut: see `taking`.
         """
         wanted, given = keras.tree.flatten(x), keras.tree.flatten(self.inputs)
         if all(hasattr(leaf, "numpy") for leaf in wanted):
@@ -47,9 +47,9 @@ class ExampleBatch:
 
 
 def taking(x: Any, cut: Sequence[bool]) -> tuple[Take, int]:
-    """(what takes some rows of inputs like x, how many rows x has).
+    """Returns (a function that takes some rows of inputs like x, the number of rows of x).
 
-    cut: for each tensor with rows in x whether its rows are the batch's.
+    cut: for each tensor with rows in x, whether its rows are the batch's.
     """
     tensors = [leaf for leaf in keras.tree.flatten(x) if leaf.shape.rank]
     count = next(leaf.shape[0] for leaf, is_cut in zip(tensors, cut, strict=True) if is_cut)
@@ -67,6 +67,6 @@ def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
     shape = [_UNKNOWN_DIM if dim is None else dim for dim in spec.shape]
     if spec.dtype.is_floating:
         return tf.cast(tf.constant(np.random.default_rng(0).normal(size=shape)), spec.dtype)
-    # Places in a table of two rows at least. No two rows next to each other are alike, in any of their numbers.
+    # Indices that are valid in any table of at least two rows. Neighboring rows differ in every number.
     rows = np.arange(shape[0] if shape else 1).reshape(shape[:1] + [1] * (len(shape) - 1))
     return tf.cast(tf.constant(np.broadcast_to(rows % 2, shape)), spec.dtype)

@@ -1,4 +1,4 @@
-"""The base of the callbacks that tfdist.fit adds to those it is given."""
+"""The base class of the callbacks that tfdist.fit adds to those that it is given."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import keras
 
 
 class FitCallback(keras.callbacks.Callback):
-    """A callback that is only asked while `fit` runs, when Keras has given it a model and parameters."""
+    """A callback that is used only while `fit` runs, when Keras has given it a model and parameters."""
 
     @property
     def fitted(self) -> Any:
-        """The model that is fitted."""
+        """The model that is being fitted."""
         assert self.model is not None
         return self.model
 

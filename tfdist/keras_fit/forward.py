@@ -1,4 +1,4 @@
-"""The forward pass of a model over the workers: what stands in for `model.call` while the model is distributed."""
+"""The forward pass of a model over the workers: what replaces `model.call` while the model is distributed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ from tfdist.training.stateless_call import Arguments
 class DistributedCall:
     """Takes the global batch, computes this worker's rows, returns all rows.
 
-    Args: compiled_as, the model that says whether XLA compiles, if it is another one, around this.
-    Attributes: alone, see Gradients; asked, how often it was called in whatever way; example, a batch to try the model
-    with.
+    Args: compiled_as, the model that tells whether XLA compiles, if it is another one, around this one.
+    Attributes: alone, see Gradients; asked, how often it was called in any way; example, a batch for trying the model.
     """
 
     def __init__(
@@ -59,20 +58,20 @@ class DistributedCall:
         self.example = ExampleBatch()
         self._reductions = Reductions(model, runtime, self.example)
         self._may_mix = row_mixing.may_mix(model)
-        self._tried: list[tuple] = []  # kinds of calls
+        self._tried: list[tuple] = []  # kinds of calls that have been checked
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
         self._finders: dict[str, Callable[[], LookupFacts]] = {}  # by the inputs of a forward pass
         gradients.calls.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.asked += 1
-        if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: inside another distributed model
+        if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: in another distributed model
             return self._call(*args, **kwargs)
         self._gradients.called += 1
         if tensorflow_vectorized.is_here():  # pfor would lose the gradients of what workers exchange
             with self.alone(), batch_norm.each_alone():
                 return self._call(*args, **kwargs)
-        # Callbacks call models with NumPy arrays; Keras' functional models make tensors of them inside the call.
+        # Callbacks call models with NumPy arrays; Keras' functional models convert them inside the call.
         args, kwargs = _with_tensors((args, kwargs))
         with keras_layers.in_the_call_as_it_is():
             self._refuse_mixed_rows(args, kwargs)
@@ -83,7 +82,8 @@ class DistributedCall:
         return outputs
 
     def _values_for_own_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The values of a stateless scope, which all workers hold (fast weights): a gradient is by them."""
+        """Values of a stateless scope (fast weights), held by all workers: gradients with respect to them cover all
+        rows."""
         self._gradients.of_values = True
         return used_by_all(self._runtime, values)
 
@@ -97,7 +97,7 @@ class DistributedCall:
         return together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut))
 
     def _refuse_mixed_rows(self, args: tuple, kwargs: dict) -> None:
-        """Raises ConfigError on all workers, at the first call of a kind, if the model mixes the rows of its batch."""
+        """At the first call of a kind, raises ConfigError on all workers if the model mixes the rows of its batch."""
         if not self._may_mix:
             return
         given = Arguments(args, {name: value for name, value in kwargs.items() if name not in ("training", "mask")})
@@ -108,11 +108,11 @@ class DistributedCall:
         kind = (len(args), sorted(given.kwargs), cut)
         if kind in self._tried:
             return
-        # A tape of the trial's own takes gradients of the rows that it is given.
+        # A tape inside the trial takes gradients of just the rows that the trial is given.
         with tf.init_scope(), self.alone(), keras_stateless.left(), self._gradients.of_own_rows():
             x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given, cut)
             take, count = taking(x, cut)
-            many = self.example.rows(count, count)  # of what is made up there are few
+            many = self.example.rows(count, count)  # a made-up batch has few
             proofs = Proofs(self._model, many, -(-many // self._runtime.size))
             if row_mixing.found_together(self._runtime, self._model, lambda: x, take, count, proofs):
                 fix = (
@@ -120,10 +120,10 @@ class DistributedCall:
                     " rows with keras.layers.BatchNormalization, or train in one process"
                 )
                 raise keras_layers.keep_message(ConfigError(row_mixing.sentence(self._model, fix)))
-        self._tried.append(kind)  # not before: a script may catch the error, and train again
+        self._tried.append(kind)  # not earlier: a script may catch the error, and train again
 
     def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
-        """(outputs, losses) of arguments that are this worker's rows already: `share` of all. Nothing is gathered."""
+        """Returns (outputs, losses) for arguments that are already this worker's rows, `share` of all: no gathering."""
         computed = self._forward(args, kwargs, self.of_the_batch((args, kwargs)))
         as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
         losses = [
@@ -133,7 +133,7 @@ class DistributedCall:
         return computed.outputs, losses
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
-        """Whether the rows of each tensor with rows, among the arguments of a call, are those of the batch."""
+        """For each tensor with rows among the arguments of a call, whether its rows are those of the batch."""
         tensors, rebuild = _tensors_of(arguments)
         dims = [tensor.shape[0] for tensor in tensors if tensor.shape.rank != 0]
 
@@ -180,7 +180,7 @@ class DistributedCall:
 
     @contextlib.contextmanager
     def _state_restored(self) -> Iterator[None]:
-        """A context in which the forward pass may be traced for what can be learned from it."""
+        """Context manager in which the forward pass may be traced just to learn from the trace."""
         layers = keras_layers.all_layers(self._model)
         with keras_stateless.left(), keras_layers.in_the_call_as_it_is(), functions_inline():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
@@ -192,12 +192,12 @@ class DistributedCall:
                     keras_layers.record_losses(layer, before)
 
     def _forward(self, args: tuple, kwargs: dict, cut: Sequence[bool]) -> Forward:
-        """Computes this worker's rows. cut: for each tensor with rows whether its rows are those of the batch."""
+        """Computes this worker's rows. cut: for each tensor with rows, whether its rows are those of the batch."""
         tensors, rebuild = _tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
         additions = Additions(
             layers if self._gradients.share is None else []
-        )  # else own_rows.py adds up what all metrics were given
+        )  # else own_rows.py adds up the values of all metrics
 
         def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list, list]:
             args, kwargs = rebuild(tensors)
@@ -211,7 +211,7 @@ class DistributedCall:
                 outputs = missing_rows.poisoned(self._call(*args, **kwargs))
             losses = recorded(layers)
             for layer in layers:
-                keras_layers.record_losses(layer, [])  # those are of own rows
+                keras_layers.record_losses(layer, [])  # these cover own rows only
             return (
                 outputs,
                 losses,
@@ -239,10 +239,10 @@ class DistributedCall:
         return Forward(outputs, list(losses.values()), reductions)
 
     def shared_lookups(self) -> dict[int, str]:
-        """The lookups of all forward passes so far that do not depend on the batch, see lookups.py."""
+        """The lookups, in all forward passes so far, that do not depend on the batch; see lookups.py."""
         shared: dict[int, str] = {}
         for find in self._finders.values():
-            with contextlib.suppress(Exception):  # a pass that failed when it was made; nothing was computed with it
+            with contextlib.suppress(Exception):  # for a pass that failed: nothing was computed with it
                 shared |= find().shared
         return shared
 
@@ -261,10 +261,10 @@ class DistributedCall:
         return find
 
     def _compiles(self, kwargs: dict, find: Callable[[], LookupFacts]) -> bool:
-        """Whether XLA compiles the pass over the own rows. Not with collectives inside it, nor with what its gradient
-        would have to take out of it: what a loop or a branch computes, and lookups that do not depend on the batch,
-        which cannot be told from others any more then."""
-        # A stateless scope keeps what the pass updates, which must be of the graph around it.
+        """Whether XLA compiles the pass over own rows. Not if it has collectives, nor if its gradient needs values from
+        inside it: those that loops or branches compute, and lookups that do not depend on the batch, which could no
+        longer be told from other lookups."""
+        # A stateless scope keeps the values that the pass updates; they must belong to the graph around it.
         if not self._compiled_as.jit_compile or tf.executing_eagerly() or keras_stateless.is_here():
             return False
         layers = keras_layers.all_layers(self._model)
@@ -283,7 +283,7 @@ def _with_tensors(structure: Any) -> Any:
 
 
 def _tensors_of(structure: Any) -> tuple[list[tf.Tensor], Callable[[list], Any]]:
-    """(the tensors in a structure, a function that builds the same structure around others)"""
+    """Returns (the tensors in a structure, a function that rebuilds the structure with other tensors)."""
     flat = keras.tree.flatten(structure)
     shape = keras.tree.map_structure(lambda leaf: None, structure)
     places = [index for index, leaf in enumerate(flat) if isinstance(leaf, tf.Tensor)]

@@ -1,8 +1,8 @@
 """Gradients over all workers: what `tf.GradientTape.gradient` returns while a model is distributed.
 
-Outside of the forward pass over own rows every worker computes the same numbers, and differentiates the same loss L.
-What its tape then finds for a weight is a part of dL: what its own rows contribute, and what L takes from the weight
-directly. Here these parts are added up, so that a train_step or loop holds the gradients that it would hold in one
+Outside of the forward pass over own rows, every worker computes the same numbers and differentiates the same loss L.
+For a weight, its tape then finds a part of dL: the contribution of its own rows, and the direct dependence of L on the
+weight. This module adds up these parts, so that a train_step or loop holds the gradients that it would hold in one
 process: it may clip them, look at their norm, differentiate them once more, or apply them with any optimizer.
 
 The arithmetic. Let L be the mean of the workers' L_r, all equal. Then
@@ -11,8 +11,8 @@ The arithmetic. Let L be the mean of the workers' L_r, all equal. Then
     own rows (all rows -> own rows, rows.py)    adjoint: 1/R times the rows that all workers found
     weights                                     the sum over workers; its adjoint: R times the upstream gradient
     tensors outside of the forward pass         hold 1/R of the true gradient, the same on all workers
-so no number is larger on the way than in one process, which float16 would feel. Each of the adjoints is made of the
-others: derivatives of any order are right.
+so no intermediate number is larger than in one process, which matters in float16. Each adjoint is made of the others,
+so derivatives of any order are right.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Gradients:
     """Takes gradients over all workers; one object for all models of a runtime.
 
     Attributes: installed, a context in which tf.GradientTape takes gradients over all workers; of_own_rows, one in
-    which a forward pass over own rows is traced: a tape there belongs to it, and gradients come from its rows alone;
-    alone, one in which each worker computes all rows itself, whatever models it calls; without_losses, one in which
-    nobody asks for what layers add; share, the weight of this worker's loss in the mean while a step sees own rows
-    only, else None; called, how often models have been called over the workers; taken, how often gradients with respect
-    to weights have been taken; of_values, whether a model has been called with values for its weights, so that these
-    may be what a gradient is with respect to; calls, the calls of all models (forward.py).
+    which a forward pass over own rows is traced: a tape inside belongs to this pass, and its gradients cover its rows
+    only; alone, one in which each worker computes all rows itself, whatever models it calls; without_losses, one in
+    which nobody needs the losses that layers add; share, the weight of this worker's loss in the mean while a step sees
+    own rows only, else None; called, how often models have been called over the workers; taken, how often gradients
+    with respect to weights have been taken; of_values, whether a model has been called with values for its weights, so
+    that gradients may be with respect to these; calls, the calls of all models (forward.py).
     """
 
     def __init__(self, runtime: PeerRuntime):
@@ -73,7 +73,7 @@ class Gradients:
                 ("batch_jacobian", self._jacobian),
                 ("__enter__", self._entered),
             ):
-                # In the class itself, as programs hold it under names of their own.
+                # In the class itself, as programs may have imported it under other names.
                 stack.enter_context(
                     attribute_replaced(tf.GradientTape, name, _method(ours, getattr(tf.GradientTape, name)))
                 )
@@ -81,7 +81,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def of_a_share(self, share: tf.Tensor) -> Iterator[None]:
-        """A step inside sees own rows only, and its loss is this share of the mean (own_rows.py)."""
+        """Context manager for a step that sees own rows only; its loss is this share of the mean (own_rows.py)."""
         self.share = share
         try:
             yield
@@ -145,15 +145,15 @@ class Gradients:
         parallel_iterations: int | None = None,
         experimental_use_pfor: bool = True,
     ) -> Any:
-        """tape.jacobian and tape.batch_jacobian."""
+        """Replaces tape.jacobian and tape.batch_jacobian."""
         if not self.of_own_rows.is_here and not tensorflow_vectorized.is_here():
             if any(map(_is_variable, tf.nest.flatten(sources))):
                 raise ConfigError(
                     "tape.jacobian with respect to weights cannot be spread over workers: take tape.gradient of each"
                     " element, or train in one process."
                 )
-            # TensorFlow's pfor makes operations anew, without the gradients that ours have. And what workers send each
-            # other has one order only if one iteration follows the other.
+            # TensorFlow's pfor converts operations, and loses the gradients of ours. And messages between workers have
+            # one order only if the iterations run one after the other.
             experimental_use_pfor, parallel_iterations = False, 1
         try:
             return original(tape, target, sources, unconnected_gradients, parallel_iterations, experimental_use_pfor)
@@ -167,7 +167,7 @@ class Gradients:
     def _summed(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """The sum over workers of each gradient.
 
-        Rows of a table stay rows, those that one process would have (lookups.py).
+        Rows of a table stay rows: those that one process would have (lookups.py).
         """
         parts_of = [
             self._lookups(gradient, variable) if isinstance(gradient, tf.IndexedSlices) else []
@@ -185,7 +185,7 @@ class Gradients:
     def _rows_of_all(
         self, gradient: tf.IndexedSlices, parts: Sequence[Lookup], sums: Iterator[tf.Tensor]
     ) -> tf.IndexedSlices:
-        """`sums`: of the rows that all workers have looked up."""
+        """Returns the rows of all workers. `sums`: for the rows that all workers have looked up alike."""
         found = [
             every_row(self._runtime, [lookup.values, lookup.numbers])
             if lookup.is_worker_dependent
@@ -229,7 +229,7 @@ def _is_variable(source: Any) -> bool:
 
 
 def _asked_by_tensorflow() -> bool:
-    """Whether a function of TensorFlow's own has asked for the gradient, like tf.recompute_grad in a backward pass."""
+    """Whether TensorFlow's own code asked for the gradient, such as tf.recompute_grad in a backward pass."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals["__name__"].startswith((__name__, tensorflow_autograph.MODULES)):
         frame = frame.f_back

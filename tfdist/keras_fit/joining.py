@@ -1,4 +1,4 @@
-"""The workers of a tfdist.fit: how a process joins them, once, and the calls that all of them make together."""
+"""How a process joins the other workers of a tfdist.fit, once, and the calls that all workers make together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tfdist.runtime.peer_choice import ConnectedPeers
 from tfdist.runtime.peers import Peers, warn_about_gpus
 
 _OPTIONS = ("startup_timeout", "heartbeat_timeout", "collective_timeout", "pack_mb", "communication", "job_token_file")
-# What a call must have in common on all workers, beside its data; `verbose` and the callbacks may differ.
+# Arguments that must be equal on all workers, besides the data; `verbose` and the callbacks may differ.
 _COMMON = (
     "batch_size",
     "epochs",
@@ -42,17 +42,17 @@ _COMMON = (
     "validation_batch_size",
     "validation_freq",
 )
-_runtime: Runtime | None = None  # of this process, made once
-_calls = 0  # of this process that all workers make together
+_runtime: Runtime | None = None  # of this process, created once
+_calls = 0  # number of calls that this process has made together with all workers
 
 
 def init(*, local_gpus: str = "all", **options: float | str) -> Runtime:
-    """Joins the other workers that TF_CONFIG lists; alone without it. Done by the first fit, evaluate or predict if not
-    before.
+    """Joins the other workers that TF_CONFIG lists; without it, this process works alone. The first fit, evaluate or
+    predict calls this if the script has not.
 
     Args:
         local_gpus: "all": a script that is alone on a machine with several GPUs, and calls this before TensorFlow
-            computes anything, is started anew on a worker for each of them. "one": it is not.
+            computes anything, is started again on one worker for each GPU. "one": it is not.
         options: by the names and with the meaning of the flags: startup_timeout, heartbeat_timeout, collective_timeout
             (seconds), pack_mb (MB), communication, job_token_file.
     Raises: ClusterError, StartupError, ConfigError.
@@ -110,7 +110,7 @@ def _leave(runtime: PeerRuntime) -> None:
 
 
 def agree_on(runtime: Runtime, name: str, arguments: dict[str, Any]) -> None:
-    """Raises ConfigError if another worker makes another call, or has come to its end."""
+    """Raises ConfigError if another worker makes another call, or has ended."""
     global _calls
     _calls += 1
     if has_peers(runtime):
@@ -126,23 +126,23 @@ def agree_on(runtime: Runtime, name: str, arguments: dict[str, Any]) -> None:
 
 
 def barrier() -> None:
-    """Returns when all workers have called it: what one did before, such as saving a file, is done for all then."""
+    """Returns when all workers have called it: work done before it, such as saving a file, is then done for all."""
     agree_on(init(), "barrier", {})
 
 
 def is_chief() -> bool:
-    """Whether this worker is rank 0, which writes the files. Reads TF_CONFIG only; joins nobody."""
+    """Whether this worker is rank 0, which writes the files. Only reads TF_CONFIG; does not join the workers."""
     return resolve_cluster(os.environ).is_chief
 
 
 def has_peers(runtime: Runtime) -> TypeGuard[Peers]:
-    """Whether there are several workers; `init` gives them a runtime that can gather rows."""
+    """Whether there are several workers; with several, `init` returns a runtime that can gather rows."""
     return runtime.size > 1
 
 
 @contextlib.contextmanager
 def explained(runtime: Runtime) -> Iterator[None]:
-    """A context that turns errors of the runtime into sentences about the workers."""
+    """Context manager that turns errors of the runtime into messages about the workers."""
     try:
         yield
     except TfdistError:

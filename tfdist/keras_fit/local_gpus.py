@@ -1,7 +1,7 @@
-"""Several GPUs and one process: a script that calls `tfdist.init()` first of all is started anew, once for each GPU.
+"""Several GPUs and one process: a script that calls `tfdist.init()` first is started again, once for each GPU.
 
-Keras' loop runs once in a process and on one device, so a GPU needs a process of its own. As in Lightning's DDP
-(https://lightning.ai/docs/pytorch/stable/accelerators/gpu_intermediate.html) the script need not know of it: this
+Keras' loop runs once in a process and on one device, so each GPU needs a process of its own. As in Lightning's DDP
+(https://lightning.ai/docs/pytorch/stable/accelerators/gpu_intermediate.html), the script need not handle this: this
 process becomes the launcher of as many workers as there are GPUs.
 """
 
@@ -23,7 +23,7 @@ CHOICES = ("all", "one")
 
 
 def use_all(choice: str) -> None:
-    """Does not return where this process can become the launcher of a worker for each GPU.
+    """Does not return if this process can become the launcher of one worker for each GPU.
 
     Called by a process that is alone. Args: choice, one of CHOICES.
     """
@@ -40,7 +40,8 @@ def use_all(choice: str) -> None:
 
 
 def started_again(main: object, argv: list[str]) -> list[str]:
-    """The script and its arguments; [] where none was started by `python script.py`, as in a notebook or under pytest.
+    """The script and its arguments; [] if the process was not started by `python script.py`, as in a notebook or under
+    pytest.
 
     Args: main, the module __main__; argv, as in sys.
     """
@@ -54,7 +55,7 @@ def _count(environment: Mapping[str, str]) -> int:
 
 
 def _become_launcher(workers: int, argv: list[str]) -> NoReturn:
-    here = str(Path(__file__).resolve().parents[2])  # from where tfdist was imported, perhaps by the script's own path
+    here = str(Path(__file__).resolve().parents[2])  # tfdist was imported from here, perhaps by the script's own path
     path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), here]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
     sys.stdout.flush()

@@ -1,13 +1,13 @@
 """Finds the rows of a table that a batch looked up, and those looked up whatever the batch (positions, classes).
 
-The gradient of a table is a list of rows, one for each that was looked up. Optimizers see the difference between a row
-that is there twice and one that is there once with the sum (Adam squares each, a norm adds up the squares). So workers
-must hold the rows that one process would hold. Those that the batch looked up are there once in the worker that holds
-that part of the batch: together all workers have them. But those that are looked up whatever the batch are there on
-each worker, with a part of their gradient: these parts must be added up.
+The gradient of a table is a list of rows, one for each lookup. Optimizers treat a row that is there twice differently
+from one that is there once with the sum (Adam squares each, a norm adds up the squares). So the workers together must
+hold the rows that one process would hold. Rows that the batch looked up are there once, on the worker that holds that
+part of the batch: together all workers have them. But rows that are looked up whatever the batch are there on each
+worker, with a part of their gradient: these parts must be added up.
 
-Which are which is read from the graph: whether the numbers of the rows descend from the own rows of the batch, from
-their count, or from random numbers of the worker.
+The graph tells the two kinds apart: by whether the row numbers depend on the own rows of the batch, on their count, or
+on random numbers of the worker.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _worker_dependent: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakK
 
 
 def mark_worker_dependent(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, which is from now on known to differ between workers."""
+    """Marks the tensor as one that differs between workers, and returns it."""
     if isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph"):
         _worker_dependent.setdefault(tensor.graph, set()).add(tensor.op.name)
     return tensor
 
 
 def is_worker_dependent(tensor: tf.Tensor) -> bool:
-    """Whether the values or the shape of a tensor in a graph depend on what was marked."""
+    """Whether the values or the shape of a tensor in a graph depend on a marked tensor, or on a stateful operation."""
     marked = _worker_dependent.get(tensor.graph, set())
     waiting, seen = [tensor.op], set()
     while waiting:
@@ -53,7 +53,7 @@ def is_worker_dependent(tensor: tf.Tensor) -> bool:
 
 
 def _is_length_of_a_row(op: tf.Operation) -> bool:
-    """tf.shape(x)[k] with k > 0, which all workers' rows have in common."""
+    """Whether the operation is tf.shape(x)[k] with k > 0, which is equal on all workers."""
     if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
         return False
     begin, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].op.inputs[0].shape.rank
@@ -70,8 +70,8 @@ class Lookup:
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
-    """The lookups of which the gradient consists; None if that cannot be seen, as outside of a graph or where it comes
-    out of a function in it."""
+    """The lookups that make up the gradient; None if they are not visible, as outside of a graph, or if the gradient
+    comes out of a function in it."""
     if not hasattr(slices.indices, "graph"):
         return None
     numbers = list(_parts(slices.indices))
@@ -92,7 +92,7 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
 
 
 def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
-    """Yields the numbers of each lookup, which a tape has put together."""
+    """Yields the row numbers of each lookup, which a tape has concatenated."""
     while numbers.op.type == "Identity":
         numbers = numbers.op.inputs[0]
     if numbers.op.type == "ConcatV2":
@@ -104,10 +104,10 @@ def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class LookupFacts:
-    """The facts that a trace of a forward pass shows.
+    """Facts about a forward pass, read from a trace.
 
     Attributes: shared, the lookups that do not depend on the batch: id of the table's handle -> name; branches, whether
-    it has loops (of RNNs, tf.map_fn) or tf.cond, whose gradients XLA takes only where it compiles these, too.
+    it has loops (of RNNs, tf.map_fn) or tf.cond, whose gradients XLA can take only if it compiles these gradients, too.
     """
 
     shared: dict[int, str]
@@ -115,7 +115,7 @@ class LookupFacts:
 
 
 def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
-    """Traces, without running it, `function`, whose arguments are of this worker's rows."""
+    """Traces `function`, without running it, on arguments that hold this worker's rows."""
 
     def trace(*arguments: tf.Tensor) -> list:
         outputs = tf.nest.flatten(function([mark_worker_dependent(argument) for argument in arguments]))
@@ -137,7 +137,7 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
 
 
 def _handles(table: tf.Tensor) -> Iterator[tf.Tensor]:
-    """The handles of the variables from which a tensor comes."""
+    """Yields the handles of the variables from which a tensor comes."""
     if not hasattr(table, "graph"):
         yield table
     elif table.op.type != "Placeholder":

@@ -1,4 +1,4 @@
-"""Keras' three loops over data, and the names of what each calls of a model."""
+"""Keras' three loops over data, and the names of the functions and methods of a model that each calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 
 
 class Loop(enum.Enum):
-    """Keras' loops; the value is what their functions are called after."""
+    """Keras' loops; their functions are named after the value."""
 
     TRAIN = "train"
     TEST = "test"
@@ -28,7 +28,7 @@ class Loop(enum.Enum):
 
     @property
     def maker_name(self) -> str:
-        """The method of keras.Model that a loop calls before the function, each time that it runs."""
+        """The method of keras.Model that a loop calls before the function, each time the loop runs."""
         return f"make_{self.function_name}"
 
     @property

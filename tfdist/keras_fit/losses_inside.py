@@ -1,5 +1,5 @@
-"""Losses that a model adds in its forward pass over own rows: whether each is a mean or a sum over rows, found out by
-trying.
+"""Losses that a model adds in its forward pass over own rows: finds out by trials whether each is a mean or a sum over
+rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfdist.training.row_checks.trial_scope import generators_kept
 
 
 def recorded(layers: Sequence[keras.Layer]) -> dict[LossKey, tf.Tensor]:
-    """The losses that are there after a forward pass."""
+    """The losses that are recorded after a forward pass."""
     return {
         LossKey(number, place): loss
         for number, layer in enumerate(layers)
@@ -32,7 +32,7 @@ def recorded(layers: Sequence[keras.Layer]) -> dict[LossKey, tf.Tensor]:
 
 
 class Reductions:
-    """The reductions of the losses of one model, which is tried with an example."""
+    """The reductions of the losses of one model, found by trying it with an example."""
 
     def __init__(self, model: keras.Model, runtime: PeerRuntime, example: ExampleBatch):
         self._model, self._runtime, self._example = model, runtime, example
@@ -43,9 +43,9 @@ class Reductions:
     ) -> list[Reduction]:
         """MEAN or SUM for each loss that a call with these arguments has recorded.
 
-        cut: for each tensor with rows among the arguments whether they are those of the batch.
+        cut: for each tensor with rows among the arguments, whether they are those of the batch.
 
-        Raises ConfigError where it is neither.
+        Raises ConfigError for a loss that is neither.
         """
         known = self._known[training]
         if any(key not in known for key in keys):
@@ -70,24 +70,25 @@ class Reductions:
         with tf.init_scope(), generators_kept():
             x = self._example.like(args[0], cut)
             found = self._probed(x, cut, training)
-            found = self._runtime.broadcast_object(found, "added losses")  # they could differ where they are random
+            found = self._runtime.broadcast_object(found, "added losses")  # random losses could give different results
         if isinstance(found, str):
             raise keras_layers.keep_message(ConfigError(found))
         return {LossKey(number, place): Reduction(reduction) for number, place, reduction in found}
 
     def _probed(self, x: Any, cut: Sequence[bool], training: bool) -> list | str:
-        """[number of a layer, which of its losses, MEAN or SUM] of each loss; or the sentence that says why not."""
+        """For each loss [number of a layer, which of its losses, MEAN or SUM]; or a sentence that says why this is
+        unknown."""
         take, count = taking(x, cut)
         try:
             layers = keras_layers.all_layers(self._model)
             size = self._runtime.size
-            many = self._example.rows(count, count * size)  # x may be this worker's rows alone
+            many = self._example.rows(count, count * size)  # x may be this worker's rows only
             proofs = Proofs(self._model, many, -(-many // size))
             found = added_losses(self._model, x, take, count, proofs, "train in one process", training)
             return [[layers.index(one.layer), one.place, one.reduction.value] for one in found]
         except ConfigError as error:
             return str(error)
-        except Exception as error:  # noqa: BLE001 - a model that takes batches of one size only, for example
+        except Exception as error:  # noqa: BLE001 - for example from a model for batches of one size
             return (
                 f"{type(self._model).__name__} adds losses in its call, and tfdist could not try it on a few rows"
                 f" to find out whether they are means or sums over rows ({type(error).__name__}:"

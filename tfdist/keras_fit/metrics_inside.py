@@ -1,7 +1,7 @@
-"""Keras metrics that a model updates inside its forward pass, where it sees this worker's rows only.
+"""Keras metrics that a model updates inside its forward pass, where it sees only this worker's rows.
 
-What an update adds to a metric is taken from it again, and leaves the forward pass as one of its outputs; then all
-workers add the sum of what they have found.
+Each update is taken back from the metric, and leaves the forward pass as one of its outputs; then every worker adds the
+sum of the updates of all workers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tfdist.runtime.base import PeerRuntime
 
 
 class Additions:
-    """The values that the metrics of some layers are given in a forward pass.
+    """The updates that the metrics of some layers get in a forward pass.
 
-    Attributes: values, one tensor for each variable of a metric and each update; they may be replaced by others that
-    come out of a compiled function.
+    Attributes: values, one tensor for each variable of a metric and each update; they may be replaced by the
+    corresponding outputs of a compiled function.
     """
 
     def __init__(self, layers: list[keras.Layer]):
@@ -35,7 +35,7 @@ class Additions:
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """A context in which updates of the metrics are collected here."""
+        """Context manager in which updates of the metrics are collected here."""
         with contextlib.ExitStack() as stack:
             for metric in self._metrics:
                 stack.enter_context(attribute_replaced(metric, "update_state", self._collecting(metric)))
@@ -61,9 +61,9 @@ class Additions:
         return update_state
 
     def add(self, runtime: PeerRuntime) -> None:
-        """Gives every metric the sum of what all workers have found."""
+        """Adds the sum of the updates of all workers to every metric."""
         if self.values:
-            weight = batch_norm.row_weight()  # 0 where the rows of this worker are only there to have any, else 1
+            weight = batch_norm.row_weight()  # 0 if this worker computes its row only to have one, else 1
             assert weight is not None, "a forward pass over own rows has a weight"
             for variable, total in zip(
                 self._variables,

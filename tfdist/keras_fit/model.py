@@ -1,13 +1,13 @@
 """A Keras model distributed over workers, while one of Keras' own loops runs over it.
 
-Three things are replaced for that time, and put back afterwards:
+Three things are replaced during that time, and restored afterwards:
 
 - `model.call` takes the global batch, computes this worker's rows, and returns all rows (forward.py);
-- `tf.GradientTape.gradient` returns the gradients over the rows of all workers (gradients.py); what follows (clipping,
-  loss scale, accumulation, averages of weights) is Keras' own, on the same values everywhere;
+- `tf.GradientTape.gradient` returns the gradients over the rows of all workers (gradients.py); everything after it
+  (clipping, loss scale, accumulation, averages of weights) is Keras' own, on the same values everywhere;
 - the moments of BatchNormalization are those over the rows of all workers.
 
-Loss and metrics are computed by every worker from all rows, so they mean what they mean in one process, whatever their
+Every worker computes loss and metrics from all rows, so they mean what they mean in one process, whatever their
 formula, and are the same everywhere. `train_step`, `test_step` and `compute_loss` stay as they are, overridden or not.
 """
 
@@ -52,7 +52,7 @@ class _Use:
 
     training: bool
     optimizer: keras.Optimizer | None
-    is_prepared: bool = False  # all is built, and all workers hold the chief's variables
+    is_prepared: bool = False  # everything is built, and all workers hold the chief's variables
 
 
 class DistributedModel:
@@ -72,14 +72,14 @@ class DistributedModel:
 
     @classmethod
     def of(cls, model: keras.Model, runtime: PeerRuntime) -> DistributedModel:
-        """The DistributedModel of this model, made at the first call."""
+        """Returns the DistributedModel of this model, made at the first call."""
         return kept_on(model, "_tfdist_distributed", lambda: cls(model, runtime))
 
     @contextlib.contextmanager
     def installed(self, training: bool, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
-        """The replacements are in place inside; all workers hold the chief's variables.
+        """Context manager in which the replacements are in place, and all workers hold the chief's variables.
 
-        `optimizer`: the model's own if not given.
+        `optimizer`: by default the model's own.
         """
         model = self._model
         optimizer = optimizer or getattr(model, "optimizer", None)  # a model that was never compiled has none
@@ -114,11 +114,11 @@ class DistributedModel:
 
     @property
     def _steps_call_inner_models(self) -> bool:
-        """Whether steps call inner models, not the model itself."""
+        """Whether steps call inner models instead of the model itself."""
         return keras_layers.has_no_call(self._model) or bool(self._calls_inner_models)
 
     def _spread_inner_models(self) -> None:
-        """Distributes inner models; one inside another computes plainly there."""
+        """Distributes inner models; an inner model inside another one computes plainly there."""
         for inner in inner_models(self._model):
             if id(inner) not in self._inner:
                 call = DistributedCall(inner, self._runtime, self._gradients, self._random_numbers, self._model)
@@ -127,14 +127,14 @@ class DistributedModel:
             self._inside.enter_context(attribute_replaced(inner, "call", call))
 
     def _look_for_inner_calls(self, batch: Any) -> None:
-        """Finds out if the user's train_step calls inner models; before the first training step."""
+        """Finds out, before the first training step, whether the user's train_step calls inner models."""
         model = self._model
         if self._calls_inner_models is None and not keras_layers.has_no_call(model):
             is_own = type(model).train_step is not keras.Model.train_step
             may, asked = is_own and bool(inner_models(model)), self._call.asked
             knows = may and keras_trainer.step_on_symbols(model, batch, "train_step")
             self._calls_inner_models = knows and self._call.asked == asked
-            # A step that does not run on symbols may call either: inside the model the inner ones compute plainly.
+            # A step that does not run on symbols may call either: inner models compute plainly inside the model.
             self._may_call_inner_models = may and not knows
             if self._calls_inner_models or self._may_call_inner_models:
                 self._spread_inner_models()
@@ -153,8 +153,8 @@ class DistributedModel:
     # -- the same variables everywhere -----------------------------------------------------------------------------
 
     def _prepare(self, loop: Loop, batch: Any) -> None:
-        """Builds, before the first step of a loop, what Keras would build inside it, where the workers could not agree
-        any more."""
+        """Builds, before the first step of a loop, what Keras would build inside the step, where the workers could no
+        longer agree."""
         if loop is Loop.TRAIN:
             with self._call.alone():
                 self._look_for_inner_calls(batch)
@@ -184,14 +184,14 @@ class DistributedModel:
         variables.take_the_chiefs(self._runtime, [*variables.of_model(self._model), *of_optimizers])
 
     def check_weights(self) -> None:
-        """Compares weights; if something drifted apart all take the chief's."""
+        """Compares weights; if any have drifted apart, all workers take the chief's."""
         variables.reconcile(self._runtime, self._model)
 
 
 def build_optimizer(model: keras.Model) -> None:
-    """Builds the optimizer if the model is built. Keras does it inside the first traced step, where workers cannot
-    agree on variables, and where what an optimizer copies from the weights is lost: ScheduleFreeAdamW begins with zeros
-    then."""
+    """Builds the optimizer if the model is built. Keras does this inside the first traced step. There, workers cannot
+    agree on variables, and values that an optimizer copies from the weights are lost: ScheduleFreeAdamW then starts
+    with zeros."""
     optimizer: Any = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and keras_layers.all_built(model):
         optimizer.build(model.trainable_variables)
@@ -199,8 +199,9 @@ def build_optimizer(model: keras.Model) -> None:
 
 @contextlib.contextmanager
 def rows_in_one_order(optimizer: keras.Optimizer) -> Iterator[None]:
-    """An optimizer that updates only the rows of a table that were looked up takes their duplicates in one order, or
-    the workers would drift apart. As the last thing: clipping before it sees the duplicates, as in plain Keras."""
+    """Context manager in which an optimizer that updates only the rows of a table that were looked up combines
+    duplicates in one order; otherwise the workers would drift apart. This comes last: clipping before it sees the
+    duplicates, as in plain Keras."""
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
     if not updates_rows(inner):
         yield
@@ -221,8 +222,9 @@ def rows_in_one_order(optimizer: keras.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def every_row_checked(optimizer: keras.Optimizer) -> Iterator[None]:
-    """A LossScaleOptimizer leaves out a step in which any gradient of a table's row overflows. Keras looks at the last
-    one alone of a row that was looked up several times, and of several workers another one is last."""
+    """Context manager in which a LossScaleOptimizer skips a step if the gradient of any row of a table overflows. If a
+    row was looked up several times, Keras checks only the last gradient, and with several workers another one is last.
+    """
     check: Any = getattr(type(optimizer), "check_finite", None)
     if check is not keras.optimizers.LossScaleOptimizer.check_finite:
         yield

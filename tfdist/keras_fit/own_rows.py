@@ -1,12 +1,12 @@
-"""The other way to spread a step, for outputs too large to pass around (logits of a language model, dense
+"""The other way to spread a step, for outputs too large to send to all workers (logits of a language model, dense
 segmentation).
 
 Each worker computes loss and metrics of its own rows only. With n_r of n rows on worker r,
     loss = sum_r n_r / n * loss_r            gradients alike
     state of a metric = before + sum_r (what the rows of r add to a state of zeros)
 which is what one process computes if the loss is a mean over rows of equal weight and the state of every metric is a
-sum. It is known of the losses and metrics that are listed here; for all others all rows are gathered (rows.py),
-whatever they cost.
+sum. This is known to hold for the losses and metrics listed here; for all others all rows are gathered (rows.py),
+whatever the cost.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tfdist.keras_fit.rows import OwnRows
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 
-LARGEST = 16 * 2**20  # bytes of outputs of one global batch that are passed between workers
+LARGEST = 16 * 2**20  # bytes of the outputs of one global batch that workers still send to each other
 
-# Functions of Keras that give a value for each row, from that row alone. Not: dice, tversky and circle, which look at
-# all rows together; hinge and squared_hinge, which first ask whether all labels of the batch are 0 or 1; ctc.
+# Functions of Keras that give a value for each row, from that row alone. Not: dice, tversky and circle, which use all
+# rows together; hinge and squared_hinge, which first check whether all labels of the batch are 0 or 1; ctc.
 _OF_EACH_ROW = [
     losses.mean_squared_error,
     losses.mean_absolute_error,
@@ -53,8 +53,8 @@ _OF_EACH_ROW = [
     metrics.top_k_categorical_accuracy,
     metrics.sparse_top_k_categorical_accuracy,
 ]
-# Metrics whose state is a sum over rows. Of the kinds of Mean, whose sum is right only if the values are one a row,
-# those that are made of a function above are added by `is_a_sum`.
+# Metrics whose state is a sum over rows. The sum of a kind of Mean is right only if there is one value for each row:
+# `is_a_sum` also accepts those that are made of a function above.
 _SUMS = [
     metrics.RootMeanSquaredError,
     metrics.R2Score,
@@ -80,7 +80,7 @@ _SUMS = [
 
 
 def suits(model: keras.Model, batch: Any) -> bool:
-    """Whether the outputs are large and own rows will do. The model is built."""
+    """Whether the outputs are large and own rows suffice. The model is built."""
     x = keras.utils.unpack_x_y_sample_weight(batch)[0]
     if _are_known_to_be_small(model, x):
         return False
@@ -92,7 +92,7 @@ def suits(model: keras.Model, batch: Any) -> bool:
         return False
     try:
         keras_trainer.build_for(model, batch)  # the compiled losses and metrics, too
-    except Exception:  # of the user's own making: Keras will say so when it trains on the batch
+    except Exception:  # in the user's code: Keras raises it again when it trains on the batch
         return False
     if not (_has_equal_rows(batch) and _loss_is_a_mean(model) and _metrics_are_sums(model)):
         return False
@@ -109,7 +109,8 @@ def suits(model: keras.Model, batch: Any) -> bool:
 
 
 def _are_known_to_be_small(model: keras.Model, x: Any) -> bool:
-    """Whether the model's graph of layers says so, which spares it a trace, half a second of a start."""
+    """Whether the model's graph of layers shows that the outputs are small. This saves a trace, half a second at the
+    start."""
     outputs = None if keras_layers.class_has_own_call(type(model)) else getattr(functional_of(model), "outputs", None)
     shapes = [tf.TensorShape(leaf.shape) for leaf in keras.tree.flatten(x) if leaf is not None]
     dims = [shape[0] for shape in shapes if shape.rank]
@@ -122,13 +123,13 @@ def _are_known_to_be_small(model: keras.Model, x: Any) -> bool:
 
 
 def _has_equal_rows(batch: Any) -> bool:
-    """Whether every tensor has as many rows as the others: not a table beside the batch."""
+    """Whether every tensor has as many rows as the others: none is a table besides the batch."""
     return len({tuple(leaf.shape[:1]) for leaf in keras.tree.flatten(batch) if leaf is not None}) == 1
 
 
 def _loss_is_a_mean(model: keras.Model) -> bool:
-    """Whether the compiled loss is a mean over rows of equal weight (a sample weight multiplies, and divides
-    nothing).
+    """Whether the compiled loss is a mean over rows of equal weight (a sample weight is only a factor, not a part of
+    the divisor).
     """
     return all(
         loss is None
@@ -139,12 +140,12 @@ def _loss_is_a_mean(model: keras.Model) -> bool:
 
 def _metrics_are_sums(model: keras.Model) -> bool:
     # Keras updates the mean of the losses itself, with the rows as the weight. Other metrics of a model are updated
-    # somewhere in it, who knows with what.
+    # somewhere inside it, with unknown values.
     return not keras_trainer.has_metrics_of_its_own(model) and all(map(is_a_sum, keras_trainer.compiled_metrics(model)))
 
 
 def is_a_sum(metric: keras.metrics.Metric) -> bool:
-    """Whether the state is a sum over rows that begins at zero."""
+    """Whether the metric's state is a sum over rows that starts at zero."""
     if getattr(metric, "axis", -1) != -1:
         return False
     of_a_function = isinstance(metric, metrics.MeanMetricWrapper) and _is_of_keras(metric, metrics)
@@ -152,7 +153,7 @@ def is_a_sum(metric: keras.metrics.Metric) -> bool:
 
 
 def _is_of_keras(value: Any, module: Any) -> bool:
-    """Whether it is of Keras' own class; a class that derives from it may compute anything."""
+    """Whether the object is of exactly Keras' own class; a class derived from it may compute anything."""
     return type(value) is getattr(module, type(value).__name__, None) or keras_trainer.is_made_of_a_function(value)
 
 
@@ -164,7 +165,7 @@ def _is_of_each_row(wrapper: Any) -> bool:
 def step(
     runtime: PeerRuntime, model: keras.Model, part: OwnRows, one_step: Callable[[Any], Any], batch: Any
 ) -> dict[str, tf.Tensor]:
-    """The logs of all rows after `one_step`, Keras' train_step or test_step, has seen this worker's rows of the
+    """Returns the logs of all rows after `one_step`, Keras' train_step or test_step, has seen this worker's rows of the
     batch.
     """
     variables = [variable.value for variable in model.metrics_variables]

@@ -1,8 +1,8 @@
 """Random numbers while a model is distributed.
 
-Outside of the forward pass every worker computes the same, so it must draw the same. In the forward pass over its own
-rows it must draw others than the other workers for theirs (dropout). So all workers hold the chief's seeds, and advance
-them alike; only what is drawn inside the forward pass follows from a seed that is moved by the rank.
+Outside of the forward pass every worker computes the same, so it must draw the same numbers. In the forward pass over
+its own rows, it must draw other numbers than the other workers do for theirs (dropout). So all workers hold the chief's
+seeds, and advance them alike; only draws inside the forward pass use a seed that is shifted by the rank.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _STEP = 0x9E3779B1  # between the seeds of two ranks
 
 
 class RandomNumbers:
-    """Keeps random numbers of workers alike or apart; one object for all models of a runtime.
+    """Makes workers draw the same random numbers, or different ones; one object for all models of a runtime.
 
-    Attributes: installed, a context in which workers draw as said above; in_lockstep, one that all workers run the same
-    inside, so that a generator which is met for the first time can take the chief's state.
+    Attributes: installed, a context in which workers draw as described above; in_lockstep, one in which all workers run
+    the same code, so that a generator that is used for the first time can take the chief's state.
     """
 
     def __init__(self, runtime: PeerRuntime):
         self._runtime = runtime
-        self._generators: dict[keras.random.SeedGenerator, None] = {}  # that are known to be in the chief's state
+        self._generators: dict[keras.random.SeedGenerator, None] = {}  # those known to be in the chief's state
         self.in_lockstep = ThreadScope()
         self._program, self._of_own_rows = ThreadScope(), ThreadScope()
         self.installed = Once(self._installed)
@@ -46,12 +46,13 @@ class RandomNumbers:
         return [generator.state for generator in self._generators]
 
     def hold_the_chiefs(self, generators: Iterable[keras.random.SeedGenerator]) -> None:
-        """Notes generators that need not be looked after: they are among the variables that all take from the chief."""
+        """Notes generators that need no further care: their states are among the variables that all take from the
+        chief."""
         self._generators.update(dict.fromkeys(generators))
 
     @contextlib.contextmanager
     def of_own_rows(self) -> Iterator[None]:
-        """A context in which workers draw different numbers; rank 0 draws as in one process."""
+        """Context manager in which workers draw different numbers; rank 0 draws as in one process."""
         owner, name = tensorflow_random.holder_of_the_seed()
         seed = getattr(owner, name)
         setattr(owner, name, None if seed is None else self._move(int(seed)))
@@ -93,7 +94,7 @@ class RandomNumbers:
 
     def _runs_alike(self) -> bool:
         """Whether all workers are at this place of the program: in a step of Keras' loops, or tracing a function."""
-        if in_trials.is_here:  # of which another worker may make others
+        if in_trials.is_here:  # other workers may make other trials
             return False
         return self.in_lockstep.is_here or (self._program.is_here and not tf.executing_eagerly())
 
@@ -101,7 +102,7 @@ class RandomNumbers:
         with tf.init_scope():
             if tf.convert_to_tensor(
                 generator.state.value.is_initialized()
-            ):  # else it was made in this trace, from the chief's seed
+            ):  # else it was created in this trace, from the chief's seed
                 take_the_chiefs(self._runtime, [generator.state])
         self.hold_the_chiefs([generator])
 
@@ -109,12 +110,12 @@ class RandomNumbers:
         return int(self._runtime.broadcast([np.array([number], np.int64)])[0][0])
 
     def _move(self, seed: Any) -> Any:
-        """Moves a seed, a number or a tensor, by the rank."""
+        """Shifts a seed, a number or a tensor, by the rank."""
         return (seed + self._runtime.rank * _STEP) % 2**31 if self._runtime.rank else seed
 
     def _lent_seed(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which tf.random.* draws the same on all workers: with a seed of the chief's, if their own
-        differ, or if there is none.
+        """Context manager in which tf.random.* draws the same on all workers: with the chief's seed, if their own
+        differ or there is none.
         """
         seed = tensorflow_random.global_seed()
         stamp = np.array([tensorflow_random.state_digest(), -1 if seed is None else int(seed)], np.int64)

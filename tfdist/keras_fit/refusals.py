@@ -1,4 +1,4 @@
-"""Models that tfdist.fit and its kin refuse, and why."""
+"""Models and data that tfdist.fit and its kin refuse, and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.models.nested_functions import refuse_batch_norm
 
 
 def refuse_unsupported(model: keras.Model) -> None:
-    """Raises ConfigError with the reason."""
+    """Raises ConfigError with the reason if the model cannot be spread."""
     if keras_trainer.built_under_a_strategy(model):
         raise ConfigError(
             "The model was built inside a tf.distribute strategy's scope, which Keras 3 cannot train over workers:"
@@ -35,21 +35,21 @@ def refuse_unsupported(model: keras.Model) -> None:
 
 
 def inner_models(model: keras.Model) -> list[keras.Model]:
-    """The inner models at any depth that can be called."""
+    """The inner models, at any depth, that can be called."""
     layers = keras_layers.all_layers(model, include_self=False)
     return [layer for layer in layers if isinstance(layer, keras.Model) and not keras_layers.has_no_call(layer)]
 
 
 def refuse_no_rows(purpose: str, x: Any) -> None:
-    """Raises ConfigError for arrays without a row, with which Keras' predict fails."""
+    """Raises ConfigError for arrays without rows, with which Keras' predict fails."""
     shapes = [getattr(leaf, "shape", None) for leaf in keras.tree.flatten(x)]
     if any(shape is not None and len(shape) and shape[0] == 0 for shape in shapes):
         raise ConfigError(f"tfdist.{purpose} was given arrays without a row: give it at least one.")
 
 
 def refuse_lists(purpose: str, model: keras.Model | None = None, **data: Any) -> None:
-    """Raises ConfigError for rows that are Python lists of numbers or texts, which Keras does not take. A model whose
-    `fit` (`evaluate`, `predict`) is not Keras' own may take them: KerasHub's models make datasets of lists of texts."""
+    """Raises ConfigError for rows in Python lists of numbers or texts, which Keras does not accept. A model whose `fit`
+    (`evaluate`, `predict`) is not Keras' own may accept them: KerasHub's models make datasets of lists of texts."""
     if model is not None and getattr(type(model), purpose) is not getattr(keras.Model, purpose):
         return
     for name, value in data.items():

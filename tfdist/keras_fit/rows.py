@@ -1,10 +1,10 @@
-"""A function of a batch, computed by all workers together: each takes its rows, all get all rows back.
+"""Computes a function of a batch on all workers together: each takes its rows, and all get all rows back.
 
 Legend. n: rows of the global batch; worker r of R computes rows [r n // R, (r + 1) n // R). A worker whose part is
 empty computes one row that is then dropped, so that no layer sees an empty batch.
 
-The operations between what every worker holds whole and what it holds of its own are each other's adjoints;
-gradients.py has the arithmetic.
+The operations that convert between tensors that every worker holds whole and tensors of own rows are each other's
+adjoints; gradients.py has the arithmetic.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tfdist.runtime.host import as_list
 from tfdist.runtime.own_gradient import dense
 from tfdist.training.row_checks.reductions import SUM, Reduction
 
-_ELEMENTS = 1024  # of an input that are compared, about
-_COMPARED = 16  # inputs, at most
+_ELEMENTS = 1024  # of each input, about this many elements are compared
+_COMPARED = 16  # at most this many inputs are compared
 
 
 class OwnRows:
@@ -36,7 +36,7 @@ class OwnRows:
 
     Args:
       inputs: a structure; its tensors with rows hold rows of the batch: all of them, or those that `of_the_batch`
-      names.
+      marks.
     """
 
     def __init__(self, runtime: PeerRuntime, inputs: Any, of_the_batch: Sequence[bool] | None = None):
@@ -63,14 +63,14 @@ class OwnRows:
         self._runtime = runtime
         self.n, self.rank, self.size = n, runtime.rank, runtime.size
         self.start, self.stop = runtime.rank * n // runtime.size, (runtime.rank + 1) * n // runtime.size
-        self.count = self.stop - self.start  # what this worker contributes, maybe nothing
+        self.count = self.stop - self.start  # rows that this worker contributes, maybe none
         minimum, maximum = (min, max) if isinstance(n, int) else (tf.minimum, tf.maximum)
-        self._first = maximum(minimum(self.start, n - 1), 0)  # a batch may have no row at all
+        self._first = maximum(minimum(self.start, n - 1), 0)  # a batch may have no rows at all
         self._last = minimum(maximum(self.stop, self._first + 1), n)
         self.sample = [_sample(tensor) for tensor in batch[:_COMPARED]]
 
     def take(self, value: Any) -> Any:
-        """Takes this worker's rows of every tensor in a structure, at least one; what is not of the batch is whole."""
+        """Takes this worker's rows of every tensor in a structure, at least one; other tensors stay whole."""
         return keras.tree.map_structure(lambda leaf: self._rows(leaf) if _has_rows(leaf) else leaf, value)
 
     def _rows(self, whole: tf.Tensor) -> tf.Tensor:
@@ -81,9 +81,9 @@ class OwnRows:
         return mark_worker_dependent(_own_rows(self._runtime, whole, self._first, self._last, self.count))
 
     def trim(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Drops the row that was only computed to have any.
+        """Drops the row that was computed only to have any.
 
-        Raises ConfigError if there is not a row for each row of the batch.
+        Raises ConfigError if there is not one row for each row of the batch.
         """
         computed = self._last - self._first
         if isinstance(computed, int) and tensor.shape[0] not in (None, computed):
@@ -106,9 +106,9 @@ class OwnRows:
 
 
 def _sample(tensor: tf.Tensor) -> tf.Tensor:
-    """Numbers spread over all rows, which tell whether all workers hold the same. (Those of a batch as it was read have
-    a checksum; but a train_step may change them.)"""
-    # An odd stride meets every column of rows that are a power of two wide.
+    """Numbers spread over all rows, for a check that all workers hold the same. (A batch has a checksum as it was read;
+    but a train_step may change it.)"""
+    # An odd stride reaches every column if the width of rows is a power of two.
     stride = tf.bitwise.bitwise_or(tf.size(tensor) // _ELEMENTS, 1)
     return tf.reshape(tensor, [-1])[::stride]
 
@@ -119,11 +119,11 @@ class Forward:
 
     outputs: Any
     losses: list[tf.Tensor]
-    reductions: list[Reduction]  # of each loss: whether it is a mean or a sum over rows
+    reductions: list[Reduction]  # for each loss, whether it is a mean or a sum over rows
 
 
 def together(runtime: PeerRuntime, part: OwnRows, forward: Callable[[], Forward]) -> tuple[Any, list]:
-    """(outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's part."""
+    """Returns (outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's rows."""
     weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
     with batch_norm.weighted(weight):
         computed = forward()
@@ -145,7 +145,7 @@ def together(runtime: PeerRuntime, part: OwnRows, forward: Callable[[], Forward]
         if mask is not None:
             carry_mask(output, next(rows))
     sums = tf.unstack(tf.reduce_sum(next(rows), 0), num=len(computed.losses)) if computed.losses else []
-    # Keras adds them to what the compiled loss gives, of which those in float64 have the type.
+    # Keras adds them to the compiled loss, whose type is float64 for losses in float64.
     losses = [
         total if own_loss.dtype == tf.float64 else tf.cast(total, tf.float32)
         for total, own_loss in zip(sums, computed.losses, strict=True)
@@ -182,7 +182,7 @@ def total(runtime: PeerRuntime, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]
 
 
 def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
-    """The rows of all workers of each tensor, in order of rank, however many each worker has; `same`: see
+    """The rows of all workers for each tensor, in order of rank, however many each worker has; `same`: see
     PeerRuntime.gather.
     """
     counts = [tf.shape(tensor)[0] for tensor in tensors]
@@ -210,7 +210,7 @@ def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence
 def _own_rows(
     runtime: PeerRuntime, whole: tf.Tensor, first: int | tf.Tensor, last: int | tf.Tensor, count: int | tf.Tensor
 ) -> tf.Tensor:
-    """whole[first:last], of which the first `count` rows are this worker's; the next worker's begin after these."""
+    """Returns whole[first:last]. Its first `count` rows are this worker's; the next worker's begin after these."""
 
     @tf.custom_gradient
     def own(whole) -> Any:
@@ -238,7 +238,7 @@ def used_by_all(runtime: PeerRuntime, wholes: Sequence[tf.Tensor]) -> list[tf.Te
 
 
 def with_rows(structure: Any) -> list[tf.Tensor]:
-    """The tensors in a structure that are no scalars."""
+    """The tensors in a structure that are not scalars."""
     return [leaf for leaf in keras.tree.flatten(structure) if _has_rows(leaf)]
 
 

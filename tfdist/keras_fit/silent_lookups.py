@@ -1,4 +1,5 @@
-"""Rows that a table does not have, in Keras' own loops in one process: NaN under XLA and on a GPU (missing_rows.py)."""
+"""Lookups of rows that a table does not have, in Keras' own loops in one process: NaN under XLA and on a GPU
+(missing_rows.py)."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from tfdist.models import missing_rows
 
 @contextlib.contextmanager
 def watched(model: keras.Model) -> Iterator[None]:
-    """The steps that Keras makes inside look up NaN for such rows. (Not the whole loop: data is prepared on the CPU,
-    which finds them by itself.)"""
+    """Context manager in which Keras' steps get NaN for such rows. (Not the whole loop: data is prepared on the CPU,
+    which itself raises an error for them.)"""
     if not missing_rows.are_silent(bool(model.jit_compile)):
         yield
         return
-    # What Keras has traced outside is not used inside, nor the other way round.
+    # Functions that Keras has traced outside are not used inside, nor the other way round.
     functions = _kept(model)
     with contextlib.ExitStack() as stack:
         for loop in Loop:
@@ -36,7 +37,7 @@ def watched(model: keras.Model) -> Iterator[None]:
 
 
 def _kept(model: keras.Model) -> dict[Loop, Any]:
-    """The functions that were made inside before, while the model was compiled as it is now."""
+    """The functions that were made inside earlier, while the model was compiled as it is now."""
     return kept_on(model, "_tfdist_looking_up_nan", dict[Loop, Any], keras_trainer.traced_for(model))
 
 

@@ -1,7 +1,7 @@
-"""Keras' train_function, test_function and predict_function of a distributed model: a step over the global batch.
+"""Keras' train_function, test_function and predict_function for a distributed model: a step over the global batch.
 
-Which rows a step computes loss and metrics of is found out at its first batch, and kept until the model is compiled
-anew: see `Rows`.
+The first batch decides from which rows a step computes loss and metrics. This is kept until the model is compiled
+again: see `Rows`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfdist.runtime.base import PeerRuntime
 
 
 class Rows(enum.Enum):
-    """The rows of which a worker computes loss and metrics."""
+    """The rows from which a worker computes loss and metrics."""
 
     ALL = "the outputs of all rows are gathered, and loss and metrics are the same everywhere"
     OWN = "loss and metrics are of this worker's rows, and sums are reduced (own_rows.py)"
@@ -55,7 +55,7 @@ class _Traced:
     other: tuple
 
     def has_another_side_in(self, later: _Traced) -> bool:
-        """Whether a variable has become trainable, or is it no more; one that was made since says nothing."""
+        """Whether a variable has become trainable, or is no longer; variables that were made since do not count."""
         frozen, freed = set(map(id, later.other)), set(map(id, later.trainable))
         return any(id(one) in frozen for one in self.trainable) or any(id(one) in freed for one in self.other)
 
@@ -72,7 +72,7 @@ def _are_the_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 class StepFunction:
-    """A replacement of one of the three functions of a model. `prepare`: called with every batch before its step."""
+    """Replaces one of the three functions of a model. `prepare`: called with every batch before its step."""
 
     def __init__(self, loop: Loop, replacements: Replacements, prepare: Callable[[Any], None]):
         self.loop, self._prepare, self._with = loop, prepare, replacements
@@ -83,7 +83,7 @@ class StepFunction:
         self._rows: Rows | None = None  # not known yet
 
     def begin(self) -> Callable:
-        """The function for a new loop over data, traced again if the model was compiled again."""
+        """Returns the function for a new loop over data, traced again if the model was compiled again."""
         model = self._with.model
         self._batches = Batches(self._with.runtime, self.loop.call_name)
         wanted = _Traced(
@@ -101,7 +101,7 @@ class StepFunction:
         return self._function
 
     def again(self, force: bool = False) -> Callable:
-        """Replaces Keras' method that makes the function: the loop runs over data once more."""
+        """Replaces Keras' method that makes the function; Keras calls it when the loop runs over data again."""
         assert self._function is not None
         self._batches.begin()
         return self._function
@@ -114,12 +114,12 @@ class StepFunction:
             with self._with.random_numbers.in_lockstep(), missing_rows.as_nan(missing_rows.are_silent()):
                 return missing_rows.poisoned(self._step(data))
 
-        functions: list[tuple[Any, Callable]] = []  # with the spec of the iterator that each is for
+        functions: list[tuple[Any, Callable]] = []  # each with the spec of the iterator that it is for
 
         def function_for(spec: Any) -> Callable:
-            """Traced as Keras traces it, once for each spec: with the batch dim unknown if it varies. Some of its
-            numbers depend on that (the shown loss of each of several outputs), so a batch must not take the function
-            of another spec that happens to have as many rows.
+            """Returns the function for a spec, traced once for each spec as Keras traces it: with the batch dim unknown
+            if it varies. Some results depend on that (the displayed loss of each of several outputs), so a batch must
+            not take the function of another spec that happens to have as many rows.
             """
             if model.run_eagerly:
                 return one_step
@@ -173,7 +173,7 @@ class StepFunction:
         return Rows.OWN if suits else Rows.ALL
 
     def _step(self, batch: Any) -> Any:
-        """Makes a step; called while it is traced."""
+        """Computes a step; called while the step is traced."""
         step = self.loop.step_of(self._with.model)
         if self.loop is not Loop.PREDICT:
             step = unsaved_state.looked_for(self._with.model, step)
@@ -185,7 +185,7 @@ class StepFunction:
         return self._checked_train_step(step, batch) if self.loop is Loop.TRAIN else step(batch)
 
     def _checked_train_step(self, train_step: Callable[[Any], Any], batch: Any) -> Any:
-        """Raises ConfigError if it goes past what is replaced."""
+        """Raises ConfigError if the step bypasses the replacements."""
         model, gradients = self._with.model, self._with.gradients
         called, taken = gradients.called, gradients.taken
         logs = train_step(batch)

@@ -1,5 +1,6 @@
-"""Variables that a fit sets and that nobody knows of: of a module, a class, or made while a layer is called. A backup
-does not hold them, and where the forward pass of a worker's own rows sets them, each worker has others."""
+"""Variables that a fit sets but that no object of the model holds: those of a module or a class, or made while a layer
+is called. A backup does not contain them, and if the forward pass over own rows sets them, they differ between workers.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.variables import of_model
 from tfdist.training import unsaved_state_checks
 
-_GENERATOR = "StateVar"  # how TensorFlow names the state of a tf.random.Generator, which workers advance alike
-_LOOPS = (Loop.TRAIN, Loop.TEST)  # whose steps are looked at
+_GENERATOR = "StateVar"  # TensorFlow's name for the state of a tf.random.Generator, which workers advance alike
+_LOOPS = (Loop.TRAIN, Loop.TEST)  # whose steps are checked
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The findings in a step."""
+    """What was found in a step."""
 
     unsaved: Sequence[str]
     drawn: str
@@ -41,11 +42,12 @@ class _Backup:
 
     def __init__(self, model: keras.Model, tells: bool):
         self._tells, self._has_warned = tells, False
-        # What is made later was not there to be restored. Of a model that is not built nothing is restored.
+        # Variables that are made later cannot have been restored. In a model that is not built, nothing is restored.
         self.held = {id(each) for each in of_model(model)} if keras_layers.all_built(model) else None
 
     def ask(self, found: _Found) -> None:
-        """Raises ConfigError for what the backup does not hold; tells once of numbers that are drawn anew."""
+        """Raises ConfigError for state that the backup does not hold; logs once if a resumed fit would draw other
+        numbers."""
         if found.unsaved:
             raise ConfigError(
                 f"Each step of this fit sets {found.unsaved[0]}, which was found neither in the model nor in its losses"
@@ -61,18 +63,18 @@ class _Backup:
             )
 
 
-_backups: list[_Backup] = []  # one inside the other
+_backups: list[_Backup] = []  # nested
 
 
 def _findings(model: keras.Model) -> dict[str, _Found]:
-    """By step, while the model stays compiled as it is: a step that was traced is used again by a later fit."""
+    """The findings by step, kept while the model stays compiled as it is: a later fit uses a traced step again."""
     return kept_on(model, "_tfdist_unsaved_state", dict[str, _Found], keras_trainer.compile_identity(model))
 
 
 @contextlib.contextmanager
 def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
-    """A context in which a step of the model that sets what no backup holds is a ConfigError when it is traced; and at
-    once, if it has been."""
+    """Context manager in which a step of the model that sets state outside the backup raises ConfigError when it is
+    traced, or at once if it already has been."""
     backup = _Backup(model, is_chief)
     known = list(_findings(model).values())
     for found in known:
@@ -80,7 +82,7 @@ def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
     _backups.append(backup)
     with contextlib.ExitStack() as stack:
         stack.callback(_backups.pop)
-        if not known:  # what Keras has traced without us nobody has looked at
+        if not known:  # functions that Keras has traced without us are not checked yet
             for loop in _LOOPS:
                 if getattr(model, loop.function_name, None) is not None:
                     stack.enter_context(attribute_replaced(model, loop.function_name, None))
@@ -88,7 +90,7 @@ def refused(model: keras.Model, is_chief: bool) -> Iterator[None]:
 
 
 def looked_for(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A training or evaluation step of the model, which tells what it sets and draws when it is traced."""
+    """Wraps a training or evaluation step of the model, to check what it sets and draws when it is traced."""
 
     @tf.autograph.experimental.do_not_convert
     def looking(data: Any) -> Any:
@@ -100,7 +102,7 @@ def looked_for(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any]
 
 
 def _look(model: keras.Model, step: str) -> None:
-    """Looks at a step at the end of its trace. Raises ConfigError, see `refused`."""
+    """Checks a step at the end of its trace. Raises ConfigError, see `refused`."""
     if not _is_of_a_function():
         return
     backup = _backups[-1] if _backups else None
@@ -120,8 +122,8 @@ def _look(model: keras.Model, step: str) -> None:
 
 @contextlib.contextmanager
 def refused_in_own_rows(models: Set[keras.Model], random_numbers: RandomNumbers) -> Iterator[None]:
-    """A context around the forward pass of a worker's own rows: setting a variable that none of the models holds is a
-    ConfigError when it is traced."""
+    """Context manager around the forward pass over own rows: setting a variable that none of the models holds raises
+    ConfigError when the pass is traced."""
     if not _is_of_a_function():
         yield
         return
@@ -130,7 +132,7 @@ def refused_in_own_rows(models: Set[keras.Model], random_numbers: RandomNumbers)
     yield
     written = [each for each in tensorflow_graphs.written_from_outside(graph) if id(each) not in before]
     unknown = unsaved_state_checks.unknown_of(written, (variable for model in models for variable in model.variables))
-    if not unknown:  # most often: the rest costs a walk through all layers
+    if not unknown:  # the usual case: the rest needs a walk through all layers
         return
     hidden = [variable for model in models for variable in hidden_state(model)]
     of_metrics = [one for model in models for one in variables_of_metrics(metrics_held(model))]
@@ -148,5 +150,5 @@ def refused_in_own_rows(models: Set[keras.Model], random_numbers: RandomNumbers)
 
 
 def _is_of_a_function() -> bool:
-    """Whether a tf.function is traced, and not some other graph of TensorFlow's."""
+    """Whether a tf.function is being traced, and not some other graph of TensorFlow's."""
     return not tf.executing_eagerly() and hasattr(tf.compat.v1.get_default_graph(), "captures")

@@ -1,4 +1,4 @@
-"""Keeps the workers' variables the same."""
+"""Keeps variables equal on all workers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tfdist.runtime.base import PeerRuntime
 
 
 def of_model(model: keras.Model) -> list[keras.Variable | tf.Variable]:
-    """The variables that all workers hold alike, and a backup: also what Keras does not know of, of the layers and of
-    the losses and metrics that `compile` was given."""
+    """The variables that all workers hold alike, and that a backup holds: including those that Keras does not know of,
+    in layers and in the losses and metrics that `compile` was given."""
     hidden = hidden_state(model)
     return [*model.variables, *hidden, *state_beside_layers(model, hidden)]
 
 
 def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | tf.Variable]) -> bool:
-    """Gives every worker the chief's bits, also of seed generators. Returns whether something differed.
+    """Gives every worker the chief's values, bit for bit, also for seed generators. Returns whether any value differed.
 
     Raises ConfigError if the workers' shapes differ.
     """
@@ -31,8 +31,8 @@ def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | t
 
 
 def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
-    """Compares the weights; if they drifted apart (a layer that keeps statistics of its batch), all take the
-    chief's.
+    """Compares the weights; if they have drifted apart (through a layer that keeps statistics of its batch), all
+    workers take the chief's.
     """
     weights = [variable for variable in model.variables if not is_seed_state(variable)]
     if take_the_chiefs(runtime, [*weights, *hidden_variables(model)]) and runtime.rank == 0:
