@@ -16,6 +16,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -112,13 +113,14 @@ def model_shape(config: Config, train: list[str], input_shape: str, outputs: int
             *([f"--sequence_length={sample.shape[0]}"] if text else []),
         ]
     command = [sys.executable, "-m", "tfdist.training.model_cost", *train, *source]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=_COUNTING_SECONDS,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_COUNTING_SECONDS, env=environment)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"--model={config.model.model} was not counted within {_COUNTING_SECONDS} s: plan a smaller model of the"
+            f" same kind, or see what takes so long with {shlex.join(command)}."
+        ) from None
     if result.returncode:
         said = next(
             (

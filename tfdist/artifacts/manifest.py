@@ -88,12 +88,12 @@ def _unsealed(text: str, path: str) -> dict[str, Any]:
     """The inverse of `sealed`. Raises CheckpointError."""
     try:
         manifest = json.loads(text)
-        if not isinstance(manifest, dict) or "sha256" not in manifest:
-            raise CheckpointError(f"{path} is damaged: it holds no checksum of its own.")
-        if manifest.pop("sha256") != self_digest(manifest):
-            raise CheckpointError(f"{path} is damaged: its checksum is not the one in it.")
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is damaged: it is not JSON, or was cut short.") from None
+    if not isinstance(manifest, dict) or "sha256" not in manifest:
+        raise CheckpointError(f"{path} is damaged: it holds no checksum of its own.")
+    if manifest.pop("sha256") != self_digest(manifest):
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its contents.")
     return manifest
 
 

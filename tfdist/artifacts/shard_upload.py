@@ -33,6 +33,7 @@ from tfdist.storage.object_store import ObjectStore
 
 PARTS = "parts"  # the folder in the working copy
 _LONGEST_NOTE = 1 << 26  # limit in bytes for reading a part's JSON
+_MOST_WORKERS = 1 << 16
 
 
 def data_file(step: int, number: int, count: int) -> str:
@@ -178,7 +179,7 @@ def left_parts(folder: Path, run_id: str, newest: int) -> list[tuple[int, int, d
     return [
         (step, rank, note)
         for step, rank, note in notes_of_parts(folder, newest)
-        if note.get("run_id") == run_id and "error" not in note
+        if note.get("run_id") == run_id and "error" not in note and is_note(note, rank)
     ]
 
 
@@ -187,9 +188,23 @@ def notes_of_parts(folder: Path, newest: int = -1) -> list[tuple[int, int, dict[
     found = []
     for step in (store := SnapshotFolder(str(folder / PARTS))).steps():
         for file in sorted(Path(store.path(step)).glob("part-*.json")):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, RecursionError):
                 if step > newest and file.stat().st_size <= _LONGEST_NOTE:
                     note = json.loads(file.read_text(encoding="utf-8"))
                     if isinstance(note, dict):
                         found.append((step, int(file.name[5:10]), note))
     return found
+
+
+def is_note(note: Any, rank: int) -> bool:
+    """Whether this is the message of a worker about its part: an object may be cut off, or come from anyone."""
+    if not (isinstance(note, dict) and isinstance(note.get("stamp"), str) and type(note.get("workers")) is int):
+        return False
+    if not rank < note["workers"] <= _MOST_WORKERS:
+        return False
+    files = [note.get("data"), note.get("index")]
+    return isinstance(note.get("error"), str) or (
+        all(isinstance(each, dict) and type(each.get("bytes")) is int and "sha256" in each for each in files)
+        and type(note.get("values")) is int
+        and (rank > 0 or isinstance(note.get("fields"), dict))
+    )

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.artifacts.file_entry import has_content, measure
 from tfdist.artifacts.manifest import FORMAT, MANIFEST, SHA, parse, sealed
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder
-from tfdist.artifacts.shard_upload import ShardUpload, data_file, index_of, note_of
+from tfdist.artifacts.shard_upload import ShardUpload, data_file, index_of, is_note, note_of
 from tfdist.artifacts.sharded_snapshots import must_hold_all
 from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.exit_codes import CheckpointError
@@ -152,9 +152,9 @@ class ShardedCommit:
         text = self._objects.text(name) if name in there else None
         try:
             note = json.loads(text or "")
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        return note if _is_note(note, rank) else None
+        return note if is_note(note, rank) else None
 
     def _commit(self, step: int, notes: list[dict[str, Any]]) -> None:
         fields, room = notes[0]["fields"], Path(self._parts.directory)
@@ -209,15 +209,3 @@ def _is_there(step: int, rank: int, note: Mapping[str, Any], there: Mapping[str,
     """Whether a part's files are in the store as its message says."""
     names = {data_file(step, rank, note["workers"]): note["data"], index_of(rank): note["index"]}
     return all(there.get(f"{step_folder(step)}/{name}") == entry["bytes"] for name, entry in names.items())
-
-
-def _is_note(note: Any, rank: int) -> bool:
-    """Whether this is a message of shard_upload.py: an object may be cut off, or come from anyone."""
-    if not (isinstance(note, dict) and isinstance(note.get("stamp"), str) and type(note.get("workers")) is int):
-        return False
-    files = [note.get("data"), note.get("index")]
-    return isinstance(note.get("error"), str) or (
-        all(isinstance(each, dict) and type(each.get("bytes")) is int and "sha256" in each for each in files)
-        and type(note.get("values")) is int
-        and (rank > 0 or isinstance(note.get("fields"), dict))
-    )

@@ -142,6 +142,20 @@ def test_names_stay_in_the_folder(name):
 # -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "it is not JSON, or was cut short"),
+        ("[]", "it holds no checksum of its own"),
+        ("{}", "it holds no checksum of its own"),
+        (sealed_with().replace('"step": 7', '"step": 8'), "its checksum does not match its contents"),
+    ],
+)
+def test_what_is_wrong_with_a_manifest_is_said(text, words):
+    with pytest.raises(CheckpointError, match=words):
+        parse(text, MANIFEST, 1)
+
+
 @pytest.fixture
 def store(tmp_path):
     made = SnapshotFolder(tmp_path / "checkpoints")

@@ -21,7 +21,7 @@ from tfdist.artifacts.partial_download import PartialDownload
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.read_snapshots import bring_for_reading
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder
-from tfdist.artifacts.shard_upload import PARTS, ShardUpload, left_parts, send_part
+from tfdist.artifacts.shard_upload import PARTS, ShardUpload, is_note, left_parts, send_part
 from tfdist.artifacts.sharded_commit import ShardedCommit
 from tfdist.artifacts.sharded_snapshots import Shard, boxes_of_range, read_shards
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
@@ -250,6 +250,28 @@ def test_what_a_killed_job_has_left_is_sent_and_made_by_the_next(s3, tmp_path, k
         assert left_parts(folder, "another run", newest=10) == left_parts(folder, "abc", newest=20) == []
     second.commit.make_left(newer_than=10)
     assert second.read(1, 2, tmp_path / "elsewhere")[0] == 20
+
+
+def test_messages_that_are_none_are_passed_over(s3, tmp_path):
+    """Those of a store, which somebody else may have written, and those of a folder that a crash has damaged."""
+    workers = Workers(tmp_path, 2)
+    workers.write(10)
+    workers.send(10)
+    name = f"{step_folder(10)}/part-00000.json"
+    good = json.loads(workers.objects[0].text(name))
+    for changes in ({"workers": 0}, {"workers": -1}, {"workers": 10**9}, {"workers": True}, {"stamp": 1}, {"data": {}}):
+        assert is_note(good, 0) and not is_note({**good, **changes}, 0), changes
+        workers.objects[0].put_text(name, json.dumps({**good, **changes}))
+        assert workers.commit.make(10) == [0], changes
+    workers.objects[0].put_text(name, "[" * 100_000)
+    assert workers.commit.make(10) == [0]
+    workers.objects[0].put_text(name, json.dumps(good))
+    assert workers.commit.make(10) == []
+    folder = workers.folders[0]
+    assert len(left_parts(folder, "abc", newest=0)) == 1
+    for file in (folder / PARTS).glob("*/part-*.json"):
+        file.write_text(json.dumps({name: value for name, value in good.items() if name != "workers"}))
+    assert left_parts(folder, "abc", newest=0) == []
 
 
 def test_what_has_lost_a_part_is_removed(s3, tmp_path):

@@ -43,6 +43,13 @@ def plan(train, devices, hardware="h100", **changes):
     )
 
 
+def test_a_model_that_takes_too_long_to_count_is_named(monkeypatch):
+    monkeypatch.setattr("tfdist.plan._COUNTING_SECONDS", 0.01)
+    train = ["--source=digits", "--model=somebody.elses:model", "--global_batch=64", "--steps=1"]
+    with pytest.raises(ConfigError, match="--model=somebody.elses:model was not counted within 0.01 s"):
+        model_shape(flags.parse(train).config, train, input_shape="", outputs=0)
+
+
 def test_a_model_of_seven_billion_needs_zero_on_eight_devices():
     found = search(plan(LARGE, 8))
     best = [each.estimate for each in found]
