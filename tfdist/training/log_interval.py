@@ -188,7 +188,8 @@ class Watch:
         self._skip = True
 
     def forget(self) -> None:
-        """Discards the interval so far, and the next call, which traces or follows a rollback."""
+        """Restarts the measurement. The next call, which traces or follows a rollback, does not count, nor does the
+        time after it, up to the following call."""
         self._first, self._skip = None, True
 
     def add(self, out: StepOutput) -> None:
