@@ -1,4 +1,4 @@
-"""The fraction of tokens that a mixture of experts drops, as a metric beside those of the objective.
+"""The fraction of tokens' choices that a mixture of experts drops, as a metric beside those of the objective.
 
 A layer whose name ends in `_router_dropped` passes on the part of each token's choices that found no place, [B, T, 1]
 (models/experts.py). Its last input is recorded here, for the objective, which is called after the model.

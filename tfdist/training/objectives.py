@@ -44,8 +44,8 @@ def classification(label_smoothing: float = 0.0) -> Objective:
 
 
 def regression() -> Objective:
-    """Squared error and absolute error; outputs and y: both [n, ...], equal except for dims of 1. Each sample's error
-    is the mean over the other dims if w is [n]; each token's, if w is [n, T], the dims with which the outputs begin."""
+    """Squared error and absolute error; outputs and y: both [n, ...], equal except for dims of 1. With w [n] the error
+    of each sample is the mean over its other dims; with w [n, T], as the outputs begin, the same for each token."""
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
         outputs = tf.cast(outputs, tf.float32)

@@ -72,8 +72,8 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
 
 
 def _not_negative(weights: tf.Tensor) -> tf.Tensor:
-    """Replaces negative weights by minus infinity: the run then ends with a message about them (step_output.py in
-    training/), and an evaluation gives NaN. Weights of the data are checked earlier."""
+    """Replaces negative weights by minus infinity: the run then ends with a message about negative weights
+    (training/step_output.py), and an evaluation gives NaN. Weights of the data are checked earlier."""
     return tf.where(weights < 0, float("-inf"), weights)
 
 

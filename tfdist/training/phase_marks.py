@@ -1,6 +1,6 @@
 """Marks: the times at which the phases of a step end, taken inside the training function, in calls that are sampled.
 
-A mark reads the clock once some tensors are ready. Later operations wait for it (an executor with one thread might
+A mark reads the clock once some tensors are ready. Later operations wait for it (an executor with one thread would
 otherwise read the clock after everything else), except where that would prevent overlap: gradients travel while the
 backward pass continues, with or without marks. There is only one traced function, so measuring costs no second trace,
 and cannot change a result.

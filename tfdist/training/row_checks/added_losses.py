@@ -34,7 +34,7 @@ _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of
 
 
 def may_add(model: keras.Model) -> bool:
-    """Returns whether some layer could add a loss. False is certain; a user's own layers always could."""
+    """Returns whether some layer could add a loss. False is certain; any layer of the user's own counts as True."""
     return any(
         layer.activity_regularizer is not None or not is_of_keras(layer) for layer in keras_layers.all_layers(model)
     )

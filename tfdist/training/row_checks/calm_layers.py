@@ -38,7 +38,8 @@ def _reporting(added: Callable[[int, Any], None], number: int) -> Callable:
 
 
 def has_own_code(model: keras.Model) -> bool:
-    """Returns whether the model has layers, or initializers of layers, of the user's own."""
+    """Returns whether the model has layers of the user's own, or layers that hold a user's function, except
+    initializers."""
     layers = keras_layers.all_layers(model)
     return any(
         package_of(type(layer).__module__) not in ("keras", "tfdist") or holds_own_function(layer, _INITIALIZER)

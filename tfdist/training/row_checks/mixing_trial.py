@@ -40,8 +40,8 @@ class Attempt(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether this attempt also moves rows, uses as many rows as a whole batch, and checks gradients: one of the
-        attempts is enough."""
+        """Whether this attempt also moves rows, uses as many rows as a whole batch, and checks gradients: doing this in
+        one kind of attempt is enough."""
         return 0.0 < self.disturbed < 1.0 and not self.spread
 
 

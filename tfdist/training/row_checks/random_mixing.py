@@ -47,7 +47,7 @@ def mixes(
     """Returns whether `outputs` for a row change with the other rows in one of the runs.
 
     Args:
-      outputs: (`number` rows, uint32 [], by how much the seeds are advanced) -> tensors.
+      outputs: (`number` rows, uint32 []: by how much the seeds are advanced) -> tensors.
       take: (rows, numbers of rows) -> a nest of these rows.
     """
     every = list(range(number))
