@@ -1,7 +1,7 @@
 """The resnet50 and applications models: the image classifiers of keras.applications, with random weights.
 
-They expect images in 0..1, as the sources give them. The first layer brings them to the scale that the network was made
-for: 0..255 for those that preprocess inside (EfficientNet, EfficientNetV2, MobileNetV3, ConvNeXt), -1..1 for all
+They expect images in 0..1, as the sources give them. The first layer brings them to the scale for which the network was
+made: 0..255 for networks with preprocessing inside (EfficientNet, EfficientNetV2, MobileNetV3, ConvNeXt), -1..1 for all
 others.
 """
 
@@ -36,7 +36,7 @@ def applications(
     """Images [B, H, W, C] in 0..1 -> `keras.applications.<name>` -> logits [B, num_outputs] float32.
 
     `options` go to the function of keras.applications, for example alpha=0.5 of MobileNetV2.
-    Raises ConfigError for a name or option that Keras does not have, x that is no image, or no number of classes.
+    Raises ConfigError for a name or option that Keras does not have, x that is not an image, or no number of classes.
     """
     known = [n for n, value in vars(keras.applications).items() if inspect.isfunction(value)]
     if name not in known:
@@ -70,7 +70,7 @@ def applications(
 def resnet50(*, x_spec: tf.TensorSpec, num_outputs: int | None) -> keras.Model:
     """ResNet-50 (He et al. 2015, arXiv:1512.03385): images [B, H, W, C] in 0..1 -> logits [B, num_outputs] float32.
 
-    Sides of at least 32: it makes the image 32 times smaller. 25,636,712 parameters with 3 channels and 1000 classes.
-    Raises ConfigError if x is no image, or there is no number of classes.
+    Images need sides of at least 32: the network makes them 32 times smaller. 25,636,712 parameters with 3 channels and
+    1000 classes. Raises ConfigError if x is not an image, or there is no number of classes.
     """
     return applications(x_spec=x_spec, num_outputs=num_outputs, name="ResNet50")

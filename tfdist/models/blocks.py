@@ -7,19 +7,20 @@ The layers are flat in the model, and their names are an interface (variable pat
                      block_00_attention_query, _key, _value and _joined (Reshape layers: to heads, and back)
     block_00_norm_2  block_00_mlp_up         block_00_mlp_down       block_00_mlp_add
                      or, instead of _mlp_up and _mlp_down, the router and the experts of experts.py
-A block takes nothing but the tensor of the block before it, so the model can be cut between blocks:
+The only input of a block is the output of the previous block, so the model can be cut between blocks:
 `keras.Model(model.get_layer("block_02_mlp_add").output, model.get_layer("block_05_mlp_add").output)` is blocks 3 to 5,
 with the same variables.
 
-Why attention is written so, in milliseconds for forward and backward of the small transformer (10.8M parameters, 8 x
-128 tokens, float32, one core of a Zen 4 at 110 GFLOP/s, where the matrix products alone take 650; TensorFlow 2.21):
+Why attention is written in this way, in milliseconds for forward and backward of the small transformer (10.8M
+parameters, 8 x 128 tokens, float32, one core of a Zen 4 at 110 GFLOP/s, where the matrix products alone take 650;
+TensorFlow 2.21):
     slices of a [B, T, 3, H, K] projection   810    their gradients write zeros, and the transpose has 5 dims
     keras.layers.MultiHeadAttention          735
-    split + ops.dot_product_attention        730    makes a mask [B, H, T, T] of its own
-    split + matmul, mask [1, T, T]           717    this file; adding -1e9 instead of `where` is equal
+    split + ops.dot_product_attention        730    makes its own mask [B, H, T, T]
+    split + matmul, mask [1, T, T]           717    this file; adding -1e9 instead of `where` is equally fast
     the same with jit_compile                730    XLA gains nothing on a CPU, and compiles for 4 s
-    ReLU for GELU, no LayerNorm              -50    all that faster versions of these could gain; x * sigmoid(...) for
-                                                    GELU and tokens as [B * T, D] gained nothing
+    ReLU for GELU, no LayerNorm              -50    the most that faster versions of these could gain; x * sigmoid(...)
+                                                    for GELU and tokens as [B * T, D] gained nothing
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _MASKED = -1e9
 
 @dataclass(frozen=True)
 class StackOptions:
-    """What a stack of blocks is made of."""
+    """The options of a stack of blocks."""
 
     layers: int
     width: int
@@ -63,9 +64,9 @@ def choose_options(
     heads: int | None,
     dropout: float,
 ) -> StackOptions:
-    """The named size, with what is not None instead.
+    """Returns the options of the named size; arguments that are not None replace its values.
 
-    Raises ConfigError for an unknown size or a width that heads do not divide.
+    Raises ConfigError for an unknown size, or a width that the number of heads does not divide.
     """
     if size not in sizes:
         raise ConfigError(f"--model={model} got size={size}: use {', '.join(sizes)}.")
@@ -81,9 +82,9 @@ def choose_options(
 
 
 def normal() -> initializers.Initializer:
-    """The initial weights of GPT-2: normal, standard deviation 0.02.
+    """Returns GPT-2's initializer: normal, standard deviation 0.02.
 
-    A new one for each layer, or all would start equal.
+    Make a new one for each layer, or all layers would start with equal weights.
     """
     return initializers.RandomNormal(stddev=_STDDEV)
 
@@ -106,8 +107,8 @@ def _causal_mask(x_BT: keras.KerasTensor) -> keras.KerasTensor:
 def block(x_BTD: keras.KerasTensor, index: int, shape: StackOptions, causal: bool) -> keras.KerasTensor:
     """x + attention(norm(x)), then x + mlp(norm(x)): the block of GPT-2 (Radford et al. 2019). [B, T, D] -> [B, T, D].
 
-    `causal`: position t sees 0..t, else every position sees all. The last layer of each branch starts with weights of
-    standard deviation 0.02 / sqrt(2 * layers), so that the sum over the branches does not grow with depth.
+    causal: position t sees 0..t, otherwise every position sees all. The last layer of each branch starts with weights
+    of standard deviation 0.02 / sqrt(2 * layers), so that the sum over the branches does not grow with depth.
     """
     name = f"block_{index:02d}"
     residual = initializers.RandomNormal(stddev=_STDDEV / (2 * shape.layers) ** 0.5)

@@ -1,8 +1,8 @@
-"""How a name of model_names.py, or package.module:function, becomes a built Keras model.
+"""Builds a Keras model from a name of model_names.py, or from package.module:function.
 
-A new model is a function in a file of this folder, `builder(*, x_spec, num_outputs, **options) -> keras.Model`, and one
-line in model_names.py. It is imported when it is asked for. A model returns logits in float32 and is made of layers and
-operations that Keras ships, so that its .keras file loads without tfdist.
+To add a model, write a function `builder(*, x_spec, num_outputs, **options) -> keras.Model` in a file of this folder,
+and add one line to model_names.py. The file is imported on demand. A model returns logits in float32 and is made of
+layers and operations that Keras ships, so that its .keras file loads without tfdist.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tfdist.models.model_names import MODELS
 from tfdist.models.nested_functions import trace_anew
 from tfdist.plugins import own_code, resolve
 
-_NAME = re.compile(r"[A-Za-z0-9_.\\/>-]+")  # of a scope within another one
+_NAME = re.compile(r"[A-Za-z0-9_.\\/>-]+")  # of a TensorFlow scope within another one
 
 
 def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> keras.Model:
-    """The model of `--model` with `--model_args`, for samples of `x_spec` (no batch dim).
+    """Builds the model of `--model` with `--model_args`, for samples of `x_spec` (no batch dim).
 
-    `num_outputs` is the number of classes or the size of the vocabulary, None where the source knows none;
-    --model_args=num_outputs=N goes before it. Call it in the scope of the strategy, under the precision policy of the
-    run and after the seed is set: builders draw the initial weights from Keras' seed alone.
+    `num_outputs` is the number of classes or the size of the vocabulary, None if the source does not know it;
+    --model_args=num_outputs=N takes precedence. Call it in the scope of the strategy, under the precision policy of the
+    run, and after the seed is set: builders draw the initial weights from Keras' seed alone.
 
-    A function of the user's own gets, of x_spec, input_shape (the shape of x_spec as a tuple), num_outputs and
-    the options of --model_args that its signature names. A model of KerasHub, for example, is
+    A user's function gets those of x_spec, input_shape (the shape of x_spec as a tuple), num_outputs and the options of
+    --model_args that its signature names. A model of KerasHub, for example, is
     `--model=my_models:gpt2 --model_args=preset=gpt2_base_en` with, in my_models.py:
 
         def gpt2(preset):
@@ -48,7 +48,7 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
             logits = backbone.token_embedding(hidden, reverse=True)
             return keras.Model(tokens, keras.layers.Activation("linear", dtype="float32")(logits))
 
-    Raises ConfigError for an unknown model or option, one that does not fit the data, or half-precision outputs.
+    Raises ConfigError for an unknown model or option, a model that does not fit the data, or half-precision outputs.
     """
     fuse_attention()
     compile_functions()
@@ -63,7 +63,7 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
             f"--model={config.model} returned {type(model).__name__}: it must return a keras.Model of Keras 3."
         )
     with own_code("model", config.model):
-        built = model.built  # which a class lacks whose __init__ does not call super().__init__()
+        built = model.built  # a class whose __init__ does not call super().__init__() lacks this attribute
     if not built:
         raise ConfigError(
             f"--model={config.model} returned a model without variables: call its build(input_shape), or begin it with"
@@ -79,7 +79,7 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
 
 
 def _check_names(name: str, model: keras.Model) -> None:
-    """Raises ConfigError for names that no scope of TensorFlow's can have."""
+    """Raises ConfigError for names that a TensorFlow scope cannot have."""
     for layer in keras_layers.all_layers(model):
         if not _NAME.fullmatch(layer.name):
             raise ConfigError(
@@ -112,7 +112,7 @@ def _build_ours(config: ModelConfig, builder: Callable, arguments: dict[str, Any
         return builder(**arguments)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:  # what Keras says of layers=two, or of an image that is too small
+    except (TypeError, ValueError) as error:  # Keras' errors for layers=two, or for an image that is too small
         raise ConfigError(
             f"--model={config.model} with --model_args={config.model_args!r} cannot be built for x of shape"
             f" {tuple(x_spec.shape)}: {without_internals(str(error))}"
@@ -120,10 +120,10 @@ def _build_ours(config: ModelConfig, builder: Callable, arguments: dict[str, Any
 
 
 def synchronize_batchnorm(model: keras.Model, synchronized: bool) -> None:
-    """Makes every BatchNormalization of the model, at any depth, take its statistics over all replicas, or over its
-    own.
+    """Makes every BatchNormalization of the model, at any depth, compute its statistics over all replicas, or only over
+    its own replica.
 
-    Works on a built model: Keras 3.15 reads the attribute when the layer is called, so before the step is traced.
+    Works on a built model: Keras 3.15 reads the attribute when the layer is called. Call it before the step is traced.
     """
     for layer in keras_layers.all_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization):
@@ -131,7 +131,7 @@ def synchronize_batchnorm(model: keras.Model, synchronized: bool) -> None:
 
 
 def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the builder: what it accepts of `given`, and the options of --model_args."""
+    """Returns the arguments of the builder: those of `given` that it accepts, and the options of --model_args."""
     options = parse_args("model_args", config.model_args)
     kinds = inspect.Parameter
     parameters = {
@@ -155,7 +155,7 @@ def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) ->
         raise ConfigError(
             f"--model={config.model} needs {', '.join(missing)}: give for example --model_args={missing[0]}=VALUE."
         )
-    # What the source does not know leaves a default of the builder's own in place.
+    # A value that the source does not know leaves the builder's default in place.
     unknown = {
         name
         for name, value in given.items()
@@ -169,8 +169,8 @@ def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) ->
 
 
 def _check_output_types(name: str, model: keras.Model, x_spec: Any) -> None:
-    """Raises ConfigError if the last layer is not float32 under float16 or bfloat16, as the loss takes exponentials, or
-    gives whole numbers, which have no gradient."""
+    """Raises ConfigError if the last layer gives float16 or bfloat16, as the loss takes exponentials, or integers,
+    which have no gradient."""
     with own_code("model", name):
         output = outputs_of(model, x_spec)
     types = {keras.backend.standardize_dtype(tensor.dtype) for tensor in keras.tree.flatten(output)}

@@ -27,7 +27,7 @@ def cnn(
 
     norm: "batch", "group" (groups of 8 channels, for small batches: Wu and He 2018, arXiv:1803.08494), or "none"
     (convolutions then have a bias). `dropout` is before the last layer.
-    Raises ConfigError for another norm, x that is no image, or no number of classes.
+    Raises ConfigError for another norm, x that is not an image, or no number of classes.
     """
     if norm not in ("batch", "group", "none"):
         raise ConfigError(f"--model=cnn got norm={norm}: use batch, group or none.")

@@ -1,8 +1,8 @@
 """LayerNormalization and GELU in training steps on CPUs: each a few loops that XLA compiles.
 
 Keras composes them of a dozen operations, each of which reads and writes all of its tensors; broadcasting a number for
-each row costs TensorFlow several times as much again. Forward and backward, one core of a Xeon, float32:
-LayerNormalization of 1024 x 384 12 ms and 3, GELU of 1024 x 1536 30 ms and 3 (docs/speed_log.md).
+each row costs TensorFlow several times as much again. Forward and backward on one core of a Xeon, float32, Keras
+against this file: LayerNormalization of 1024 x 384 12 ms and 3, GELU of 1024 x 1536 30 ms and 3 (docs/speed_log.md).
 
 Legend: N rows, D their width.
 """
@@ -19,15 +19,15 @@ import tensorflow as tf
 from tfdist.compat import keras_functions, tensorflow_vectorized, tensorflow_xla
 from tfdist.runtime.scopes import ThreadScope
 
-LEAST = 1 << 14  # elements: below that a call of what XLA has compiled costs what it gains
-_ROWS = 8  # that are assumed where a batch may have any number
+LEAST = 1 << 14  # elements: below this, calling an XLA-compiled function costs as much as it gains
+_ROWS = 8  # rows assumed if a batch may have any number
 _compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
-in_steps = ThreadScope()  # a step is traced. Elsewhere a graph may be exported, and would need XLA where it is served
+in_steps = ThreadScope()  # a step is being traced; any other graph may be exported, and would need XLA for serving
 
 
 def compile_functions() -> None:
-    """Compiles Keras' LayerNormalization and "gelu" from now on where `in_steps`, on machines without a GPU (on one XLA
-    compiles the whole step), for float32 whose shape is known but for the number of rows."""
+    """Makes Keras' LayerNormalization and "gelu" compiled from now on within `in_steps`, on machines without a GPU (on
+    one XLA compiles the whole step), for float32 tensors whose shape is known except for the number of rows."""
     keras_functions.replace_gelu(_gelu_where_possible)
     keras_functions.replace_layer_normalization(_normalization_where_possible)
 
@@ -36,7 +36,7 @@ def _suits(x: Any) -> bool:
     if not (in_steps.is_here and isinstance(x, tf.Tensor) and x.dtype == tf.float32) or tf.executing_eagerly():
         return False
     if x.shape.rank is None or x.shape.rank < 2 or not x.shape[1:].is_fully_defined():
-        return False  # XLA would compile for each length anew
+        return False  # XLA would compile again for each length
     elements = (x.shape[0] or _ROWS) * (x.shape[1:].num_elements() or 0)
     is_alone = not tensorflow_xla.is_compiled_by_xla() and not tensorflow_vectorized.is_here()
     return elements >= LEAST and is_alone and not tf.config.list_logical_devices("GPU")
@@ -46,7 +46,7 @@ def _suits(x: Any) -> bool:
 # Hendrycks, Gimpel 2016, arXiv:1606.08415: x * Phi(x), or with Phi(x) = (1 + tanh(u)) / 2, u = c * (x + k * x^3).
 
 _C, _K = math.sqrt(2 / math.pi), 0.044715
-_ALL = 5.5  # beyond it Phi(x) is 0 or 1 but for 2e-8
+_ALL = 5.5  # for |x| beyond this, Phi(x) is 0 or 1 up to 2e-8
 
 
 def _tanh_of(x: tf.Tensor) -> tf.Tensor:
@@ -66,7 +66,7 @@ def _gelu_tanh_gradient(x: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
 
 def _phi_of(x: tf.Tensor) -> tf.Tensor:
     phi = 0.5 * (1 + tf.math.erf(x * math.sqrt(0.5)))
-    # XLA's erf ends at 1 - 2e-7, which times a large x is no longer small.
+    # XLA's erf does not exceed 1 - 2e-7; this error is no longer small when multiplied by a large x.
     return tf.where(x > _ALL, tf.ones_like(x), tf.where(x < -_ALL, tf.zeros_like(x), phi))
 
 
@@ -98,7 +98,7 @@ def _gelu_where_possible(of_keras: Callable) -> Callable:
 
 
 # -- LayerNormalization ------------------------------------------------------------------------------------------------
-# Ba, Kiros, Hinton 2016, arXiv:1607.06450: of rows [N, D], (x - mean) / sqrt(variance + epsilon) * gamma + beta.
+# Ba, Kiros, Hinton 2016, arXiv:1607.06450: for rows [N, D], (x - mean) / sqrt(variance + epsilon) * gamma + beta.
 
 
 def _mean(x_ND: tf.Tensor) -> tf.Tensor:
@@ -107,7 +107,7 @@ def _mean(x_ND: tf.Tensor) -> tf.Tensor:
 
 @_compiled
 def _normalized(x_ND: tf.Tensor, gamma_D: tf.Tensor, beta_D: tf.Tensor, epsilon: tf.Tensor) -> tuple:
-    """(the outputs [N, D], the means [N, 1], one over the standard deviations [N, 1])"""
+    """Returns (the outputs [N, D], the means [N, 1], one over the standard deviations [N, 1])."""
     mean_N1 = _mean(x_ND)
     centered_ND = x_ND - mean_N1
     inverse_N1 = tf.math.rsqrt(_mean(centered_ND * centered_ND) + epsilon)
@@ -126,7 +126,8 @@ def _gradient_of_rows(
 def _gradients_of_weights(
     x_ND: tf.Tensor, mean_N1: tf.Tensor, inverse_N1: tf.Tensor, upstream_ND: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The gradients of gamma and beta. Apart from the gradient of the rows: XLA would make one slow loop of all."""
+    """Returns the gradients of gamma and beta. Separate from the gradient of the rows: XLA would fuse all into one slow
+    loop."""
     return tf.reduce_sum(upstream_ND * ((x_ND - mean_N1) * inverse_N1), 0), tf.reduce_sum(upstream_ND, 0)
 
 

@@ -1,7 +1,7 @@
-"""Attention by cuDNN's kernel in TensorFlow, the same by formula, and how far the two are from each other.
+"""Attention with cuDNN's kernel in TensorFlow, the same attention by formula, and the error of the kernel against it.
 
-XLA carries the kernel ("__cudnn$fmhaSoftmax", which JAX asks for by the same name): a function that XLA compiles can
-have it. It never writes the weights of [B, N, T, S] to memory (FlashAttention, Dao et al. 2022, arXiv:2205.14135).
+XLA includes the kernel ("__cudnn$fmhaSoftmax", which JAX calls by the same name): a function that XLA compiles can call
+it. It never writes the weights of [B, N, T, S] to memory (FlashAttention, Dao et al. 2022, arXiv:2205.14135).
 
 Shapes as in Keras: B batch, T queries, S keys, N heads, H numbers in each.
 """
@@ -20,15 +20,15 @@ from tfdist.runtime.host import known_dims
 
 DTYPES = {tf.float16: "F16", tf.bfloat16: "BF16"}  # -> their names in XLA
 _MASKED = -1e9
-_WORKSPACE = (tf.uint8, [0])  # XLA finds out how much
+_WORKSPACE = (tf.uint8, [0])  # XLA determines the size
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The way from the products of queries and keys to the scores of the softmax.
+    """How the products of queries and keys become the scores of the softmax.
 
-    Args: scale: their factor; is_causal: query t sees keys 0..t; mask: bool [B or 1, N or 1, T, S], who sees whom, or
-    None. Where both are given, a key is seen if both say so.
+    Args: scale: factor of the products; is_causal: query t sees keys 0..t; mask: bool [B or 1, N or 1, T, S], whether a
+    query sees a key, or None. If both are given, a query sees a key only if both allow it.
     """
 
     scale: float
@@ -36,7 +36,8 @@ class Scores:
     mask: tf.Tensor | None
 
     def seen(self, query: tf.Tensor, key: tf.Tensor) -> tf.Tensor | None:
-        """Whether each query sees each key, bool, [..., T, S]; None if all do. query [B, T, N, H], key [B, S, N, H]."""
+        """Returns whether each query sees each key, bool, [..., T, S]; None if all do. query [B, T, N, H], key
+        [B, S, N, H]."""
         if not self.is_causal:
             return self.mask
         queries, keys = known_dims(query.shape)[1], known_dims(key.shape)[1]
@@ -45,11 +46,11 @@ class Scores:
 
 
 def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: Scores) -> tf.Tensor:
-    """softmax(scores) value, [B, T, N, H], by cuDNN, with its gradient. A query that sees no key has the mean of all
-    values, as in Keras.
+    """Computes softmax(scores) value, [B, T, N, H], with cuDNN, and its gradient. A query that sees no key gets the
+    mean of all values, as in Keras.
 
-    Args: query [B, T, N, H], key and value [B, S, N, H], float16 or bfloat16, of static shapes. In a function that XLA
-    compiles for a GPU; elsewhere XLA says that it has no implementation.
+    Args: query [B, T, N, H], key and value [B, S, N, H], float16 or bfloat16, of static shapes. To be called in a
+    function that XLA compiles for a GPU; elsewhere XLA reports that it has no implementation.
     """
     bias = _bias(scores.mask, query.dtype)
 
@@ -62,7 +63,7 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: 
             found = _backward(query, key, value, output, statistics, upstream, bias, scores)
 
             def of_gradient(*upstreams: tf.Tensor) -> list[tf.Tensor]:
-                """The gradient of the gradient, which cuDNN does not have: for a gradient penalty, for example."""
+                """Returns the gradient of the gradient, which cuDNN lacks; a gradient penalty, for example, uses it."""
                 by_formula = with_gradients(attention_by_formula, scores)
                 inputs = [query, key, value, upstream]
                 with tf.GradientTape() as tape:
@@ -75,7 +76,7 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: 
 
         return output, lambda upstream: gradient(query, key, value, upstream)
 
-    output: Any = attention(query, key, value)  # without the gradient, which its type has beside it
+    output: Any = attention(query, key, value)  # returns the output alone, although its type includes the gradient
     if scores.mask is None:
         return output
     sees_any_BNT1 = tf.reduce_any(scores.seen(query, key), -1, keepdims=True)
@@ -84,7 +85,8 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: 
 
 
 def _bias(mask: tf.Tensor | None, dtype: tf.DType) -> tf.Tensor | None:
-    """The numbers added to the scores for a mask, as JAX has it: larger numbers meet a fault of cuDNN's."""
+    """Returns the numbers that are added to the scores for a mask, the same as in JAX: larger numbers trigger a bug in
+    cuDNN."""
     if mask is None:
         return None
     return tf.where(mask, tf.cast(0, dtype), tf.cast(-(2.0**41) if dtype == tf.bfloat16 else -(2.0**15), dtype))
@@ -93,7 +95,8 @@ def _bias(mask: tf.Tensor | None, dtype: tf.DType) -> tf.Tensor | None:
 def _forward(
     query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, bias: tf.Tensor | None, scores: Scores
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The output [B, T, N, H], and of each row of scores what the backward pass needs: float32 [B, N, T]."""
+    """Returns the output [B, T, N, H], and the statistics of each row of scores that the backward pass needs: float32
+    [B, N, T]."""
     by_head = [_swapped(x) for x in (query, key, value)]
     batch, heads, queries, width = known_dims(by_head[0].shape)
     output_BNTH, statistics, _ = tensorflow_xla.custom_call(
@@ -115,7 +118,7 @@ def _backward(
     bias: tf.Tensor | None,
     scores: Scores,
 ) -> list[tf.Tensor]:
-    """The gradients of query, key and value."""
+    """Returns the gradients of query, key and value."""
     by_head = [_swapped(x) for x in (query, key, value)]
     *found, _ = tensorflow_xla.custom_call(
         "__cudnn$fmhaSoftmaxBackward" if bias is None else "__cudnn$fmhaScaleBiasSoftmaxBackward",
@@ -131,8 +134,8 @@ def _swapped(x: tf.Tensor) -> tf.Tensor:
     return tf.transpose(x, (0, 2, 1, 3))
 
 
-# Which dims each product of two sums over, left and right; B and N they have in common (XLA's CudnnfMHABackendConfig,
-# as JAX fills it: jax/_src/cudnn/fused_attention_stablehlo.py).
+# The dims, left and right, over which each matrix product sums; B and N are batch dims of both (XLA's
+# CudnnfMHABackendConfig, as JAX fills it: jax/_src/cudnn/fused_attention_stablehlo.py).
 _FORWARD = {"bmm1": (3, 3), "bmm2": (3, 2)}
 _BACKWARD = {
     "bmm1_grad_gemm1": (2, 2),
@@ -188,8 +191,8 @@ def _config(query: tf.Tensor, key: tf.Tensor, scores: Scores, products: dict[str
 def distance(
     dtype: tf.DType, sizes: tuple[int, int, int, int, int], scale: float, is_causal: bool, is_masked: bool
 ) -> float:
-    """The distance of cuDNN's output and three gradients for random numbers from the formula's in float32: the largest
-    of the norms of the differences, in parts of the norms. sizes: B, T, S, N, H."""
+    """Returns the relative error of cuDNN's output and three gradients against the formula in float32, for random
+    inputs: the largest of the norms of the differences, each relative to the norm. sizes: B, T, S, N, H."""
     inputs = random_inputs(dtype, sizes)
     scores = Scores(scale, is_causal, random_mask((sizes[0], 1, *sizes[1:3])) if is_masked else None)
     fused = tf.function(with_gradients(cudnn_attention, scores), jit_compile=True, autograph=False)
@@ -202,7 +205,7 @@ def distance(
 
 
 def random_inputs(dtype: tf.DType, sizes: tuple[int, int, int, int, int]) -> list[tf.Tensor]:
-    """Query, key, value and a gradient of the output, always the same. sizes: B, T, S, N, H."""
+    """Returns random query, key, value and gradient of the output, always the same. sizes: B, T, S, N, H."""
     batch, queries, keys, heads, width = sizes
     positions = (queries, keys, keys, queries)
     return [
@@ -212,15 +215,15 @@ def random_inputs(dtype: tf.DType, sizes: tuple[int, int, int, int, int]) -> lis
 
 
 def random_mask(sizes: tuple[int, int, int, int]) -> tf.Tensor:
-    """A mask as of padding, always the same: about half of the keys are seen, and the first query of the first row sees
-    none. sizes: B, N, T, S; B and N may be 1.
+    """Returns a random mask, always the same: about half of the keys are seen, and, as with padding, the first query of
+    the first row sees none. sizes: B, N, T, S; B and N may be 1.
     """
     mask = tf.random.stateless_uniform(sizes, (7, 9)) < 0.5
     return mask & (tf.reshape(tf.range(tf.reduce_prod(sizes)), sizes) >= sizes[-1])
 
 
 def with_gradients(attention: Any, scores: Scores) -> Any:
-    """(query, key, value, gradient of the output) -> [output, and the gradients of the three]."""
+    """Returns a function (query, key, value, gradient of the output) -> [output, and the gradients of the three]."""
 
     def compute(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, upstream: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
@@ -233,7 +236,7 @@ def with_gradients(attention: Any, scores: Scores) -> Any:
 
 
 def attention_by_formula(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scores: Scores) -> tf.Tensor:
-    """Computes what `cudnn_attention` does by TensorFlow's operations, in float16, bfloat16 or float32."""
+    """Computes the same as `cudnn_attention` with TensorFlow's operations, in float16, bfloat16 or float32."""
     scores_BNTS = scores.scale * tf.cast(tf.einsum("btnh,bsnh->bnts", query, key), tf.float32)
     seen = scores.seen(query, key)
     if seen is not None:

@@ -1,9 +1,8 @@
-"""Embedding tables are read by the row.
+"""Makes Embedding layers read single rows of their tables.
 
 Keras' Embedding reads its whole table and then gathers from it. That costs nothing as long as nobody changes single
-rows of the variable; from the first time on that somebody does, as plain SGD does with the gradient of a table,
-TensorFlow copies the table at every such read: 128 MB in each step for 2,000,000 rows of 16. With --precision the whole
-table is cast as well.
+rows of the variable. But once somebody has, as plain SGD does with the gradient of a table, TensorFlow copies the table
+at every such read: 128 MB in each step for 2,000,000 rows of 16. With --precision the whole table is cast as well.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tfdist.models import missing_rows
 
 
 def read_rows(model: keras.Model) -> None:
-    """Makes every Embedding of the model, at any depth, read the rows that it looks up.
+    """Makes every Embedding of the model, at any depth, read only the rows that it looks up.
 
     The results are the same bits.
     """

@@ -1,19 +1,19 @@
-"""A mixture of experts in place of a block's MLP: each token goes to the K of E MLPs that a router likes best for it.
+"""A mixture of experts in place of a block's MLP: each token goes to the K of E MLPs that a router prefers for it.
 
 Legend. B sequences, T positions, D width, F = 4 D, E experts, K experts of a token, C places that an expert has for a
 sequence (its capacity): C = ceil(capacity * K * T / E), at most T.
 
-The form is GShard's (Lepikhin et al. 2020, arXiv:2006.16668): tokens are brought to experts and back by products
-with 0/1 tensors [B, T, E, C], and what an expert has no place for is dropped: the residual sum goes on without it.
-GShard's "groups" are the sequences here. So which expert takes a token, what is dropped, and the balance loss depend on
-one sequence alone: not on the batch, nor on how it is spread over workers and micro-batches. And places are taken in
-the order of positions, so that position t still sees nothing but 0..t.
+The form is GShard's (Lepikhin et al. 2020, arXiv:2006.16668): products with 0/1 tensors [B, T, E, C] bring tokens to
+experts and back. A token for which an expert has no place is dropped there: the residual sum continues without it.
+GShard's "groups" are the sequences here. So the choice of experts, the dropped tokens and the balance loss depend on
+one sequence alone: not on the batch, nor on how it is spread over workers and micro-batches. Places are taken in the
+order of positions, so that position t still sees only 0..t.
 
-The balance loss of a sequence is E * sum_e f_e P_e (Fedus et al. 2021, arXiv:2101.03961), at its least 1, with f_e the
-part of the T * K choices that fell on e, and P_e the mean over positions of the router's probability of e. Its gradient
-flows through P. A global batch has the mean over its sequences, summed over blocks, times `balance`.
+The balance loss of a sequence is E * sum_e f_e P_e (Fedus et al. 2021, arXiv:2101.03961), at least 1, with f_e the part
+of the T * K choices that fell on e, and P_e the mean over positions of the router's probability of e. Its gradient
+flows through P. The loss of a global batch is the mean over its sequences, summed over blocks, times `balance`.
 
-All of it is layers and operations that Keras ships; their names are an interface, as those of blocks.py:
+Everything is made of layers and operations that Keras ships; their names are an interface, like those of blocks.py:
     block_00_router            Dense [D, E], softmax, in float32 under every precision policy
     block_00_router_balance    adds the loss
     block_00_router_dropped    passes on the dropped part of each token, [B, T, 1]
@@ -42,16 +42,17 @@ class Experts:
     balance: float = 0.01
 
     def places(self, length: int) -> int:
-        """C, the places of each expert in a sequence of `length` tokens."""
+        """Returns C, the number of places of each expert for a sequence of `length` tokens."""
         return min(length, math.ceil(self.capacity * self.per_token * length / self.count))
 
 
 def choose_experts(
     model: str, *, experts: int, experts_per_token: int | None, capacity: float | None, balance: float | None
 ) -> Experts | None:
-    """The options of --model_args as Experts; None stands for the default. None without experts.
+    """Returns the options of --model_args as Experts, or None without experts. Arguments that are None have the
+    default.
 
-    Raises ConfigError for one out of range, or given without experts.
+    Raises ConfigError for an option out of range, or given without experts.
     """
     given = {"per_token": experts_per_token, "capacity": capacity, "balance": balance}
     given = {name: value for name, value in given.items() if value is not None}
@@ -87,11 +88,11 @@ def mixture(
     start: initializers.Initializer,
     last: initializers.Initializer,
 ) -> keras.KerasTensor:
-    """The experts' outputs [B, T, D], weighted by the router. `start`, `last`: initial weights, of the second
-    projection and the others.
+    """Returns the experts' outputs [B, T, D], weighted by the router. start: initializer of the router and of the first
+    projection; last: of the second projection.
 
-    With K > 1 a token's weights are its probabilities divided by their sum over its K experts, before any is dropped;
-    with K = 1 it is the probability itself, without which the router would learn nothing but balance.
+    With K > 1 a token's weights are its probabilities divided by their sum over its K experts, before any is dropped.
+    With K = 1 the weight is the probability itself; otherwise the router would learn only balance.
     """
     length, width = x_BTD.shape[1:]
     places = experts.places(length)
@@ -135,25 +136,23 @@ def mixture(
     )
     dropped_BT1 = ops.mean(1.0 - ops.sum(taken_BTKC, -1), -1, keepdims=True)
     dropped_BT1 = layers.Identity(dtype="float32", name=f"{name}_router_dropped")(dropped_BT1)
-    # Keras runs only what leads to an output.
+    # Keras runs only layers that lead to an output.
     return y_BTD + ops.cast(0.0 * (balance + dropped_BT1), y_BTD.dtype)
 
 
 def _take_places(chosen_BTKE: keras.KerasTensor, places: int) -> keras.KerasTensor:
-    """float32 [B, T, K, C]: 1 at the place that the token has with its K-th expert; 0 everywhere where none was
-    left.
-    """
+    """float32 [B, T, K, C]: 1 at the place that the token has with its K-th expert; all 0 if no place was left."""
     _, length, per_token, count = chosen_BTKE.shape
     wanted_BNE = ops.cast(
         ops.reshape(chosen_BTKE, (-1, length * per_token, count)), "int32"
     )  # N: all choices, by position
     before_BNE = ops.cumsum(wanted_BNE, axis=1) - wanted_BNE
     place_BTK = ops.reshape(ops.sum(before_BNE * wanted_BNE, -1), (-1, length, per_token))
-    return ops.one_hot(place_BTK, places, dtype="float32")  # of a number from C on: zeros
+    return ops.one_hot(place_BTK, places, dtype="float32")  # zeros for numbers of C or more
 
 
 def _balance(likes_BTE: keras.KerasTensor, chosen_BTKE: keras.KerasTensor) -> keras.KerasTensor:
-    """float32 [1, 1, 1]: the balance loss, mean over sequences."""
+    """float32 [1, 1, 1]: the balance loss, as the mean over sequences."""
     _, _, per_token, count = chosen_BTKE.shape
     fraction_BE = ops.mean(ops.sum(chosen_BTKE, 2), 1) / per_token
     loss_B1 = count * ops.sum(fraction_BE * ops.mean(likes_BTE, 1), -1, keepdims=True)

@@ -1,7 +1,7 @@
-"""Attention in half precision on GPUs: by one kernel of cuDNN's, which Keras has with JAX and PyTorch only.
+"""Attention in half precision on GPUs with one kernel of cuDNN, which Keras offers with JAX and PyTorch only.
 
-GPT-2 124M on an H100: 253,000 tokens a second without it, 418,000 with it; PyTorch's compiled 327,500 (docs/gpus.md).
-It also keeps less memory and rounds less: scores and weights stay in float32 within the kernel (cudnn_attention.py).
+GPT-2 124M on an H100: 253,000 tokens a second without it, 418,000 with it; compiled PyTorch 327,500 (docs/gpus.md).
+The kernel also needs less memory and rounds less: scores and weights stay in float32 inside it (cudnn_attention.py).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from tfdist.control.user_errors import first_line
 from tfdist.models.cudnn_attention import DTYPES, Scores, attention_by_formula, cudnn_attention, distance
 from tfdist.runtime.host import known_dims
 
-TOLERANCE = 0.02  # of the norm; bfloat16 rounds to 0.004 of each number
-_TRIED_POSITIONS = 1024  # at most, as the trial writes the weights of [B, N, T, S]
+TOLERANCE = 0.02  # relative to the norm; bfloat16 rounds each number by up to 0.004 of it
+_TRIED_POSITIONS = 1024  # at most, as the formula in the trial writes the weights of [B, N, T, S] to memory
 
 
 def fuse_attention() -> None:
-    """Makes Keras' MultiHeadAttention and `keras.ops.dot_product_attention` take cuDNN's kernel in this process where
-    it can be had: on GPUs of compute capability 8.0 or newer, in a function that XLA compiles, in half precision,
-    without bias or dropout of the weights, H a multiple of 8 up to 128 (from 9.0 on 256), with a mask even numbers of
-    positions. (cuDNN's dropout counts its own calls: a resumed run would draw others.) On other GPUs the same attention
-    keeps half precision for its gradient (short_softmax.py); everything else is computed as before.
-    `keras.config.disable_flash_attention()` turns cuDNN's off.
+    """Makes Keras' MultiHeadAttention and `keras.ops.dot_product_attention` use cuDNN's kernel, in this process, where
+    possible: on GPUs of compute capability 8.0 or newer, in a function that XLA compiles, in half precision, without
+    bias or dropout of the weights, with H a multiple of 8 up to 128 (from 9.0 on 256), and, if there is a mask, even
+    numbers of positions. (cuDNN's dropout counts its own calls: a resumed run would draw different numbers.) On other
+    GPUs the same attention keeps half precision for its gradient (short_softmax.py); everything else is computed as
+    before. `keras.config.disable_flash_attention()` turns cuDNN's kernel off.
 
-    Its first use for a shape is a trial against the formula in float32; where that fails a warning says so, and it is
-    not used.
+    The first use for a shape tries the kernel against the formula in float32; if this fails, a warning is printed, and
+    the kernel is not used.
     """
     keras_attention.replace_attention(_fused_where_possible)
 
 
 def is_one_operation(dropout: float) -> bool:
-    """Whether a model of tfdist's should call `keras.ops.dot_product_attention`, so that `fuse_attention` finds it: on
-    GPUs, in half precision and without dropout of the weights. (On a CPU Keras' formula is 2 % slower than that of
-    blocks.py.)
+    """Returns whether a model of tfdist should call `keras.ops.dot_product_attention`, so that `fuse_attention` takes
+    effect: on GPUs, in half precision and without dropout of the weights. (On a CPU Keras' formula is 2 % slower than
+    the one in blocks.py.)
     """
     return _has_gpu() and not dropout and tf.as_dtype(keras.config.dtype_policy().compute_dtype) in DTYPES
 
@@ -75,14 +75,14 @@ def _fused_where_possible(of_keras: keras_attention.Attention) -> keras_attentio
 
 
 def _number(scale: Any, query: Any) -> float | None:
-    """The factor of the scores; None if only the step will know it."""
+    """Returns the factor of the scores; None if it is only known when the step runs."""
     if scale is None:
         return None if query.shape[-1] is None else query.shape[-1] ** -0.5
     return float(scale) if isinstance(scale, (int, float, np.number)) else None
 
 
 def _are_alike(query: Any, key: Any, value: Any, is_causal: bool) -> bool:
-    """Whether they are three tensors in one half precision and of static shapes that fit each other."""
+    """Returns whether these are three tensors of the same half precision, with static shapes that fit each other."""
     tensors = (query, key, value)
     if not all(isinstance(x, tf.Tensor) and x.dtype in DTYPES and x.shape.is_fully_defined() for x in tensors):
         return False
@@ -92,7 +92,7 @@ def _are_alike(query: Any, key: Any, value: Any, is_causal: bool) -> bool:
 
 
 def _fits(mask: Any, query: tf.Tensor, key: tf.Tensor) -> bool:
-    """Whether it is none, or says for [B, N, T, S], each of which may be 1, who sees whom."""
+    """Returns whether the mask is None, or a bool tensor of shape [B, N, T, S], in which each dim may be 1."""
     if mask is None:
         return True
     (batch, queries, heads, _), keys = query.shape, key.shape[1]
@@ -103,12 +103,12 @@ def _fits(mask: Any, query: tf.Tensor, key: tf.Tensor) -> bool:
 
 
 def _over_positions(mask: tf.Tensor, query: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
-    """[B or 1, N or 1, T, S]: cuDNN repeats a mask for rows and heads, not for positions."""
+    """Broadcasts a mask to [B or 1, N or 1, T, S]: cuDNN broadcasts it over rows and heads, but not over positions."""
     return tf.broadcast_to(mask, [*known_dims(mask.shape)[:2], query.shape[1], key.shape[1]])
 
 
 def _is_had(query: tf.Tensor, key: tf.Tensor, scores: Scores) -> bool:
-    """Whether cuDNN has a kernel for these, and it is right."""
+    """Returns whether cuDNN has a kernel for these shapes, and its results are right."""
     (_, queries, _, width), (_, keys, _, _) = known_dims(query.shape), known_dims(key.shape)
     is_masked = scores.mask is not None
     if width % 8 or width > _widest_head() or is_masked and (queries % 2 or keys % 2):
@@ -119,7 +119,8 @@ def _is_had(query: tf.Tensor, key: tf.Tensor, scores: Scores) -> bool:
 
 @functools.cache
 def _widest_head() -> int:
-    """The widest head for which all GPUs of this process have the kernel; 0 if one has none, or there is no GPU."""
+    """Returns the widest head for which all GPUs of this process have the kernel; 0 if a GPU lacks it, or there is no
+    GPU."""
     gpus = tf.config.get_visible_devices("GPU")
     found = [tf.config.experimental.get_device_details(gpu).get("compute_capability", (0, 0)) for gpu in gpus]
     oldest = min(found, default=(0, 0))
@@ -130,14 +131,14 @@ def _widest_head() -> int:
 def _is_right(
     dtype: tf.DType, queries: int, keys: int, width: int, scale: float, is_causal: bool, is_masked: bool
 ) -> bool:
-    """Tries the kernel: whether results and gradients are those of the formula up to rounding. Once for each of these,
-    about a second."""
+    """Tries the kernel: returns whether results and gradients equal those of the formula up to rounding. Done once for
+    each set of arguments; takes about a second."""
     try:
-        # In a thread of its own, as this one is tracing a step, with its graph, tape and place.
+        # In a separate thread, as this one is tracing a step, with its graph, tape and device.
         with ThreadPoolExecutor(1) as thread:
             off = thread.submit(distance, dtype, (2, queries, keys, 2, width), scale, is_causal, is_masked).result()
         wrong = f"is {off:.2g} off the formula" if not off <= TOLERANCE else ""
-    except Exception as error:  # whatever cuDNN, XLA or TensorFlow say, there is another way
+    except Exception as error:  # for any error of cuDNN, XLA or TensorFlow the formula can be used instead
         wrong = f"fails: {first_line(error):.200}"
     if wrong:
         say(

@@ -1,7 +1,7 @@
-"""Batch normalization of images in one operation, where its statistics are over this replica's own samples.
+"""Batch normalization of images in one operation, if its statistics are over this replica's own samples.
 
-Keras 3 composes it of moments, a division and a multiplication, each of which reads the whole tensor; TensorFlow's
-FusedBatchNormV3 (on GPUs cuDNN's) reads it twice forward and once more backward, as tf.keras did.
+Keras 3 composes it of moments, a division and a multiplication, each of which reads the whole tensor. TensorFlow's
+FusedBatchNormV3 (cuDNN's kernel on GPUs) reads it twice forward and once more backward, as tf.keras did.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import tensorflow as tf
 
 from tfdist.compat import keras_batch_norm, keras_layers
 
-_LEAST_EPSILON = 1.001e-5  # on GPUs, as cuDNN asked for once; that of Keras' ResNets is exactly this
+_LEAST_EPSILON = 1.001e-5  # on GPUs, which older versions of cuDNN required; Keras' ResNets have exactly this epsilon
 
 
 def fuse_batch_norm(model: keras.Model) -> None:
     """Makes every BatchNormalization of the model over [B, H, W, C], at any depth, one operation in training. The
-    results are the same up to rounding; evaluation and saved files are left as they are.
+    results are the same up to rounding; evaluation and saved files do not change.
 
     Not for layers that sum over replicas.
     """
@@ -27,7 +27,7 @@ def fuse_batch_norm(model: keras.Model) -> None:
 
 
 def is_fused(model: keras.Model) -> bool:
-    """Whether `fuse_batch_norm` has found something in it."""
+    """Returns whether `fuse_batch_norm` has changed a layer of the model."""
     return any("call" in vars(layer) for layer in _fusable(model))
 
 
@@ -62,7 +62,7 @@ def _fuse(layer: Any) -> None:
         y, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
             x=inputs, scale=gamma, offset=beta, mean=tf.zeros([0]), variance=tf.zeros([0]), epsilon=layer.epsilon
         )
-        # What it gives out is divided by n - 1, what Keras averages by n.
+        # The operation returns the variance with n - 1 as divisor; Keras averages the variance with divisor n.
         n = tf.cast(tf.size(inputs) // channels, tf.float32)
         variance *= (n - 1.0) / n
         for average, batch in ((layer.moving_mean, mean), (layer.moving_variance, variance)):

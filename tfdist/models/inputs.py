@@ -1,4 +1,4 @@
-"""Checks of the data that models are given, and the layers at both ends that they share."""
+"""Checks of the data that models get, and the layers at both ends that models share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tfdist.models.keras_untyped import layers
 
 
 def image_input(model: str, x_spec: tf.TensorSpec) -> keras.KerasTensor:
-    """A Keras input [B, height, width, channels]. Raises ConfigError unless x is a floating image of known shape."""
+    """Makes a Keras input [B, height, width, channels]. Raises ConfigError unless x is a floating image of known
+    shape."""
     if x_spec.shape.rank != 3 or not x_spec.shape.is_fully_defined() or not x_spec.dtype.is_floating:
         raise ConfigError(
             f"--model={model} takes floating images [height, width, channels], but a sample's x is {_say(x_spec)}: use"
@@ -24,7 +25,7 @@ def image_input(model: str, x_spec: tf.TensorSpec) -> keras.KerasTensor:
 
 
 def outputs(model: str, num_outputs: int | None) -> int:
-    """`num_outputs`. Raises ConfigError if there is none, or it is no whole number of at least 1."""
+    """Returns `num_outputs`. Raises ConfigError if it is None, or not an integer of at least 1."""
     if num_outputs is not None and (not isinstance(num_outputs, Integral) or num_outputs < 1):
         raise ConfigError(f"--model={model} got num_outputs={num_outputs}: it must be a whole number, at least 1.")
     if num_outputs is None:
@@ -36,14 +37,14 @@ def outputs(model: str, num_outputs: int | None) -> int:
 
 
 def rate(model: str, value: float) -> float:
-    """A dropout rate. Raises ConfigError unless it is at least 0 and below 1."""
+    """Returns the dropout rate `value`. Raises ConfigError unless it is at least 0 and below 1."""
     if not isinstance(value, int | float) or not 0 <= value < 1:
         raise ConfigError(f"--model={model} got dropout={value}: it must be at least 0 and below 1.")
     return value
 
 
 def dropout(x: keras.KerasTensor, value: float, name: str) -> keras.KerasTensor:
-    """A Dropout layer, or nothing at rate 0, so that a model without dropout has no random state to save."""
+    """Applies a Dropout layer, or nothing at rate 0, so that a model without dropout has no random state to save."""
     return layers.Dropout(value, name=name)(x) if value else x
 
 

@@ -1,7 +1,7 @@
-"""Keras' layers and operations without their annotations.
+"""Keras' layers and operations without their type annotations.
 
-Those of Keras 3.15 say that operations may return None or tensors of OpenVINO, and that initializers are str: a type
-checker finds fault with every correct model.
+In Keras 3.15 these say that operations may return None or tensors of OpenVINO, and that initializers are str: with them
+a type checker reports errors in every correct model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Lookups of rows that a table does not have, where TensorFlow does not say that they are none.
+"""Detects lookups of rows that a table does not have, where TensorFlow does not report them.
 
-On a CPU TensorFlow's lookup is an error. XLA takes the first or last row in their place, a GPU zeros, without a word.
-Here they are NaN, and so are the loss and the gradients: the step is one that --on_nan is about, and run/diagnosis.py
-names the sample. It does not matter what looks them up (a layer of Keras, tf.gather, tf.gather_nd), nor whether
-something is to be put there (tf.scatter_nd, sums over segments). As in Keras, -1 is the last row of an Embedding.
+On a CPU TensorFlow's lookup raises an error. XLA silently takes the first or last row instead, and a GPU zeros. Here
+missing rows are NaN, and so are the loss and the gradients: --on_nan then handles the step, and run/diagnosis.py names
+the sample. This covers all lookups (a layer of Keras, tf.gather, tf.gather_nd) and operations that write to rows
+(tf.scatter_nd, sums over segments). As in Keras, -1 is the last row of an Embedding.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import tensorflow as tf
 from tfdist.compat import keras_layers, tensorflow_lookups
 from tfdist.compat.keras_tensors import carry_mask, mask_of
 
-_thread = threading.local()  # replicas are traced by threads, each of which waits for others in the middle of a model
+_thread = threading.local()  # replicas are traced in threads, which wait for each other in the middle of a model
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
 
 
 def are_silent(jit_compile: bool = False) -> bool:
-    """Whether such lookups would not be errors."""
+    """Returns whether lookups of missing rows raise no error here."""
     return jit_compile or bool(tf.config.list_logical_devices("GPU"))
 
 
@@ -33,21 +33,21 @@ class _Lookups:
 
     def __init__(self) -> None:
         self._graph = _graph()
-        self._missing: list[tf.Tensor] = []  # of each lookup in this graph whether some of its rows are
+        self._missing: list[tf.Tensor] = []  # for each lookup in this graph, whether some of its rows are missing
 
     def checked(self, looks_up: bool, found: tf.Tensor, there: tf.Tensor) -> tf.Tensor:
-        """The result `found`, with NaN where the mask `there` is false. Whole numbers become the first of their dtype,
-        which in turn is no row of a table."""
+        """Returns the result `found`, with NaN where the mask `there` is false. Integers become the smallest of their
+        dtype, which is not a row of any table either."""
         if getattr(found, "graph", None) is self._graph:
             self._missing.append(~tf.reduce_all(there))
-            if not looks_up:  # `poisoned` does: another pass over the whole table where something was to be put
+            if not looks_up:  # a write: `poisoned` is enough, as marking here would be another pass over the table
                 return found
         if found.dtype in _FLOATS:
             return _where(there, found, float("nan"))
         return _where(there, found, found.dtype.min) if found.dtype in (tf.int32, tf.int64) else found
 
     def poisoned_in(self, results: Any) -> Any:
-        """The results, spoilt where a lookup of this graph missed a row, see `poisoned`."""
+        """Returns the results, all NaN if a lookup of this graph missed a row; see `poisoned`."""
         if not self._missing:
             return results
         missing = tf.reduce_any(self._missing)
@@ -60,7 +60,7 @@ def _graph() -> tf.Graph | None:
 
 @contextlib.contextmanager
 def as_nan(wanted: bool) -> Iterator[None]:
-    """A context in which a model that is traced or run looks up NaN for rows that are not there, if `wanted`."""
+    """Context manager in which a model that is traced or run gets NaN for missing rows, if `wanted`."""
     if not wanted:
         yield
         return
@@ -70,9 +70,9 @@ def as_nan(wanted: bool) -> Iterator[None]:
 
 
 def poisoned(results: Any) -> Any:
-    """A structure of what a model computed inside `as_nan`; NaN if a row was missing in any lookup so far. What comes
-    of that row need not be NaN: XLA's maximum over numbers passes NaN over, and whole numbers have none. (Not if it was
-    in a tf.cond, tf.while_loop or tf.function of the model's, whose tensors do not come out.)"""
+    """Returns a structure of results computed inside `as_nan`, all NaN if a row was missing in any lookup so far. This
+    is necessary because results of a missing row need not be NaN: XLA's maximum ignores NaN, and integers have no NaN.
+    (Lookups in a tf.cond, tf.while_loop or tf.function of the model are not covered: their tensors stay inside.)"""
     lookups = _watching()
     with _watched_by(None):
         return results if lookups is None else lookups.poisoned_in(results)
@@ -104,7 +104,7 @@ def _checked(looks_up: bool, found: tf.Tensor, mask: Callable[[], tf.Tensor | No
 
 
 def _spoilt(result: Any, missing: tf.Tensor) -> Any:
-    """NaN if `missing`, and so is its gradient; else the same bits."""
+    """Returns NaN if `missing`, with a gradient that is NaN, too; otherwise the same bits."""
     if not isinstance(result, tf.Tensor) or result.dtype not in _FLOATS:
         return result
     if result.dtype.is_complex:
@@ -124,20 +124,20 @@ def _where(there: tf.Tensor, found: tf.Tensor, other: float) -> tf.Tensor:
 
 
 def from_the_front(rows: tf.Tensor, count: int) -> tf.Tensor:
-    """Numbers of rows as they count from the first row of a table."""
+    """Returns row numbers counted from the first row of a table."""
     return tf.where(rows < 0, rows + count, rows)
 
 
 def nan_for_missing(found: tf.Tensor, rows: tf.Tensor, count: int) -> tf.Tensor:
-    """found [..., D], the `rows` [...] of a table of `count`, as they come out of it; NaN for those that are not there,
-    always."""
-    rows = tf.cast(rows, tf.int64)  # a uint8 holds no 300
+    """Returns found [..., D], the result of looking up `rows` [...] in a table of `count` rows, with NaN for missing
+    rows, even outside `as_nan`."""
+    rows = tf.cast(rows, tf.int64)  # a uint8 cannot hold a count of 300
     return _where(tf.expand_dims((rows >= -count) & (rows < count), -1), found, float("nan"))
 
 
 def table_sizes(model: keras.Model) -> dict[str, int]:
-    """The number of rows of the table in which an input is looked up, by the place of the input in a sample (x, x[0],
-    x['name']); of inputs that go to an Embedding as they are."""
+    """Returns, by the place of an input in a sample (x, x[0], x['name']), the number of rows of the table in which it
+    is looked up; for inputs that go directly to an Embedding."""
     found: dict[str, int] = {}
     inputs = list(getattr(model, "inputs", None) or [])
     for layer in keras_layers.all_layers(model, include_self=False):

@@ -18,7 +18,7 @@ def mlp(
 ) -> keras.Model:
     """Float x [B, ...], flattened -> Dense + ReLU for each of `widths` -> logits [B, num_outputs] float32.
 
-    Raises ConfigError if the shape of x is not known, x is not floating, or there is no number of outputs.
+    Raises ConfigError if the shape of x is unknown, x is not floating, or there is no number of outputs.
     """
     rate("mlp", dropout)
     if not isinstance(widths, list | tuple):

@@ -1,4 +1,5 @@
-"""The names of the models, and where their functions are. No TensorFlow: a name that is unknown is told at once."""
+"""The names of the models, and where their functions are. Imports no TensorFlow, so that an unknown name is reported at
+once."""
 
 from __future__ import annotations
 

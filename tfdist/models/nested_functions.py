@@ -1,4 +1,4 @@
-"""A tf.function that is the `call` of a layer or a model: it would keep what a trial made of it."""
+"""Handles layers and models whose `call` is a tf.function, which would keep a trace that a trial has made."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tfdist.control.exit_codes import ConfigError
 
 
 def traced_anew(call: Any) -> Callable | None:
-    """A replacement of a tf.function that is another one at each call; None if it is no tf.function.
+    """Returns a replacement for a tf.function that makes a new tf.function at each call. Returns None if `call` is not
+    a tf.function.
 
-    In a trial of a model no Dropout drops anything, and BatchNormalization takes moments of a worker's own rows: if the
-    function kept that trace, a step with the same shapes would do so, too.
+    In a trial of a model no Dropout drops anything, and BatchNormalization uses moments of a worker's own rows: if the
+    function kept that trace, a step with the same shapes would do the same.
     """
     if not isinstance(call, tf.types.experimental.PolymorphicFunction):
         return None
@@ -25,15 +26,15 @@ def traced_anew(call: Any) -> Callable | None:
 
 
 def trace_anew(model: keras.Model) -> None:
-    """Replaces the tf.functions in all layers of the model by `traced_anew`."""
+    """Replaces `call` in all layers of the model with `traced_anew(call)`, where it is a tf.function."""
     for layer in keras_layers.all_layers(model):
         if anew := traced_anew(layer.call):
             object.__setattr__(layer, "call", anew)
 
 
 def refuse_batch_norm(model: keras.Model) -> None:
-    """Raises ConfigError where BatchNormalization would meet other replicas inside such a function, of which nothing
-    says in what order they run."""
+    """Raises ConfigError if BatchNormalization would communicate with other replicas inside such a function: the order
+    in which functions run is not determined."""
     for layer in keras_layers.all_layers(model):
         if _is_in_a_function(layer) and any(
             isinstance(inner, keras.layers.BatchNormalization) for inner in keras_layers.all_layers(layer)

@@ -1,9 +1,9 @@
-"""Softmax in float32 of which only a half-precision copy is used: the gradient keeps that copy.
+"""Softmax in float32 of which only a half-precision copy is used: the gradient keeps only that copy.
 
-So attention does it (blocks.py): scores in float32, softmax, weights in bfloat16 or float16 for the product with the
-values. TensorFlow's gradient of a softmax is made from its float32 result, which therefore stays in memory until the
-backward pass: of GPT-2 124M with 32 x 1024 tokens 1.6 GB a layer, written once more as half of that for the product.
-On an H200 38 of a step's 124 ms went there (docs/gpus.md).
+Attention uses it in this way (blocks.py): scores in float32, softmax, weights in bfloat16 or float16 for the product
+with the values. TensorFlow computes the gradient of a softmax from its float32 result, which therefore stays in memory
+until the backward pass: for GPT-2 124M with 32 x 1024 tokens 1.6 GB per layer, plus a half-precision copy of half that
+size for the product. On an H200 38 of a step's 124 ms were spent on this (docs/gpus.md).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _HALF = (tf.float16, tf.bfloat16)
 
 
 def keep_softmax_short(model: keras.Model) -> None:
-    """Lets every softmax of the model that only a cast to half precision takes keep that for its gradient.
+    """Makes every softmax of the model whose only use is a cast to half precision keep the cast result for its
+    gradient.
 
-    The forward pass is the same bit for bit. The gradient differs by as much as half precision rounds. Saved files are
-    left as they are. For a model of Keras' functional API; others are not looked into.
+    The forward pass is the same bit for bit. The gradient differs by the rounding of half precision. Saved files do not
+    change. For models of Keras' functional API; others are not examined.
     """
     for softmax, dtype in keras_layers.softmaxes_cast(model):
         if tf.as_dtype(dtype) in _HALF:
@@ -39,7 +40,7 @@ def _keeping(axis: int | None, dtype: tf.DType, composed: Callable) -> Callable:
 
 
 def short_softmax(x: tf.Tensor, axis: int, dtype: tf.DType) -> tf.Tensor:
-    """The softmax of a float32 tensor, in float32, of which only the cast to `dtype` is kept for the gradient."""
+    """Returns the softmax of a float32 tensor, in float32; only its cast to `dtype` is kept for the gradient."""
 
     @tf.custom_gradient
     def softmax(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
@@ -52,5 +53,5 @@ def short_softmax(x: tf.Tensor, axis: int, dtype: tf.DType) -> tf.Tensor:
 
         return y, gradient
 
-    weights: Any = softmax(x)  # without the gradient, which its type has beside it
+    weights: Any = softmax(x)  # returns the softmax alone, although its type includes the gradient
     return weights

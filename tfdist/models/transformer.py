@@ -39,20 +39,20 @@ def transformer(
 
     Pre-norm blocks, learned positions, LayerNorm epsilon 1e-5, GELU in its tanh form, the head tied to the token
     embedding. Weights start normal(0.02), and at 0.02 / sqrt(2 * layers) where a branch joins the residual sum.
-    layers, width, heads: instead of those of `size`. context: positions with an embedding, by default T.
+    layers, width, heads: replace the values of `size`. context: number of positions with an embedding, by default T.
     vocabulary: by default num_outputs; a larger one, for example the next multiple of 64, adds tokens that never occur.
     dropout: of the embeddings, the attention weights and both branches.
-    tied: the head is the transpose of the token embedding, else a matrix of its own.
-    experts: in place of each block's MLP so many, of which each token goes to experts_per_token (by default 2).
-    capacity: places of the experts over what tokens need (1.25); balance: weight of the loss that spreads tokens
-    (0.01). See experts.py.
+    tied: whether the head is the transpose of the token embedding, or else a separate matrix.
+    experts: number of experts in place of each block's MLP; each token goes to experts_per_token of them (by default
+    2). capacity: ratio of the experts' places to the places that tokens need (1.25); balance: weight of the loss that
+    spreads tokens (0.01). See experts.py.
 
     Parameters: (vocabulary + context + 2) * D + layers * (12 * D^2 + 13 * D), and vocabulary * D more if not tied. With
     vocabulary 50257 and context 1024, gpt2 has 124,439,808 and gpt2-medium 354,823,168; small has 10,795,008 with 256
     and 128. With experts, the 8 * D^2 + 5 * D of each MLP become experts * (8 * D^2 + 6 * D). The layers besides the
     blocks' (blocks.py) are embed_tokens (the head too), embed_positions and final_norm.
 
-    Raises ConfigError for an option out of range, or x that is no sequence of tokens of known length.
+    Raises ConfigError for an option out of range, or x that is not a sequence of tokens of known length.
     """
     shape = choose_options("transformer", TRANSFORMERS, size, layers=layers, width=width, heads=heads, dropout=dropout)
     shape = dataclasses.replace(

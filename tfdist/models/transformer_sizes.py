@@ -1,4 +1,5 @@
-"""The named sizes of the transformer and vit models, and the side of a patch. No TensorFlow: the planner asks too."""
+"""The named sizes of the transformer and vit models, and the side of a patch. Imports no TensorFlow, because the
+planner uses it, too."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class Size(NamedTuple):
     heads: int
 
     def with_own(self, layers: int | None, width: int | None, heads: int | None) -> Size:
-        """The size with the values that are given in place of its own; None: not given."""
+        """Returns the size with the given values in place of its own; None: not given."""
         return Size(
             self.layers if layers is None else layers,
             self.width if width is None else width,
@@ -36,5 +37,5 @@ VITS = {  # the names and sizes of Touvron et al. 2020, arXiv:2012.12877
 
 
 def usual_patch(sides: Sequence[int]) -> int:
-    """The side of a patch of an image with these sides, in pixels, where none is given."""
+    """Returns the default side of a patch, in pixels, for an image with these sides."""
     return 16 if min(sides) >= 128 else 4 if min(sides) >= 16 else 2

@@ -28,12 +28,13 @@ def vit(
     """Images [B, H, W, C] in 0..1, brought to -1..1 -> patches -> blocks -> pool -> logits [B, num_outputs] float32.
 
     patch: the side of a patch in pixels; by default 16 from 128 pixels on, 4 from 16, else 2.
-    layers, width, heads: instead of those of `size`. dropout: of the patches, the attention weights and both branches.
+    layers, width, heads: replace the values of `size`. dropout: of the patches, the attention weights and both
+    branches.
     pool: "mean" of the patches (better: Beyer et al. 2022, arXiv:2205.01580), or "class", the paper's class token.
     The blocks are those of GPT-2 (LayerNorm epsilon 1e-5, GELU in its tanh form). With 224 x 224 pixels, 1000 classes
     and a class token, small (S/16) has 22,050,664 parameters and base (B/16) 86,567,656.
 
-    Raises ConfigError for an option out of range, a patch that does not divide the image, x that is no image, or no
+    Raises ConfigError for an option out of range, a patch that does not divide the image, x that is not an image, or no
     number of classes.
     """
     if pool not in ("mean", "class"):

@@ -1,1 +1,1 @@
-"""Training room: precision, schedule, optimizer, the step and the loop."""
+"""Training package: precision, schedule, optimizer, the step and the loop."""

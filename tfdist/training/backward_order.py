@@ -1,10 +1,10 @@
 """The order in which a backward pass computes.
 
-From the gradient dY of a layer's output come the gradient of its weights, dW, which nothing waits for, and that of its
-input, dX, for which all layers before wait. TensorFlow takes both as ready and leaves to its executor which comes
-first: with a single thread that is dX, each time, so that every dW is computed at the very end. By then all activations
-and all dY are still in memory, and none of the gradients could travel while the pass went on. So what else uses dY is
-made to wait for dW.
+From the gradient dY of a layer's output come the gradient of its weights, dW, for which nothing waits, and the gradient
+of its input, dX, for which all earlier layers wait. For TensorFlow both are ready, and its executor decides which comes
+first. With a single thread this is always dX, so every dW is computed at the very end. Until then all activations and
+all dY stay in memory, and no gradient can travel while the pass continues. So the other users of dY are made to wait
+for dW.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _ELSEWHERE = -1  # the number of no operation
 def weights_first(gradients: Sequence[Gradient], start: tf.Tensor) -> None:
     """Makes TensorFlow compute each of `gradients` as soon as it can. To be called while a graph is traced.
 
-    `start`: what the backward pass began with.
+    start: the tensor with which the backward pass begins.
     """
     ends = _ends(gradients, start.op)
-    # Operations are numbered as they are made, so that all they hang on has lower numbers. An end could be at once
-    # after the newest tensor that it hangs on; edges that lead from there to higher numbers cannot close a circle.
+    # Operations are numbered in the order of creation, so all their dependencies have lower numbers. An end could run
+    # right after the newest tensor on which it depends; edges from there to higher numbers cannot close a cycle.
     place: dict[int, int] = {}
     for made, end in sorted(ends.items()):
         before = [operation_number(source) for source in (*(tensor.op for tensor in end.inputs), *end.control_inputs)]
@@ -57,8 +57,8 @@ def weights_first(gradients: Sequence[Gradient], start: tf.Tensor) -> None:
 
 
 def _ends(gradients: Sequence[Gradient], start: tf.Operation) -> dict[int, tf.Operation]:
-    """The operations after `start` that lead to one gradient, or to several that travel as one, and to nothing else; by
-    number.
+    """Returns, by number, the operations after `start` that lead to one gradient, or to several that travel as one
+    (they are views of the same tensor), and to nothing else.
     """
     last = [values_of(gradient).op for gradient in gradients]
     leads_to = {operation_number(operation): operation_number(_seen(operation)) for operation in last}
@@ -66,7 +66,7 @@ def _ends(gradients: Sequence[Gradient], start: tf.Operation) -> dict[int, tf.Op
     order = [-made for made in waiting]
     heapq.heapify(order)
     ends: dict[int, tf.Operation] = {}
-    while order:  # from the newest: who uses an operation's results is newer than it
+    while order:  # newest first: the users of an operation's results are newer than the operation
         operation = waiting[-heapq.heappop(order)]
         users = [operation_number(user) for output in operation.outputs for user in output.consumers()]
         found = {leads_to[user] if user in ends else _ELSEWHERE for user in users} | (
@@ -82,20 +82,20 @@ def _ends(gradients: Sequence[Gradient], start: tf.Operation) -> dict[int, tf.Op
 
 
 def _seen(operation: tf.Operation) -> tf.Operation:
-    """The operation whose output `operation` only views, through any number of views."""
+    """Returns the operation whose output `operation` is a view of, through any number of views."""
     while operation.type in _VIEWS and len(operation.inputs):
         operation = operation.inputs[-1 if operation.type == "Split" else 0].op
     return operation
 
 
 def age(gradient: tf.Tensor) -> int:
-    """Orders gradients as the backward pass makes them."""
+    """Returns a sort key that orders gradients as the backward pass creates them."""
     return operation_number(gradient.op)
 
 
 def made_after(gradient: tf.Tensor, tensor: tf.Tensor, newest: int) -> None:
-    """Makes a gradient wait for `tensor`, which depends on gradients up to number `newest`, unless all of the
-    gradient's inputs are older. To be called while a graph is traced."""
+    """Makes a gradient wait for `tensor`, which depends on gradients up to number `newest`, unless all inputs of the
+    gradient are older. To be called while a graph is traced."""
     made = _seen(gradient.op)
     if (
         made.graph is tensor.graph

@@ -1,4 +1,4 @@
-"""What is checked while a job is composed, because it needs the model or the runtime. Each raises ConfigError."""
+"""Checks made while a job is composed, because they need the model or the runtime. Each raises ConfigError."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tfdist.training.row_checks.trial_scope import generators_kept
 
 
 def check_best(config: Config, metrics: Sequence[str] | None) -> None:
-    """Whether evaluations have what --keep_best goes by. metrics: theirs beside the loss; None: there are none."""
+    """Checks that evaluations have the metric that --keep_best uses. metrics: their metrics beside the loss; None:
+    there are no evaluations."""
     best = config.checkpoint.keep_best
     found = () if metrics is None else ("loss", *metrics)
     if best and config.checkpoint.best_metric not in found:
@@ -36,8 +37,8 @@ def check_best(config: Config, metrics: Sequence[str] | None) -> None:
 
 
 def check_model(config: Config, runtime: Runtime, model: keras.Model) -> None:
-    """Whether its BatchNormalization can take the moments of all replicas, and all workers have this model, and the
-    same code of the user's own; and whether it can be given parts of a batch. A collective.
+    """Checks that the model's BatchNormalization can use the moments of all replicas, that the model can be given parts
+    of a batch, and that all workers have the same model and the same user code. A collective call.
     """
     if runtime.replicas > 1 or config.batch.accumulation > 1:
         _refuse_whole_batches(f"--model={config.model.model}", model)
@@ -56,7 +57,7 @@ def check_model(config: Config, runtime: Runtime, model: keras.Model) -> None:
 
 
 def _refuse_whole_batches(flag: str, model: keras.Model) -> None:
-    """Raises ConfigError for a model that knows what row i of the batch before was, or how many rows there are."""
+    """Raises ConfigError for a model that remembers row i of the previous batch, or that fixes the number of rows."""
     parts = "several workers, replicas or micro-batches (--accumulation) compute parts of a batch"
     for layer in keras_layers.all_layers(model):
         rows = layer.batch_shape[0] if isinstance(layer, keras.layers.InputLayer) else None
@@ -72,8 +73,8 @@ def _refuse_whole_batches(flag: str, model: keras.Model) -> None:
 
 
 def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
-    """The configuration in which --jit_compile is on or off. Where it was not given it is on if the devices are GPUs
-    and XLA can compile the step, as in Keras (what that brings: docs/gpus.md).
+    """Returns the configuration with --jit_compile set to on or off. If it was not given, it is on if the devices are
+    GPUs and XLA can compile the step, as in Keras (for the gain see docs/gpus.md).
     """
     if config.model.jit_compile is not None:
         check_compiled(config, runtime, model)
@@ -89,7 +90,8 @@ def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
 
 
 def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:
-    """Refuses to compile synchronised BatchNormalization: XLA cannot compile its collectives; a frozen one has none."""
+    """Raises ConfigError if synchronized BatchNormalization would be compiled: XLA cannot compile its collectives. A
+    frozen one has none."""
     if config.model.jit_compile and _is_synchronized(model) and runtime.replicas > 1:
         raise ConfigError(
             "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"
@@ -102,8 +104,9 @@ def _is_synchronized(model: keras.Model) -> bool:
 
 
 def check_added(runtime: Runtime, model: keras.Model, weighted: bool, x: Any) -> None:
-    """A pipeline's stages differentiate once. All ranks must find the same, so before each keeps its stages only: one
-    that refused later, alone, would leave the others waiting. x: the spec of a micro-batch's inputs."""
+    """Raises ConfigError for added losses with weighted samples in a pipeline, whose stages differentiate only once.
+    Called before each rank drops the stages of the others, so that all ranks find the same: a rank that refused later,
+    alone, would leave the others waiting. x: the spec of a micro-batch's inputs."""
     if not (weighted and runtime.mesh and runtime.mesh.degree("pipe") > 1):
         return
     found: list[int] = []
@@ -124,7 +127,7 @@ def check_added(runtime: Runtime, model: keras.Model, weighted: bool, x: Any) ->
 def check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: MemoryLimits) -> None:
     """Checks whether the run fits into memory, see planner/memory_check.py.
 
-    Which variables pipe, model and expert divide is decided later: at best all of them.
+    Which variables the axes pipe, model and expert divide is decided later; this assumes the best case, all of them.
     """
     mesh = runtime.mesh or Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)

@@ -1,9 +1,9 @@
-"""Which of the trainable variables the loss depends on. One that it does not depend on has no gradient; Keras leaves it
-as it is, with its slots, and does not decay it, and so is it here.
+"""Finds the trainable variables on which the loss depends. The others have no gradient. As in Keras, they and their
+optimizer slots stay unchanged, and they are not decayed.
 
-On the way to the optimizer it has a gradient of zeros, so that what is accumulated, reduced, clipped and measured has
-the same shape whatever the model. Where operations with gradients of their own hide it (recomputation, shards of
---zero=3, stages of a pipeline), the model is traced once more, before it is spread.
+On the way to the optimizer such a variable has a gradient of zeros, so that the gradients that are accumulated,
+reduced, clipped and measured have the same shapes for every model. If operations with custom gradients hide it
+(recomputation, shards of --zero=3, stages of a pipeline), the model is traced once more, before it is spread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMED = 5
 
 
 class Connected:
-    """Which of `variables`, in the order of differentiation, have a gradient: all of them, until `note` was called."""
+    """Knows which of `variables`, in the order of differentiation, have a gradient. Until `note` is called: all."""
 
     def __init__(self, variables: Sequence[keras.Variable]):
         self._paths = [variable.path for variable in variables]
@@ -34,14 +34,14 @@ class Connected:
         self._fixed = self._has_warned = False
 
     def note(self, *gradients: Sequence[Any]) -> None:
-        """Notes, while a step is traced, which gradients are not None. What had one in any trace has one."""
+        """Records, while a step is traced, which gradients are not None. A gradient in any trace counts."""
         if not self._fixed:
             found = {place for part in gradients for place, gradient in enumerate(part) if gradient is not None}
             self._found = found | (self._found or set())
 
     def fix(self, idle: Sequence[keras.Variable], count: int) -> list[str]:
-        """Marks every variable except `idle` as connected, whatever is noted. Returns messages for the user. count:
-        trainable variables of the whole model, of which this object may know a part.
+        """Marks every variable except `idle` as connected, whatever `note` records. Returns messages for the user.
+        count: trainable variables of the whole model; this object may know only a part of them.
         """
         left_out = set(map(id, idle))
         self._found = {place for place, own in enumerate(self._ids) if own not in left_out}
@@ -49,11 +49,11 @@ class Connected:
         return [sentence([variable.path for variable in idle], count)] if idle else []
 
     def only(self, pieces: Sequence[Any]) -> list[Any]:
-        """The pieces of gradients, with None for those that are not connected."""
+        """Returns the pieces of gradients, with None for variables that are not connected."""
         return [piece if self._found is None or place in self._found else None for place, piece in enumerate(pieces)]
 
     def news(self) -> tuple[str, ...]:
-        """The message about variables that are not connected, for the user, once."""
+        """Returns the message for the user about variables that are not connected, once."""
         missing = [] if self._found is None else [place for place in range(len(self._ids)) if place not in self._found]
         if self._has_warned or not missing:
             return ()
@@ -62,7 +62,8 @@ class Connected:
 
 
 def sentence(paths: Sequence[str], count: int) -> str:
-    """The message that names the variables that are not connected. paths: theirs; count: of all trainable variables."""
+    """Returns the message that names the variables that are not connected, by their paths. count: number of all
+    trainable variables."""
     names = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
     return (
         f"The loss does not depend on {len(paths)} of the {count} trainable variables ({names}): they stay as they are,"
@@ -71,11 +72,11 @@ def sentence(paths: Sequence[str], count: int) -> str:
 
 
 def apply_connected(optimizer: keras.Optimizer, pieces: Sequence[Any], variables: Sequence[Any]) -> None:
-    """An update of the variables whose piece is not None. Keras would do the same, and warn each time."""
+    """Updates the variables whose piece is not None. Keras would do the same, but warn each time."""
     pairs = [(piece, variable) for piece, variable in zip(pieces, variables, strict=True) if piece is not None]
     if pairs:
         optimizer.apply([piece for piece, _ in pairs], [variable for _, variable in pairs])
-    else:  # an update all the same
+    else:  # it still counts as an update
         iterations: Any = optimizer.iterations
         iterations.assign_add(1)
 
@@ -83,11 +84,11 @@ def apply_connected(optimizer: keras.Optimizer, pieces: Sequence[Any], variables
 def unconnected(
     config: Config, runtime: Runtime, model: keras.Model, objective: Objective, spec: Any
 ) -> list[keras.Variable] | None:
-    """The trainable variables on which the loss does not depend; None: the step will see. Before the model is spread.
-    spec: of a micro-batch (x, y, w)."""
+    """Returns the trainable variables on which the loss does not depend; None if the step itself will find them. To be
+    called before the model is spread. spec: of a micro-batch (x, y, w)."""
     pipe = runtime.mesh and runtime.mesh.degree("pipe") > 1
     hidden = config.parallel.recompute != "none" or config.parallel.zero == 3 or pipe
-    is_own = config.model.model not in MODELS or ":" in config.model.objective  # of ours none leaves variables out
+    is_own = config.model.model not in MODELS or ":" in config.model.objective  # built-in ones use all their variables
     if not (hidden and is_own):
         return None
     found: list[Any] = []

@@ -1,7 +1,7 @@
-"""How much a mixture of experts drops, as a metric beside the objective's.
+"""The fraction of tokens' choices that a mixture of experts drops, as a metric beside those of the objective.
 
-A layer whose name ends in `_router_dropped` passes on what part of each token's choices found no place, [B, T, 1]
-(models/experts.py). What it was last called with is noted here, for the objective that follows the model's call.
+A layer whose name ends in `_router_dropped` passes on the part of each token's choices that found no place, [B, T, 1]
+(models/experts.py). Its last input is recorded here, for the objective, which is called after the model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ METRIC = "dropped_fraction"
 
 
 def with_dropped(objective: Objective, model: keras.Model) -> Objective:
-    """`objective` with the metric `dropped_fraction`: of all choices of tokens for experts, the part that was dropped,
-    the mean over blocks. The objective itself if the model has no experts."""
+    """Returns `objective` with the metric `dropped_fraction`: the dropped part of all tokens' choices of experts, as
+    the mean over blocks. Returns the objective itself if the model has no experts."""
     noted: dict[str, tf.Tensor] = {}
     routers = [
         layer for layer in keras_layers.all_layers(model, include_self=False) if layer.name.endswith("_router_dropped")
@@ -29,7 +29,7 @@ def with_dropped(objective: Objective, model: keras.Model) -> Objective:
 
     def with_metric(outputs: Any, y: Any, w: tf.Tensor) -> Scores:
         scores = objective(outputs, y, w)
-        # There are none where only specs are asked for, but perhaps some of another graph.
+        # If only specs are asked for, there are no values of this graph, but perhaps some of another graph.
         here = [_like(value, scores.losses) for value in noted.values() if value.graph is scores.losses.graph]
         dropped = tf.add_n(here) / len(here) if here else tf.zeros_like(scores.losses)
         return scores._replace(metrics={**scores.metrics, METRIC: dropped})
@@ -48,5 +48,5 @@ def _note(layer: keras.Layer, noted: dict[str, tf.Tensor]) -> None:
 
 
 def _like(dropped: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
-    """[B, T, 1] in the shape of the losses, [B, T] or [B]."""
+    """Brings [B, T, 1] to the shape of the losses, [B, T] or [B]."""
     return tf.reduce_mean(tf.reshape(dropped, tf.concat([tf.shape(losses), [-1]], 0)), -1)

@@ -1,7 +1,7 @@
 """Models whose variables have several dtypes: the form in which gradients are added up, and norms over all of them.
 
-Gradients of float16 and bfloat16 variables are added up, over micro-batches and replicas, and scaled in float32; the
-optimizer rounds them to the variable's own type. Those of float64 variables stay float64 all the way.
+Gradients of float16 and bfloat16 variables are added up (over micro-batches and replicas) and scaled in float32; the
+optimizer rounds them to the variable's own type. Gradients of float64 variables stay float64 all the way.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def at_least_float32(gradient: Gradient) -> Gradient:
 
 
 def values_of(gradient: Gradient) -> tf.Tensor:
-    """Its numbers: of slices the numbers of the rows that are there."""
+    """Returns the numbers of a gradient; for slices, the numbers of the rows that they hold."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def scaled(piece: Gradient, factor: float | tf.Tensor) -> Gradient:
-    """A gradient, or a piece of one, times a factor, in its own dtype."""
+    """Returns a gradient, or a piece of one, times a factor, in the gradient's dtype."""
     factor = tf.cast(factor, piece.dtype)
     if isinstance(piece, tf.IndexedSlices):
         return tf.IndexedSlices(piece.values * factor, piece.indices, piece.dense_shape)
@@ -39,7 +39,7 @@ def scaled(piece: Gradient, factor: float | tf.Tensor) -> Gradient:
 
 
 def with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[Gradient]:
-    """The gradients of a tape for `sources`, with zeros where there is no gradient."""
+    """Returns a tape's gradients for `sources`, with zeros where there is no gradient."""
     return [
         tf.zeros_like(source) if gradient is None else gradient
         for gradient, source in zip(gradients, sources, strict=True)
@@ -47,8 +47,9 @@ def with_zeros(gradients: Sequence[Gradient | None], sources: Sequence) -> list[
 
 
 def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | tf.Variable]) -> list[Gradient]:
-    """The gradients of a tape for `variables`, ready to be added up. Where only a run would tell the shape (a kernel's
-    gradient if the number of rows is not known) it gets the variable's: buckets and shards are cut while tracing."""
+    """Returns a tape's gradients for `variables`, ready to be added up. If a shape is unknown while tracing (as of a
+    kernel's gradient if the number of rows is unknown), the gradient gets the variable's shape: buckets and shards are
+    cut while tracing."""
     for gradient, variable in zip(gradients, variables, strict=True):
         if not isinstance(gradient, tf.IndexedSlices):
             gradient.set_shape(variable.shape)
@@ -56,17 +57,18 @@ def as_summands(gradients: Sequence[Gradient], variables: Sequence[tf.Tensor | t
 
 
 def zero_summands(variables: Iterable[tf.Variable]) -> list[tf.Tensor]:
-    """Zeros to which the results of `as_summands` can be added."""
+    """Returns zeros to which the results of `as_summands` can be added."""
     return [tf.convert_to_tensor(at_least_float32(tf.zeros_like(variable))) for variable in variables]
 
 
 def norm_dtype(tensors: Iterable[Gradient | tf.Variable | keras.Variable]) -> tf.DType:
-    """The dtype for adding up squares of all: float64 if one is float64, whose squares may exceed float32."""
+    """Returns the dtype for adding up the squares of all tensors: float64 if one is float64, whose squares may exceed
+    float32."""
     return tf.float64 if any(tf.as_dtype(tensor.dtype) == tf.float64 for tensor in tensors) else tf.float32
 
 
 def global_norm(tensors: Sequence[Gradient | tf.Variable]) -> tf.Tensor:
-    """float32 []: the norm of all elements. Of float32 tensors the same bits as tf.linalg.global_norm."""
+    """float32 []: the norm of all elements. For float32 tensors the same bits as tf.linalg.global_norm."""
     dtype = norm_dtype(tensors)
     halves = [tf.cast(tf.nn.l2_loss(at_least_float32(_elements(tensor))), dtype) for tensor in tensors]
     return tf.cast(tf.sqrt(tf.reduce_sum(tf.stack(halves)) * tf.constant(2.0, dtype)), tf.float32)
@@ -80,8 +82,8 @@ OfOneDtype = Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]]
 
 
 def of_each_dtype(function: OfOneDtype, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """`function` of the tensors of one dtype, and of their places, for each dtype; results in the order of
-    `tensors`.
+    """Calls `function`, for each dtype, with the tensors of that dtype and their places. Returns the results in the
+    order of `tensors`.
     """
     results: list = [None] * len(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):

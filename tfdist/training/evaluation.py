@@ -1,7 +1,7 @@
 """Evaluation: every sample once, whatever the number of workers, with no communication until the end.
 
-Each replica adds up its own samples in float64; the workers' sums meet in one gather at the end and are added in rank
-order. So the result is the same as in one process, up to the rounding of float64 sums, and no worker waits for another.
+Each replica adds up its samples in float64; the workers' sums are gathered once at the end and added in rank order. So
+the result is the same as in one process, up to the rounding of float64 sums, and no worker waits for another.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Evaluator:
     """Evaluates a model on an evaluation split.
 
     Args:
-      datasets: makes, anew for each evaluation, ([one dataset of (x, y, w, real) per local replica], steps); rows that
-        are not `real` are padding, have w == 0 and count for nothing, whatever the objective makes of them; `steps` is
-        the same on every replica.
-      averaged: makes a context in which the model computes with what is to be evaluated, for example moving averages.
+      datasets: called for each evaluation; returns ([one dataset of (x, y, w, real) per local replica], steps). Rows
+        that are not `real` are padding: they have w == 0 and count for nothing, whatever the objective returns for
+        them. `steps` is the same on every replica.
+      averaged: returns a context manager in which the model holds the values to evaluate, for example moving averages.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Evaluator:
     ):
         self.averaged = averaged
         self.runtime, self.model, self.objective, self.datasets = runtime, model, objective, datasets
-        self.failed_together = False  # the last one, on one worker or more, and all of them know
+        self.failed_together = False  # the last evaluation failed on one worker or more, and all workers know it
         self._names: tuple[str, ...] = ()
         self._without_one = global_seed_generator()
-        self._cuts = False  # padding off before the objective: nobody knows which row a loss is of
+        self._cuts = False  # cuts off padding before the objective, if losses cannot be matched to rows
         self._function = tf.function(self._steps, autograph=False)
 
     def __call__(self) -> dict[str, float]:
-        """Means over the split: "loss", the objective's metrics, and "samples" (the sum of the weights). Means over
-        nothing are 0."""
+        """Returns means over the split: "loss", the objective's metrics, and "samples" (the sum of the weights). Means
+        over nothing are 0."""
         self.failed_together = False
         local = self._agreed(self._of_this_worker)
         loss, weight, *metrics = np.sum(self.runtime.all_gather(local), axis=0)
@@ -64,7 +64,7 @@ class Evaluator:
         return {**means, "samples": float(weight)}
 
     def _of_this_worker(self) -> np.ndarray:
-        """float64 [loss, weight, *metrics]: weighted sums over its samples."""
+        """float64 [loss, weight, *metrics]: weighted sums over this worker's samples."""
         datasets, steps = self.datasets()
         if not self._names:
             element: Any = datasets[0].element_spec
@@ -79,14 +79,14 @@ class Evaluator:
             )
 
     def _agreed(self, work: Callable[[], np.ndarray]) -> np.ndarray:
-        """Returns what `work` returns. A collective: where it fails on one worker it ends on all, so that nobody waits
-        for sums that do not come, and all can still save together."""
+        """Returns the result of `work`. A collective call: if `work` fails on one worker, all workers raise, so that
+        nobody waits for sums that do not come, and all can still save together."""
         alone = self.runtime.size == 1
         failure, result = None, np.zeros(0)
         try:
             result = work()
         except Exception as error:
-            # Where a model is cut its forward pass is a collective: others may be waiting in the middle of theirs.
+            # The forward pass of a cut model is a collective: other workers may be waiting in the middle of theirs.
             if not alone and not self.runtime.holds_whole_model:
                 raise
             failure = error
@@ -94,7 +94,7 @@ class Evaluator:
         if not alone and self.runtime.holds_whole_model:
             try:
                 failed = self.runtime.all_gather(np.array(failed, np.int32)).ravel().tolist()
-            except Exception as error:  # it may be the same one: a peer is gone
+            except Exception as error:  # maybe for the same reason: a peer is gone
                 raise failure or error from None
         self.failed_together = any(failed)
         if failure:
@@ -126,12 +126,12 @@ class Evaluator:
         return tf.stack([sums[0], tf.reduce_sum(weights), *sums[1:]])
 
     def _scores(self, outputs: Any, y: Any, w: tf.Tensor, real: tf.Tensor) -> Scores:
-        """The scores; padding has weight 0, or is cut off before, as an objective of the user's own may ignore w."""
+        """Returns the scores; padding has weight 0, or is cut off before, as a user's objective may ignore w."""
         if not self._cuts:
             scores = self.objective(outputs, y, w)
-            # Batches of an unknown number of rows are not padded.
+            # Batches with an unknown number of rows are not padded.
             return scores if real.shape[0] is None else scores._replace(weights=masked(scores.weights, real))
-        count = tf.reduce_sum(tf.cast(real, tf.int32))  # they come first
+        count = tf.reduce_sum(tf.cast(real, tf.int32))  # real rows come first
 
         def of_real() -> list[tf.Tensor]:
             given: Any = keras.tree.map_structure(lambda part: part[:count], (outputs, y, w))

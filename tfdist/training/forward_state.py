@@ -1,5 +1,5 @@
-"""What a forward pass leaves in a model (moving statistics of BatchNormalization, counters of a user's layers), so that
-a step that is skipped can leave nothing: one NaN sample would make a moving average NaN for good."""
+"""The state that a forward pass changes in a model (moving statistics of BatchNormalization, counters of a user's
+layers). A skipped step restores it: otherwise one NaN sample would make a moving average NaN for good."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tfdist.runtime.base import Runtime
 
 
 class ForwardState:
-    """All variables of a model that are not trained, without the states of seed generators, which the step sets by
-    itself.
+    """Reads and restores all variables of a model that are not trained, except the states of seed generators, which the
+    step itself sets.
     """
 
     def __init__(self, runtime: Runtime, model: keras.Model):
@@ -26,11 +26,12 @@ class ForwardState:
         ]
 
     def read(self) -> Any:
-        """The values, of every local replica, inside a tf.function. TensorFlow copies none that is not written to."""
+        """Returns the values on every local replica, inside a tf.function. TensorFlow copies only variables that are
+        written later."""
         return self.runtime.run(lambda: [tf.identity(variable) for variable in self._variables])
 
     def put_back(self, values: Any) -> None:
-        """Makes what `read` gave the values again."""
+        """Restores the values that `read` returned."""
         for place, variable in enumerate(self._variables):
             self.runtime.assign(
                 variable, self.runtime.per_replica([replica[place] for replica in self.runtime.local(values)])

@@ -1,4 +1,4 @@
-"""The events since the last log line: "train", and where the time went: "phases", "verdict", stragglers."""
+"""The events of a log interval: "train", and those that tell how time was spent: "phases", "verdict", stragglers."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from tfdist.telemetry.verdict import Verdicts
 from tfdist.training.model_rates import memory
 from tfdist.training.step_output import StepOutput
 
-_SELDOM = "regularization"  # a sum that is there only where it is not 0
+_SELDOM = "regularization"  # a sum that exists only if it is not 0
 _MOST_SKIPPED = 50  # steps in a row: the search for the loss scale of float16 takes up to 30
 
 
 class IntervalSums:
-    """The sums of an interval so far. They are in snapshots: a run that goes on in the middle of an interval shows
-    means over all of it.
+    """The sums of an interval so far. Snapshots contain them: a run that resumes in the middle of an interval shows
+    means over the whole interval.
 
-    weight: of the samples, or tokens; skipped: of the steps; sums: loss and metrics times weight.
+    weight: of the samples, or tokens; skipped: number of skipped steps; sums: loss and metrics times weight.
     """
 
     def __init__(self) -> None:
         self.restore({})
 
     def restore(self, fields: Mapping[str, Any]) -> None:
-        """Goes on from what `fields` returned; from nothing if that is empty."""
+        """Continues from the result of `fields`; starts from nothing if that is empty."""
         self.steps, self.weight = int(fields.get("steps", 0)), float(fields.get("weight", 0.0))
         self.skipped, self.sums = int(fields.get("skipped", 0)), dict[str, float](fields.get("sums", {}))
 
     def fields(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the state, for JSON."""
         return {"steps": self.steps, "weight": self.weight, "skipped": self.skipped, "sums": dict(self.sums)}
 
     def add(self, out: StepOutput, n: int) -> None:
-        """The output of a call of n steps."""
-        if self.sums and {*self.sums, _SELDOM} != {*out.sums, _SELDOM}:  # those of another objective
+        """Adds the output of a call of n steps."""
+        if self.sums and {*self.sums, _SELDOM} != {*out.sums, _SELDOM}:  # they are sums of another objective
             self.restore({})
         self.steps += n
         self.weight += out.weight
@@ -54,15 +54,15 @@ class IntervalSums:
             self.sums[name] = self.sums.get(name, 0.0) + value
 
     def means(self) -> dict[str, float]:
-        """Of loss and metrics; NaN if all steps were skipped, 0 if no sample had a weight."""
+        """Returns means of loss and metrics; NaN if all steps were skipped, 0 if no sample had a weight."""
         of_nothing = math.nan if self.skipped == self.steps else 0.0
         return {name: total / self.weight if self.weight else of_nothing for name, total in self.sums.items()}
 
 
 class Interval:
-    """Adds up step outputs; `events` ends the interval and starts the next. `sums`: what it begins with.
+    """Adds up step outputs; `events` ends the interval and starts the next. sums: the sums with which it begins.
 
-    Raises DivergedError where steps are skipped only.
+    Raises DivergedError if too many steps in a row are skipped, or all steps of the run.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Interval:
         self.seconds, self.pauses = self.clock.seconds, dict(self.clock.pauses)
 
     def add(self, out: StepOutput, n: int, last: bool = False) -> None:
-        """The output of a call of n steps. `last`: the run ends with it."""
+        """Adds the output of a call of n steps. last: whether the run ends with it."""
         self._skipped_in_a_row = self._skipped_in_a_row + n if out.skipped == n else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED or (last and self._skipped_in_a_row == out.step):
             raise DivergedError(
@@ -101,20 +101,20 @@ class Interval:
         self.steps += n
         self.sums.add(out, n)
         self.news += out.news
-        if out.step_s:  # of the call before
+        if out.step_s:  # belongs to the previous call
             self.compute_s.append(out.compute_s)
         if self.watch:
             self.watch.add(out)
         self.last = out
 
     def compute_by_rank(self) -> list[float]:
-        """Seconds per step that each worker computed, means over the calls; [] if not known yet."""
+        """Returns each worker's compute seconds per step, as means over the calls; [] if not known yet."""
         return np.mean(self.compute_s, axis=0).tolist() if self.compute_s else []
 
     def events(self, step: int, extra_values: Mapping[str, float]) -> list[Event]:
-        """The events of a log line, the "train" event last. A collective if a call was sampled.
+        """Returns the events of a log line, the "train" event last. A collective call if a call was sampled.
 
-        extra_values: of the train event.
+        extra_values: further values for the train event.
         """
         watched = [Event("warning", step, {"message": sentence}) for sentence in self.news]
         watched += self.watch.events(step, self.compute_by_rank()) if self.watch else ()
@@ -165,11 +165,11 @@ class Interval:
 
 
 class Watch:
-    """Follows where the time of the workers goes, over the log intervals of a run.
+    """Follows how the workers spend their time, over the log intervals of a run.
 
     Args:
       rank: of this worker.
-      gather: this worker's float64 array -> those of all workers, stacked; a collective.
+      gather: this worker's float64 array -> the arrays of all workers, stacked; a collective call.
       split: whether forward and backward pass can be told apart.
       straggler_factor: see stragglers.py.
     """
@@ -188,7 +188,8 @@ class Watch:
         self._skip = True
 
     def forget(self) -> None:
-        """The next call does not count, nor what follows it: it traces, or comes after a rollback."""
+        """Restarts the measurement. The next call, which traces or follows a rollback, does not count, nor does the
+        time after it, up to the following call."""
         self._first, self._skip = None, True
 
     def add(self, out: StepOutput) -> None:
@@ -201,7 +202,8 @@ class Watch:
         self.meter.add(out.call)
 
     def events(self, step: int, compute_by_rank: Sequence[float]) -> Iterator[Event]:
-        """Events of a log line, on all workers: stragglers, and the phases if a call was sampled since the last."""
+        """Yields the events of a log line, on all workers: stragglers, and the phases if a call was sampled since the
+        last log line."""
         for sentence in self.stragglers.add(compute_by_rank):
             yield Event("warning", step, {"message": sentence})
         seconds = self.meter.seconds()
@@ -209,7 +211,7 @@ class Watch:
             return
         steps, first, overlap_s = step - self._first, self._first, self.meter.overlap_s
         self._first = step
-        self.meter.begin()  # what it takes to say this is part of what comes
+        self.meter.begin()  # the time that reporting takes belongs to the next interval
         yield Event("phases", step, phases.values(seconds, overlap_s, self.split) | {"phase_steps": steps})
         sentence = self.verdicts.add(first, steps, self.gather(seconds))
         if sentence and self.rank == 0:

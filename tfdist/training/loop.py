@@ -1,26 +1,27 @@
 """The outer loop and its contract.
 
-    before it: state, clock and position are restored, or new (run/recovery.py; the chief decides, all follow)
+    before: state, clock and position are restored, or start fresh (run/recovery.py; the chief decides, all follow)
     while step < target:
         n = steps until the next boundary (log, evaluation, save, backup, profile, steps_per_loop)
         out = make_steps(n)              # one tf.function, n a tensor: one trace for every n
         the step counter must have moved by exactly n, or the run stops
-        if loss or gradients were not finite: go back (--on_nan=rollback) and begin anew at `while`, or the run stops;
-            what the step itself has skipped (--on_nan=skip, float16) counts only if it is 50 in a row (log_interval.py)
+        if loss or gradients were not finite: roll back (--on_nan=rollback) and return to `while`, or the run stops;
+            steps that the step function itself skipped (--on_nan=skip, float16) stop the run only if there are
+            50 of them in a row (log_interval.py)
         at a log boundary, and at the target: observers(events)
-        at an evaluation boundary: evaluate; if that fails on all workers, save what is due, and the run ends
+        at an evaluation boundary: evaluate; if that fails on all workers, save the snapshot that is due and end the run
         at a save boundary, with --keep_best at an evaluation boundary, or if any worker asked to save or to stop:
             save(step)
         else, at a backup boundary: backup(step)
         if any worker asked to stop, or to leave its group: break
-    unless it was asked to stop or to leave: evaluate, if the last step has not been evaluated (with --keep_best: before
-        a snapshot of that step)
-    after it: the last snapshot and the exports (run/session.py)
+    unless a worker asked to stop or to leave: evaluate if the last step has not been evaluated yet (with --keep_best:
+        before the snapshot of that step)
+    after: the last snapshot and the exports (run/session.py)
 
-Asking costs nothing: what a worker asks for travels in the step's own reduction, so all workers read the same answer
-at the same step. Steps are made by this worker's replicas together with others (step.py), or by workers that a chief
-calls (parameter_server/): those may have several under way while the loop logs, but none after the step at which the
-state is used. The loop knows no strategy, model, source or tracker; they come in through `LoopHooks`.
+Requests cost nothing: they travel in the step's own reduction, so all workers read the same answer at the same step.
+Steps are made by this worker's replicas together with those of other workers (step.py), or by workers that a chief
+calls (parameter_server/). The latter may have several steps under way while the loop logs, but none beyond the step at
+which the state is used. The loop knows no strategy, model, source or tracker; they come in through `LoopHooks`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class TrainResult:
 
     step: int
     stopped: bool  # by request, before the target
-    evaluation: dict[str, float]  # the last one
-    left: bool  # by request, to go on in another group of workers
+    evaluation: dict[str, float]  # results of the last evaluation
+    left: bool  # by request, to continue in another group of workers
 
 
 def train(hooks: LoopHooks, step: int) -> TrainResult:
@@ -79,7 +80,7 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
             for event in interval.events(step, hooks.extra_values()):
                 hooks.observer(event)
         if first:
-            # Tracing left a large heap that lives as long as the run: never scan it again.
+            # Tracing leaves a large heap that lives as long as the run: the garbage collector need never scan it again.
             gc.collect()
             gc.freeze()
             first = False
@@ -105,7 +106,8 @@ def _interval(hooks: LoopHooks) -> Interval:
 
 
 def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: int, due: Save | None) -> dict:
-    """due: the snapshot of this step, which comes after: it holds the result. A failure must not cost it."""
+    """Evaluates and reports the result. due: saves the snapshot of this step, which comes after the evaluation because
+    it holds the result; if the evaluation fails, the snapshot is still saved."""
     if hooks.pull_state:
         _save(hooks, hooks.pull_state, step)
     try:
@@ -114,7 +116,7 @@ def _evaluate(hooks: LoopHooks, evaluate: Callable[[], dict[str, float]], step: 
     except Exception:
         save = hooks.save_final if step == hooks.schedule.target and hooks.save_final else due
         if save and hooks.failed_together():
-            with contextlib.suppress(Exception):  # the run ends with what the evaluation has found
+            with contextlib.suppress(Exception):  # the run ends with the error of the evaluation
                 _save(hooks, save, step)
         raise
     hooks.observer(Event("eval", step, {f"eval/{name}": value for name, value in evaluation.items()}))

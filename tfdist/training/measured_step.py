@@ -1,4 +1,4 @@
-"""The step, with a look at the clock between its stages (phase_marks.py). It computes the same."""
+"""The step, with clock readings between its stages (phase_marks.py). Its results are the same."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from tfdist.training.total_loss import Total
 
 
 class MeasuredStep(TrainStep):
-    """A step that measures its phases (seconds): once in `phase_every` calls, or in each where that costs less."""
+    """A step that measures its phases (seconds): once in `phase_every` calls, or in each call where that is cheaper."""
 
-    # Tensors of the call that is traced.
+    # Tensors of the call being traced.
     _mark: Marks
     _sums: MarkSums  # of the marks so far
     _end: tf.Tensor
-    # Marks of the step, or micro-batch, that is traced.
+    # Marks of the step, or micro-batch, being traced.
     _start: tf.Tensor
     _data: tf.Tensor
     _device: tf.Tensor
     _forward: tf.Tensor | None
     _local: tf.Tensor
     _reduced: tf.Tensor
-    # Values of the call that is made.
-    _base = 0.0  # Unix seconds; 0: it is not sampled
+    # Values of the current call.
+    _base = 0.0  # Unix seconds; 0: the call is not sampled
     _times: tf.Tensor
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        # These marks never look: for what is traced apart from the steps.
+        # These marks never read the clock: they are for code that is traced apart from the steps.
         self._mark = Marks(tf.constant(0.0, tf.float64), tf.constant(0), False, self._copies_batches)
         if self.splits:
             self.replica.begin_backward = self._begin_backward
@@ -65,13 +65,13 @@ class MeasuredStep(TrainStep):
     def _marked_steps(
         self, iterators: list, n: tf.Tensor, signals: tf.Tensor, base: tf.Tensor, sampled: tf.Tensor
     ) -> tuple[Results, tf.Tensor]:
-        """The results of n steps, and `MarkTimes`."""
+        """Returns the results of n steps, and `MarkTimes` as a tensor."""
         self._mark, self._sums = (
             Marks(base, sampled, not self.options.deterministic, self._copies_batches),
             MarkSums.none(),
         )
         begin = self._mark([n])
-        with tf.control_dependencies([begin]):  # else the first START may be looked at before
+        with tf.control_dependencies([begin]):  # otherwise the first START may be taken before
             results = self._steps(iterators, n, signals)
         return results, tf.concat([*self._sums, (self._end - begin)[None]], 0)
 

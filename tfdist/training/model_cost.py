@@ -1,16 +1,16 @@
-"""python -m tfdist.training.model_cost FLAGS: what training a model takes, read from its graph; nothing is computed.
+"""python -m tfdist.training.model_cost FLAGS: the cost of training a model, read from its graph; nothing is computed.
 
-The model is built without memory (in Keras' stateless scope a variable is a shape and an initialiser), one forward and
+The model is built without memory (in Keras' stateless scope a variable is a shape and an initializer), one forward and
 backward pass is traced for two batch sizes, and the two graphs are compared. The result is printed as JSON, in the form
 that planner/shapes.py reads:
 
   {"name", "parts": [{"name", "weights": [[path, shape]], "constants": elements that are not trained,
     "flops": per sample, "saved": [bytes], "fixed": bytes, "output": bytes}]}
 
-flops: floating-point operations of the forward pass, products and convolutions only (a multiplication and an addition
-are two). saved: the tensors that the forward pass leaves for the backward pass, bytes per sample, one number for each
-tensor; fixed: the same, but whatever the batch (weights cast to the compute type, masks). output: bytes per sample that
-the part hands on, an upper bound. Sums per layer of the model, in its order.
+flops: floating-point operations of the forward pass, of products and convolutions only (a multiplication and an
+addition count as two). saved: the tensors that the forward pass leaves for the backward pass, bytes per sample, one
+number for each tensor; fixed: the same, but independent of the batch size (weights cast to the compute type, masks).
+output: bytes per sample that the part hands on, an upper bound. There is one part per layer of the model, in its order.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 # Views: they share their input's memory.
 _VIEWS = {"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "IdentityN"}
-# Operations of which only the shape matters; the compiler replaces them by constants.
+# Operations that use only the shape of their inputs; the compiler replaces them with constants.
 _SHAPES_ONLY = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike", "BroadcastGradientArgs"}
 _SIZES = (2, 4)  # samples in the two traces
 
 
 def trace(model: Any, objective: Any, specs: tuple, batch: int) -> dict[str, dict[str, Any]]:
-    """{layer name: {"flops", "saved": {tensor name: bytes}, "output": bytes}} of one forward and backward pass.
+    """Returns {layer name: {"flops", "saved": {tensor name: bytes}, "output": bytes}} of one forward and backward pass.
 
     model: a Keras model, which may be without memory. specs: (x, y) or (x, y, w) nests of one sample's TensorSpec.
     """
@@ -72,7 +72,7 @@ def _fill(parts: dict[str, dict[str, Any]], operations: list, inputs: set, in_mo
     owner, name = {}, next(iter(parts))
     for operation in operations:
         if operation in forward:
-            # Between two layers stand plain operations: they count with the layer before them.
+            # Plain operations between two layers count with the layer before them.
             name = _layer_of(operation.name, parts) or name if operation in in_model else "loss"
             owner[operation] = parts[name]
             parts[name]["flops"] += _flops(operation)
@@ -86,7 +86,8 @@ def _fill(parts: dict[str, dict[str, Any]], operations: list, inputs: set, in_mo
 
 
 def _ancestors(operations: list) -> set:
-    """The operations and all that they need: TensorFlow prunes the others, such as the gradients of constants."""
+    """Returns the operations and all that they depend on. TensorFlow prunes the others, such as the gradients of
+    constants."""
     found = set()
     while operations:
         operation = operations.pop()
@@ -97,7 +98,8 @@ def _ancestors(operations: list) -> set:
 
 
 def _layer_of(name: str, layers: dict[str, Any]) -> str | None:
-    """The layer whose scope an operation is in; TensorFlow numbers scopes that are entered again: dense_1 for dense."""
+    """Returns the layer in whose scope an operation is. TensorFlow numbers scopes that are entered again: dense_1 for
+    dense."""
     pieces = [re.sub(r"_\d+$", "", piece) for piece in name.split("/")] + name.split("/")
     return next((piece for piece in pieces if piece in layers), None)
 
@@ -113,7 +115,7 @@ def _bytes(tensor: Any) -> int:
 
 
 def _flops(operation: Any) -> float:
-    """2 x multiplications of a product or convolution of known shapes; 0 for everything else."""
+    """Returns 2 x multiplications of a product or convolution of known shapes; 0 for everything else."""
     if operation.type not in (
         "MatMul",
         "BatchMatMulV2",
@@ -146,9 +148,9 @@ def _flops(operation: Any) -> float:
 
 
 def forward_flops(model: Any, x_spec: Any, rows: int = 1) -> float:
-    """Floating-point operations of the forward pass of one sample: products and convolutions.
+    """Returns the floating-point operations of the forward pass of one sample: products and convolutions.
 
-    Traces it once, of so many rows (a model may take no other number), runs nothing.
+    Traces it once, runs nothing. rows: rows of the traced batch (a model may accept no other number).
     """
     import tensorflow as tf
 
@@ -158,7 +160,7 @@ def forward_flops(model: Any, x_spec: Any, rows: int = 1) -> float:
 
 
 def count(model: Any, objective: Any, specs: tuple) -> dict[str, Any]:
-    """Counts weights, FLOPs and saved tensors of a model, as described in the file's first lines."""
+    """Counts weights, FLOPs and saved tensors of a model, as described at the top of this file."""
     fewer, more = (trace(model, objective, specs, batch) for batch in _SIZES)
     step = _SIZES[1] - _SIZES[0]
     weights, constants = defaultdict(list), defaultdict(int)
@@ -193,7 +195,7 @@ def count(model: Any, objective: Any, specs: tuple) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Counts the model of the training flags `argv`, prints JSON."""
+    """Counts the cost of the model that the training flags `argv` describe, and prints it as JSON."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import keras
 
@@ -206,7 +208,7 @@ def main(argv: list[str]) -> int:
     config = flags.parse(argv).config.replace(sync_batchnorm=False)  # the same memory, and no collectives in the graph
     split = load_split(data_here(config), "train")
     set_policy(config.precision)
-    # Never left: at its end, Keras would give the variables their memory.
+    # Never exited: on exit, Keras would allocate the variables' memory.
     keras.StatelessScope().__enter__()
     model = build_model(config.model, split.element_spec[0], split.num_classes)
     print(json.dumps(count(model, make_objective(config.model, split.element_spec[1]), split.element_spec)))

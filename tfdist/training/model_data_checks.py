@@ -1,8 +1,8 @@
-"""Do model, objective and data fit each other? What can be said of it before the first step, in sentences.
+"""Checks, before the first step, whether model, objective and data fit each other, with messages for the user.
 
-A wrong number of outputs, or a label that no output stands for, would end a run with an error from inside TensorFlow,
-on a GPU with NaN, perhaps only after hours. Softmax outputs where logits are expected, and a batch larger than the
-data, do not end it: these are warnings.
+A wrong number of outputs, or a label without an output, would end a run with an error from inside TensorFlow, on a GPU
+with NaN, perhaps only after hours. Softmax outputs where logits are expected, and a batch larger than the data, do not
+end a run: these are warnings.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def check(
     plan: BatchPlan,
     batch_spec: tuple | None = None,
 ) -> list[str]:
-    """Returns warnings. Raises ConfigError or DataError for what cannot go well; nothing is said of a user's own
-    objective.
+    """Returns warnings. Raises ConfigError or DataError for combinations that cannot work. A user's own objective is
+    not checked.
 
-    model: as it was built, before layers of it are spread over workers. batch_spec: of the batches that are trained on,
-    where they may differ from the samples of `train` (by an augmentation).
+    model: as it was built, before its layers are spread over workers. batch_spec: the spec of training batches, if they
+    may differ from the samples of `train` (because of an augmentation).
     """
     if batch_spec:
         batch = tf.nest.flatten(batch_spec[0])[0].shape[0]
@@ -82,15 +82,14 @@ def check(
 
 
 def _takes_moments(layer: keras.Layer) -> bool:
-    """Whether a layer normalises by the moments of a batch, in training."""
+    """Returns whether a layer, in training, normalizes by the moments of a batch."""
     return isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
 
 
 def check_inputs(flag: str, model: keras.Model, x_spec: Any, of: str, batch: int | None = None) -> None:
-    """Raises ConfigError unless the model that `flag` names takes samples with such an x.
+    """Raises ConfigError unless the model that `flag` names accepts samples with such an x.
 
-    batch: samples at a time, if it is known. Of a model whose inputs are not known before it is called, nothing is
-    said.
+    batch: samples per call, if known. A model whose inputs are unknown before it is called is not checked.
     """
     try:
         inputs = model.inputs if isinstance(model, keras.Sequential) else model.input
@@ -119,14 +118,14 @@ def check_inputs(flag: str, model: keras.Model, x_spec: Any, of: str, batch: int
 
 
 def _named(nest: Any) -> dict[str, Any]:
-    """name -> tensor; tensors in a list are called as they call themselves, or by their place."""
+    """Returns name -> tensor; tensors in a list go by their own names, or else by their places."""
     if isinstance(nest, dict):
         return {".".join(map(str, path)): tensor for path, tensor in keras.tree.flatten_with_path(nest)}
     return {getattr(tensor, "name", None) or str(at): tensor for at, tensor in enumerate(keras.tree.flatten(nest))}
 
 
 def _takes(wanted: list[int | None], given: list[int]) -> bool:
-    """Whether Keras takes the one for the other: it adds or drops a last dim of 1."""
+    """Returns whether Keras accepts shape `given` for `wanted`: it adds or drops a last dim of 1."""
     if len(wanted) == len(given) + 1 and wanted[-1] == 1:
         given = [*given, 1]
     elif len(given) == len(wanted) + 1 and given[-1] == 1:
@@ -135,7 +134,7 @@ def _takes(wanted: list[int | None], given: list[int]) -> bool:
 
 
 def output_shape(flag: str, model: keras.Model, x_spec: Any) -> tuple[int | None, ...]:
-    """The shape of the outputs for one sample. Raises ConfigError if they are several tensors, or named."""
+    """Returns the shape of the outputs for one sample. Raises ConfigError for several or named tensors."""
     output = outputs_of(model, x_spec)
     if isinstance(output, dict | list | tuple):
         raise ConfigError(
@@ -182,7 +181,7 @@ def _check_classes(config: ModelConfig, split: Split, outputs: tuple) -> None:
 
 
 def _labels_fix(y: tuple[int, ...], outputs: tuple) -> str:
-    """What to do about labels of a wrong shape: they are one-hot vectors, a column, or something else."""
+    """Returns the advice for labels of a wrong shape: they are one-hot vectors, a column, or something else."""
     if y and y[-1] == 1:
         return ": drop the last dim of y, y[..., 0]"
     if y and len(y) == len(outputs) and outputs[-1] in (None, y[-1]):
@@ -191,7 +190,7 @@ def _labels_fix(y: tuple[int, ...], outputs: tuple) -> str:
 
 
 def _refuse_one_hot(config: ModelConfig, split: Split) -> None:
-    """Raises ConfigError if --objective=auto would take one-hot vectors of floats for values to be regressed on."""
+    """Raises ConfigError if --objective=auto would mistake one-hot vectors of floats for regression targets."""
     spec = split.element_spec[1]
     if config.objective != "auto" or not spec.shape.rank or spec.shape[-1] < 2:
         return
@@ -211,7 +210,8 @@ def _refuse_one_hot(config: ModelConfig, split: Split) -> None:
 
 
 def _check_labels(config: ModelConfig, split: Split, classes: int | None) -> None:
-    """All labels, where they are in memory; others are looked at when one of them has failed (data/flaws.py)."""
+    """Raises DataError for a label without an output. Checks all labels, if they are in memory; others are examined
+    only when one of them has failed (data/flaws.py)."""
     labels = None if split.labels is None else split.labels()
     if labels is None or not labels.size:
         return
@@ -228,7 +228,7 @@ def _check_labels(config: ModelConfig, split: Split, classes: int | None) -> Non
 
 
 def _ends_in_softmax(model: keras.Model, x_spec: Any) -> bool:
-    """Whether the last operation that computes something is a softmax."""
+    """Returns whether the last operation that computes something is a softmax."""
     kind = _last_computation_of_layers(model)
     if not kind:
         symbols = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), x_spec)
@@ -237,7 +237,8 @@ def _ends_in_softmax(model: keras.Model, x_spec: Any) -> bool:
 
 
 def _last_computation_of_layers(model: keras.Model) -> str:
-    """The last computation, by the last calls of layers: quicker than tracing all. "": no graph of layers."""
+    """Returns the type of the last computation, found by tracing the last calls of layers, which is quicker than
+    tracing the whole model. "": there is no graph of layers."""
     outputs = () if keras_layers.has_own_call(model) else getattr(functional_of(model), "outputs", None) or ()
     tensor = outputs[0] if len(outputs) == 1 else None
     while tensor is not None:
@@ -253,7 +254,7 @@ def _last_computation_of_layers(model: keras.Model) -> str:
 
 
 def _last_computation(function: Callable, taken: Any) -> str:
-    """The type of the operation; "" if what comes out is what went in."""
+    """Returns the type of the last operation of `function`; "" if it returns its input."""
     traced = tf.function(function, autograph=False).get_concrete_function(taken)
     operation = traced.outputs[0].op
     while operation.type in _VIEWS:

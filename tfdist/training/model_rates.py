@@ -23,7 +23,7 @@ from tfdist.training.model_cost import forward_flops
 
 
 def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Split, rows: int) -> Rates:
-    """`rows`: of a forward pass.
+    """Makes the Rates of a run. rows: rows of one forward pass.
 
     Raises ConfigError if --scaling_baseline is neither a number nor the folder of a finished run of one worker."""
     x = split.element_spec[0]
@@ -39,22 +39,22 @@ def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Spli
 
 
 def _formula(config: Config, split: Split) -> float:
-    """Operations of one sample's forward pass by the planner's formula; 0 if there is none."""
+    """Returns the operations of one sample's forward pass by the planner's formula; 0 if there is no formula."""
     x = split.element_spec[0]
     if not isinstance(x, tf.TensorSpec) or not x.shape.is_fully_defined():
         return 0.0
     try:
         shape = shape_of(
             config, Sample(tuple(size or 0 for size in x.shape), split.num_classes or 1)
-        )  # what gives no number has one among --model_args
+        )  # a split without a number of classes has it in --model_args
     except ConfigError:
         return 0.0
     return shape.flops if shape else 0.0
 
 
 def peak_flops(config: Config) -> float:
-    """Operations per second of one device at its best in the compute type: --peak_tflops, or the planner's table by the
-    name of the GPU; 0 if neither tells."""
+    """Returns the peak operations per second of one device in the compute type: from --peak_tflops, or from the
+    planner's table by the name of the GPU; 0 if neither has it."""
     if config.telemetry.peak_tflops:
         return config.telemetry.peak_tflops * 1e12
     gpus = tf.config.list_physical_devices("GPU")
@@ -69,7 +69,7 @@ def peak_flops(config: Config) -> float:
 
 
 def baseline(text: str) -> float:
-    """--scaling_baseline as samples per second; 0 for none. Raises ConfigError."""
+    """Returns --scaling_baseline as samples per second; 0 for none. Raises ConfigError."""
     if not text:
         return 0.0
     with contextlib.suppress(ValueError):
@@ -93,7 +93,8 @@ def baseline(text: str) -> float:
 
 
 def memory() -> dict[str, float]:
-    """Bytes in use, now and at most so far: of the host and, where there are GPUs, of this worker's fullest one."""
+    """Returns the bytes in use, now and at their peak so far: of the host and, if there are GPUs, of this worker's
+    fullest one."""
     found = host_memory()
     devices = [tf.config.experimental.get_memory_info(name.removeprefix("/device:")) for name in own_devices("GPU")]
     if devices:

@@ -1,4 +1,5 @@
-"""The names of the objectives, and what makes them of a ModelConfig. No TensorFlow: an unknown name is told at once."""
+"""Objective names, and the functions that make objectives of a ModelConfig. Imports no TensorFlow, so that an unknown
+name is reported at once."""
 
 from __future__ import annotations
 

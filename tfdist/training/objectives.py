@@ -1,4 +1,4 @@
-"""Objectives: what a model's outputs are compared with, as unreduced losses and metrics.
+"""Objectives: they compare a model's outputs with targets, and give unreduced losses and metrics.
 
 An objective is a callable `(outputs, y, w) -> Scores`. It does not reduce: the step divides by the *global* sum of
 weights over micro-batches and workers, which no worker knows alone. Legend: n samples, T tokens, C classes.
@@ -36,7 +36,7 @@ def classification(label_smoothing: float = 0.0) -> Objective:
             # (1 - e) * CE(y) + e * mean over classes of CE(class): Szegedy et al. 2016, arXiv:1512.00567
             uniform = tf.reduce_logsumexp(logits, -1) - tf.reduce_mean(logits, -1)
             losses = (1 - label_smoothing) * losses + label_smoothing * uniform
-        # As int64: of int32 GPUs compare none.
+        # As int64: TensorFlow has no int32 comparison on GPUs.
         correct = tf.cast(tf.equal(tf.argmax(logits, -1), tf.cast(y, tf.int64)), tf.float32)
         return Scores(losses, weights_like(w, losses), {"accuracy": correct})
 
@@ -44,8 +44,8 @@ def classification(label_smoothing: float = 0.0) -> Objective:
 
 
 def regression() -> Objective:
-    """Squared error and absolute error; outputs and y: [n, ...], but for dims of 1. Of each sample, the mean over the
-    other dims, where w is [n]; of each token where w is [n, T], as the outputs begin."""
+    """Squared error and absolute error; outputs and y: both [n, ...], equal except for dims of 1. With w [n] the error
+    of each sample is the mean over its other dims; with w [n, T], as the outputs begin, the same for each token."""
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
         outputs = tf.cast(outputs, tf.float32)
@@ -73,20 +73,20 @@ def regression() -> Objective:
 
 
 def of_classes(config: ModelConfig) -> Objective:
-    """What --objective=classification and --objective=next_token mean."""
+    """Makes the objective of --objective=classification and --objective=next_token."""
     return classification(config.label_smoothing)
 
 
 def of_values(config: ModelConfig) -> Objective:
-    """What --objective=regression means."""
+    """Makes the objective of --objective=regression."""
     return regression()
 
 
 def make_objective(config: ModelConfig, y_spec: Any) -> Objective:
-    """The objective named by --objective; `auto`: by the target's spec for one sample (int: classification, float:
-    regression).
+    """Makes the objective named by --objective; `auto` chooses by the target's spec for one sample (int:
+    classification, float: regression).
 
-    Raises: ConfigError if the name is unknown or `auto` cannot tell.
+    Raises: ConfigError if the name is unknown or `auto` cannot choose.
     """
     name = config.objective
     if name == "auto":
@@ -112,7 +112,7 @@ def _is_numeric(spec: Any) -> bool:
 
 
 def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
-    """Weights of samples [n] as weights of what the losses count: unchanged, or repeated over tokens [n, T]."""
+    """Returns sample weights [n] in the shape of the losses: unchanged, or repeated over tokens [n, T]."""
     if not _fit(w.shape, losses.shape[: w.shape.rank]):
         raise ConfigError(
             f"The losses have shape {losses.shape}, but the weights {w.shape}: give one weight a sample, or weights"
@@ -126,25 +126,25 @@ def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
 
 
 def _fit(shape: Shape, other: Shape) -> bool:
-    """Whether two shapes could be the same: as many dims, and no two that are known to differ."""
+    """Returns whether two shapes could be the same: equally many dims, and no two that are known to differ."""
     return len(shape) == len(other) and all(a == b or None in (a, b) for a, b in zip(shape, other, strict=True))
 
 
 def _output_spec(model: keras.Model, x: Any) -> Any:
-    """The specs of what a model returns that does not know them."""
+    """Returns the specs of the outputs of a model that does not know them."""
     try:
         return model.compute_output_spec(
             tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype), x)
         )
-    except ValueError:  # of a model inside whose layers are cut over a mesh: they say what they were before
+    except ValueError:  # of an inner model whose layers are cut over a mesh: they report their uncut specs
         return tf.function(model, autograph=False).get_concrete_function(x).structured_outputs
 
 
 def scores_spec(model: keras.Model, objective: Objective, batch_spec: Any) -> Scores:
-    """The specs of what `objective` returns for a batch; runs nothing."""
+    """Returns the specs of the result of `objective` for a batch; runs nothing."""
     x, y, w = batch_spec
     try:
-        output = as_called(model.output)  # functional models know it, and Sequential ones that are built
+        output = as_called(model.output)  # functional models and built Sequential models know it
     except (AttributeError, ValueError):
         output = _output_spec(model, x)
     output = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), output)

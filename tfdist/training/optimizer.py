@@ -1,8 +1,8 @@
-"""The update rule: a stock Keras optimizer that is handed gradients which are already reduced and clipped.
+"""The update rule: a stock Keras optimizer that receives gradients which are already reduced and clipped.
 
 Under tf.distribute a Keras optimizer clips *local* gradients and then reduces them itself. tfdist reduces first
-(training/step.py), so the optimizer's own reduction is switched off here, in this one place. If Keras renames the
-method, `switch_off_reduction` refuses; if it stops calling it, the parity tests with several replicas fail.
+(training/step.py), so the optimizer's own reduction is switched off, only here. If Keras renames the method,
+`switch_off_reduction` raises an error; if Keras stops calling it, the parity tests with several replicas fail.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tfdist.control.exit_codes import ConfigError
 
 
 class FusedAdam(keras.optimizers.Adam):
-    """Keras' Adam, with one operation a variable in place of a dozen that each read and write memory.
+    """Keras' Adam, with one operation per variable in place of a dozen that each read and write memory.
 
     TensorFlow's ApplyAdam is the same rule (Kingma and Ba 2014, arXiv:1412.6980, in the form at the end of section 2):
     m += (g - m)(1 - b1), v += (g^2 - v)(1 - b2), w -= lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + epsilon).
     """
 
-    _shared: dict[str, tf.Tensor] | None = None  # what all updates of one `apply` take
+    _shared: dict[str, tf.Tensor] | None = None  # numbers that all updates of one `apply` share
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         """Updates all variables once."""
@@ -40,7 +40,7 @@ class FusedAdam(keras.optimizers.Adam):
             self._shared = None
 
     def _numbers(self) -> dict[str, tf.Tensor]:
-        # Keras' types are those of any backend.
+        # Keras' type hints cover every backend.
         step = tf.cast(self.iterations + 1, tf.float32)  # type: ignore[reportCallIssue, reportOptionalOperand]
         beta1, beta2, epsilon = (tf.constant(each, tf.float32) for each in (self.beta_1, self.beta_2, self.epsilon))
         powers = {"beta1_power": tf.pow(beta1, step), "beta2_power": tf.pow(beta2, step)}
@@ -49,7 +49,7 @@ class FusedAdam(keras.optimizers.Adam):
     def update_step(
         self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable, learning_rate: tf.Tensor
     ) -> None:
-        """Updates a float32 variable by ApplyAdam; other dtypes, slices and amsgrad are left to Keras."""
+        """Updates a float32 variable with ApplyAdam; other dtypes, slices and amsgrad are left to Keras."""
         if self.amsgrad or isinstance(gradient, tf.IndexedSlices) or tf.as_dtype(variable.dtype) != tf.float32:
             super().update_step(gradient, variable, learning_rate)
             return
@@ -80,10 +80,10 @@ OPTIMIZERS = {
     "muon": keras.optimizers.Muon,
 }
 
-# What `config.ELEMENTWISE_OPTIMIZERS` are instances of, and no other.
+# The classes of `config.ELEMENTWISE_OPTIMIZERS`; no other optimizer is an instance of them.
 ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion)
 
-# Keras arguments that would act on local gradients or deadlock, and the flag that does the same right.
+# Keras arguments that would act on local gradients or deadlock, and the flag that does the same correctly.
 OWN_FLAGS = {
     "learning_rate": "--learning_rate",
     "weight_decay": "--weight_decay",
@@ -101,7 +101,7 @@ OWN_FLAGS = {
 def make_optimizer(
     config: OptimizerConfig, learning_rate: keras.optimizers.schedules.LearningRateSchedule
 ) -> keras.Optimizer:
-    """Builds the optimizer; call inside the runtime's scope. Raises ConfigError on options it does not take."""
+    """Builds the optimizer; call inside the runtime's scope. Raises ConfigError on options it does not accept."""
     options = parse_args("optimizer_args", config.optimizer_args)
     for name in options:
         if name in OWN_FLAGS:
@@ -126,7 +126,7 @@ def make_optimizer(
 
 
 def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
-    """Keras takes anything, and fails when the step is traced."""
+    """Raises ConfigError for numbers out of range: Keras accepts anything, and fails when the step is traced."""
     for name, parameter in inspect.signature(OPTIMIZERS[config.optimizer]).parameters.items():
         usual, value = parameter.default, options.get(name)
         if name not in options or not isinstance(usual, float):
@@ -142,8 +142,8 @@ def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
 
 
 def check_decays(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> None:
-    """Raises ConfigError if a decay of the optimizer is 1 in the dtype of a variable, in which Keras computes its
-    update: with beta_2 = 0.999, which is 1 in bfloat16, Adam leaves the variable as it was made.
+    """Raises ConfigError if a decay of the optimizer rounds to 1 in the dtype of a variable, in which Keras computes
+    the update: with beta_2 = 0.999, which is 1 in bfloat16, Adam never changes the variable.
     """
     decays = {"beta_2": (getattr(optimizer, "beta_2", None), "it", "--optimizer_args=beta_2=0.99")}
     if optimizer.use_ema:
@@ -164,25 +164,25 @@ def check_decays(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]
 
 
 def switch_off_reduction(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Makes `optimizer.apply` take gradients that are already summed over all replicas."""
+    """Makes `optimizer.apply` accept gradients that are already summed over all replicas."""
     keras_optimizers.switch_off_reduction(optimizer)
     return optimizer
 
 
 def updates_rows(optimizer: keras.Optimizer) -> bool:
-    """Whether it leaves the rows of a table alone whose gradient is 0, and takes gradients as slices. All others of
-    Keras that are in OPTIMIZERS change every row."""
+    """Returns whether the optimizer leaves rows of a table with gradient 0 unchanged, and accepts gradients as slices.
+    All other Keras optimizers in OPTIMIZERS change every row."""
     return type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
 
 
 def ema_variables(optimizer: keras.Optimizer) -> list:
-    """The moving averages of the trainable variables, in their order; empty without --ema."""
+    """Returns the moving averages of the trainable variables, in their order; empty without --ema."""
     return keras_optimizers.moving_averages(optimizer)
 
 
 @contextlib.contextmanager
 def swapped_in(variables: Sequence, values: Sequence) -> Iterator[None]:
-    """A context in which `variables` hold `values` (for example the moving average); afterwards their own again."""
+    """Context manager in which `variables` hold `values` (for example moving averages); restores them at exit."""
     trained = [variable.numpy() for variable in variables]
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value.numpy())

@@ -1,6 +1,4 @@
-"""An objective of the user's own, --objective=package.module:function: called, and checked, while the step is
-traced.
-"""
+"""A user's own objective, --objective=package.module:function: called, and checked, while the step is traced."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ _WANTED = (
 
 _WRAPPED = "write one that returns Scores(loss(y, outputs), w, {}), where a Keras loss has reduction=None"
 
-# What stands beside metrics in the vectors of a step, and in "train" and "eval" events.
+# Names beside those of metrics in the vectors of a step, and in "train" and "eval" events.
 _TAKEN = {*FIRST_SUMS, *HEAD, *REQUESTS, "step_s", "learning_rate", "skipped_steps", "samples"}
 
 _NUMBERS = "give a float32 tensor with one number for each sample, or token"
 
 
 def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tensor], Scores]:
-    """Raises ConfigError for a function that takes something else, now, and when it is traced for one that fails or
-    returns something else."""
+    """Makes an objective of a user's function. Raises ConfigError at once if it takes other arguments, and, when it is
+    traced, if it fails or returns something else."""
     if isinstance(function, keras.losses.Loss) or package_of(module_of(function)) == "keras":
         raise ConfigError(
             f"--objective={name} is a loss of Keras, which takes (y_true, y_pred), but an objective is {_WANTED}:"
@@ -74,13 +72,13 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
 
 
 def _not_negative(weights: tf.Tensor) -> tf.Tensor:
-    """Minus infinity in place of what is: the run ends with a sentence of its own (training/step_output.py), and an
-    evaluation gives NaN. Data are looked at before."""
+    """Replaces negative weights by minus infinity: the run then ends with a message about negative weights
+    (training/step_output.py), and an evaluation gives NaN. Weights of the data are checked earlier."""
     return tf.where(weights < 0, float("-inf"), weights)
 
 
 def _numbers(name: str, what: str, values: Any, learnable: bool = False) -> tf.Tensor:
-    """Values that the objective called `name` has returned, as float32. Raises ConfigError if they are none."""
+    """Returns values from the objective called `name` as float32. Raises ConfigError if they are not numbers."""
     try:
         tensor = tf.convert_to_tensor(values)
     except (TypeError, ValueError):

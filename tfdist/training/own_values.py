@@ -1,9 +1,8 @@
-"""What functions and objects of the user's own hold: what makes one compute something else than another of the same
-code.
+"""The values that a user's functions and objects hold, which can make two of the same code compute different things.
 
-A function: its code, which tells two lambdas of one file apart, its defaults, and what it has from around it. An
-object: of its attributes, of what these hold, and so on, functions, arrays, and the numbers with a decimal point, such
-as a rate; whole ones may count, or be a rank.
+Of a function: its code, which tells two lambdas of one file apart, its defaults, and its closure. Of an object: the
+functions, arrays and floats, such as a rate, among its attributes, their attributes, and so on. Integers of an object
+are left out: they may be counters, or a rank.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from tfdist.compat.code_origin import package_of
 
 LIBRARIES = ("keras", "tensorflow", "tfdist", "builtins", "numpy")
 _DEEPEST = 4
-_LATEST = 1e9  # larger ones are points in time
-_LARGEST = 1 << 20  # numbers of an array that are looked at
-_MANY = 1000  # entries of a list
+_LATEST = 1e9  # larger numbers are points in time
+_LARGEST = 1 << 20  # larger arrays are not compared
+_MANY = 1000  # entries of a list; longer ones are not compared
 _CACHED = type(functools.cache(abs))
 _FUNCTIONS = (functools.partial, FunctionType, MethodType, BuiltinFunctionType, np.ufunc, _CACHED)
-_OF_KERAS = (keras.losses.Loss, keras.regularizers.Regularizer, keras.constraints.Constraint)  # which hold rates
-_NO_OBJECTS = (type, ModuleType, keras.layers.Layer, keras.Variable, tf.Variable)  # told by themselves, or nothing
+_OF_KERAS = (keras.losses.Loss, keras.regularizers.Regularizer, keras.constraints.Constraint)  # they hold rates
+_NO_OBJECTS = (type, ModuleType, keras.layers.Layer, keras.Variable, tf.Variable)  # compared elsewhere, or not at all
 
 
 def own_value(value: Any) -> Any:
-    """A value that is equal for objects that compute the same, made of numbers, strings, arrays, lists and mappings:
-    {attribute: what it holds} of an object.
+    """Returns a value that is equal for objects that compute the same, made of numbers, strings, arrays, lists and
+    mappings: for an object {attribute: its value}.
     """
     return _function(value, 0) if isinstance(value, _FUNCTIONS) else _attributes(_attributes_of(value), 0)
 
@@ -55,7 +54,7 @@ def _attributes(held: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for name, each in held.items():
-        with contextlib.suppress(Exception):  # of the user's own making: an object need not answer
+        with contextlib.suppress(Exception):  # attributes of a user's object may raise when read
             found[_name(name)] = _attribute(each, depth + 1)
     return {name: each for name, each in found.items() if each is not None}
 
@@ -65,7 +64,8 @@ def _name(key: Any) -> str:
 
 
 def _attribute(value: Any, depth: int) -> Any:
-    """The value of an attribute; None if it may differ between workers that compute the same, or holds nothing else."""
+    """Returns the value of an attribute; None if it may differ between workers that compute the same, or if it holds
+    only such values."""
     if value is None or isinstance(value, (bool, int, str, bytes)):
         return None
     if isinstance(value, _FUNCTIONS):
@@ -91,7 +91,7 @@ def _number(value: float) -> float | None:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """An array, or a tensor's value, as a NumPy array; None for anything else, and for very large ones."""
+    """Returns an array, or a tensor's value, as a NumPy array; None for anything else, and for very large arrays."""
     has_value = isinstance(value, (np.ndarray, np.generic)) or (
         isinstance(value, tf.Tensor) and hasattr(value, "numpy")
     )
@@ -102,8 +102,8 @@ def _array(value: Any) -> np.ndarray | None:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether it is an object that may hold what a user has set: not one of Python's or TensorFlow's, which may hold
-    times and counts."""
+    """Returns whether an object may hold values that a user has set: not an object of Python's library or of
+    TensorFlow, which may hold times and counts."""
     if isinstance(value, (SimpleNamespace, *_OF_KERAS)):
         return True
     root = package_of(type(value).__module__)
@@ -112,7 +112,7 @@ def _is_own(value: Any) -> bool:
 
 
 def _function(function: Any, depth: int) -> Any:
-    """{what is said of it: what it holds}"""
+    """Returns {part of the function: its value}, or a name for a function of a library."""
     if depth > _DEEPEST:
         return "deeper"
     if isinstance(function, functools.partial):
@@ -140,7 +140,7 @@ def _is_from_libraries(definition: FunctionType | type) -> bool:
 
 
 def _code(code: CodeType) -> list[Any]:
-    """The content of a code object, without file name and line numbers."""
+    """Returns the content of a code object, without file name and line numbers."""
     constants = [
         _code(each) if isinstance(each, CodeType) else each
         for each in code.co_consts
@@ -152,12 +152,12 @@ def _code(code: CodeType) -> list[Any]:
 def _cell(cell: Any, depth: int) -> Any:
     try:
         return _held(cell.cell_contents, depth)
-    except ValueError:  # that is empty yet
+    except ValueError:  # the cell is still empty
         return "empty"
 
 
 def _held(value: Any, depth: int) -> Any:
-    """A value that a function has from elsewhere, such as its defaults: whole numbers and strings count, too."""
+    """Returns a value that a function gets from elsewhere, such as its defaults: integers and strings count, too."""
     if isinstance(value, enum.Enum):
         return _held(value.value, depth)
     if isinstance(value, float):

@@ -1,23 +1,24 @@
-"""Marks: at what time the phases of a step end, seen from inside the training function, in calls that are sampled.
+"""Marks: the times at which the phases of a step end, taken inside the training function, in calls that are sampled.
 
-A mark looks at the clock when some tensors are there. What comes after waits for it (an executor with one thread would
-else look when all is done), but never where that would take away an overlap: gradients travel while the backward pass
-goes on, marks or not. There is one traced function, so measuring costs no second trace, and cannot change a result.
+A mark reads the clock once some tensors are ready. Later operations wait for it (an executor with one thread would
+otherwise read the clock after everything else), except where that would prevent overlap: gradients travel while the
+backward pass continues, with or without marks. There is only one traced function, so measuring costs no second trace,
+and cannot change a result.
 
-Where TensorFlow's clock tells the truth, looking at it costs less than asking whether to look: every call has its
-marks. On a GPU an operation counts as done when it has been handed to the device. There a mark copies one element of
-the last tensor to the host, which waits for all that the device was given before; so the marks sleep in calls that are
-not sampled. So they do with deterministic operations, which bar TensorFlow's clock: Python's is slower.
-Whether they sleep must be known to the host without asking the device, or it would wait all the same: it is an int32,
-which TensorFlow keeps in the host's memory, and its comparison as well.
+Where TensorFlow's clock can be trusted, reading it costs less than testing whether to read it: every call has marks. On
+a GPU an operation counts as done as soon as it has been handed to the device. There a mark copies one element of the
+last tensor to the host, which waits for everything that the device was given before; so marks are inactive in calls
+that are not sampled. The same holds with deterministic operations, which forbid TensorFlow's clock: Python's is slower.
+The host must know without asking the device whether marks are active, or it would have to wait anyway. So the flag is
+an int32, which TensorFlow keeps in the host's memory, together with its comparison.
 
-The marks of a step, in order; with several micro-batches those from DATA to BACKWARD come once for each:
+The marks of a step, in order; those from DATA to BACKWARD come once for each micro-batch:
 
     START  data wait  DATA  host to device  DEVICE  forward  FORWARD  backward  BACKWARD
     LOCAL (= the last BACKWARD)  gradient synchronisation  REDUCED  optimizer  START of the next step
 
-Each waits for the mark before it, too: two that wait for the same tensors would be looked at in any order, and by
-Python's clock milliseconds apart on a busy machine.
+Each mark also waits for the mark before it: two marks that wait for the same tensors would read the clock in any order,
+and, with Python's clock, milliseconds apart on a busy machine.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Marks:
     """The marks of one call.
 
     Args:
-      base: float64 [], Unix seconds near to the call's begin: differences from it stay exact.
-      sampled: int32 [], 1 if the call is, else 0.
+      base: float64 [], Unix seconds near the start of the call: differences from it stay exact.
+      sampled: int32 [], 1 if the call is sampled, else 0.
       timed: whether TensorFlow's own clock may be used.
       on_device: whether the tensors are on a GPU.
     """
@@ -75,13 +76,13 @@ class Marks:
         self.always = timed and not on_device
 
     def __call__(self, after: Sequence[tf.Tensor]) -> tf.Tensor:
-        """float64 []: Unix seconds when all of `after` are there (on a GPU: when the last one is); anything in calls
-        that are not sampled.
+        """float64 []: Unix seconds when all of `after` are ready (on a GPU: when the last one is). The value is
+        arbitrary in calls that are not sampled.
         """
         with tf.control_dependencies(after):
             if self.always:
                 return timestamp()
-            sampled = tf.greater(self.sampled, 0)  # in every graph anew: as an argument it would go to the device
+            sampled = tf.greater(self.sampled, 0)  # made in every graph: as an argument it would go to the device
 
         def look() -> tf.Tensor:
             there = tf.constant(0.0, tf.float64)
@@ -91,20 +92,20 @@ class Marks:
                     there = tf.reduce_sum(tf.cast(first, tf.float64))
             with tf.control_dependencies([there]):
                 now = timestamp() if self.timed else _time_of_python()
-            # Always 0, which TensorFlow does not see: it would drop a copy that nobody uses.
+            # Adds 0 in a way that TensorFlow cannot see: otherwise it would drop the copy as unused.
             return now + tf.cast(tf.logical_and(there > 0, there < 0), tf.float64)
 
         return tf.cond(sampled, look, lambda: tf.constant(0.0, tf.float64))
 
     def relative(self, times: Sequence[tf.Tensor]) -> tf.Tensor:
-        """float64 [n]: the marks as seconds since the base."""
+        """float64 [n]: marks as seconds since the base."""
         return tf.stack(times) - self.base
 
 
 def is_sampled(number: int, every: int) -> bool:
-    """Whether call `number` is: one in each row of `every` calls, the same on all workers; not always the same one of a
-    row, since that might be just the one which follows a save. Of the first row it is the second: the first call
-    traces.
+    """Returns whether call `number` is sampled: one in each group of `every` calls, the same on all workers. Its place
+    in the group varies, since a fixed one might always follow a save. In the first group it is the second call: the
+    first one traces.
     """
     if every < 1:
         return False
@@ -113,8 +114,8 @@ def is_sampled(number: int, every: int) -> bool:
 
 
 def gradients_last(local: Sequence[Accumulated]) -> list[tf.Tensor]:
-    """All that the replicas hold after their backward pass; what is computed last, the first variable's gradient, is
-    last.
+    """Returns all tensors that the replicas hold after their backward pass. The one that is computed last, the first
+    variable's gradient, comes last.
     """
     return [values_of(tensor) for each in local for tensor in (each.sums, *each.of_added[::-1], *each.gradients[::-1])]
 
@@ -122,9 +123,9 @@ def gradients_last(local: Sequence[Accumulated]) -> list[tf.Tensor]:
 def in_step(times: MarkTimes, wait_s: float | None) -> np.ndarray:
     """float64 [len(IN_CALL)]: the seconds of the phases of `IN_CALL`.
 
-    `wait_s`: gradient synchronisation, where the runtime knows it better; None: it does not.
+    wait_s: seconds of gradient synchronization, if the runtime knows them more exactly; None: it does not.
     """
-    # Every micro-batch but the first begins where the one before it ends.
+    # Every micro-batch except the first begins where the previous one ends.
     begins = times.start + times.backward - times.local
     backward, local = times.backward, times.local
     if wait_s is not None:
@@ -141,6 +142,6 @@ def in_step(times: MarkTimes, wait_s: float | None) -> np.ndarray:
 
 
 def _time_of_python() -> tf.Tensor:
-    """Python's clock, for deterministic runs, in which TensorFlow refuses to tell the time."""
+    """Reads Python's clock, for deterministic runs, in which TensorFlow refuses to tell the time."""
     with on_host():
         return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])

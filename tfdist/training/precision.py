@@ -1,7 +1,7 @@
 """Mixed precision: the Keras policy, and the dynamic loss scale of float16.
 
 Keras' own LossScaleOptimizer tests each worker's *local* gradients, so an overflow on one worker makes workers
-disagree about skipping. Here the decision is taken on the *reduced* gradients, which are the same everywhere.
+disagree about skipping. Here the *reduced* gradients decide, which are the same everywhere.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class LossScale:
             self.variables = {"loss_scale": self._scale, "loss_scale_good_steps": self._good_steps}
 
     def value(self) -> tf.Tensor:
-        """float32 []: what the loss is multiplied by before the backward pass."""
+        """float32 []: the factor by which the loss is multiplied before the backward pass."""
         return tf.identity(self._scale) if self.dynamic else tf.constant(1.0)
 
     def update(self, finite: tf.Tensor) -> None:
-        """Moves the scale after a step; `finite`: bool [], whether all reduced gradients were finite."""
+        """Adjusts the scale after a step. finite: bool [], whether all reduced gradients were finite."""
         if not self.dynamic:
             return
         good_steps = tf.identity(self._good_steps)

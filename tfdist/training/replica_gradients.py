@@ -1,4 +1,4 @@
-"""What a replica computes of a step: the gradients and sums of its micro-batches."""
+"""The part of a step that a replica computes: the gradients and sums of its micro-batches."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from tfdist.training.update import Gradient, Update, compiled
 
 
 class Accumulated(NamedTuple):
-    """What a replica adds up over micro-batches; later it is summed, once, over all replicas (step.py)."""
+    """The values that a replica adds up over micro-batches; they are then summed, once, over all replicas (step.py)."""
 
     gradients: list[Gradient]
-    of_added: list[Gradient]  # those of what layers add, where that is differentiated by itself; else []
+    of_added: list[Gradient]  # gradients of the losses that layers add, if differentiated separately; else []
     sums: tf.Tensor
 
 
 def ones_of(total: Total) -> tf.Tensor:
-    """The gradient of the loss itself, all ones, with which the backward pass begins."""
+    """Returns the gradient of the loss itself, all ones, with which the backward pass begins."""
     return tf.ones_like(total.differentiated)
 
 
 class ReplicaGradients:
     """Computes gradients of micro-batches on one replica. All methods are for `Runtime.run`.
 
-    `begin_backward`: makes what the backward pass begins with, once the forward pass is done.
+    begin_backward: called once the forward pass is done; returns the gradient with which the backward pass begins.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class ReplicaGradients:
     def plus_micro_batch(
         self, accumulated: Accumulated, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor, batch: tuple
     ) -> Accumulated:
-        """`accumulated` and what comes of one more micro-batch."""
+        """Returns `accumulated` plus the result of one more micro-batch."""
         more = self.of_micro_batch(step, micro, scale, batch)
         return tf.nest.map_structure(lambda a, b: a + b, accumulated, more)
 
     def of_pipeline(self, step: tf.Tensor, scale: tf.Tensor, *batches: tuple) -> Accumulated:
-        """The gradients and sums of all micro-batches of a step at once, by the pipeline."""
+        """Returns the gradients and sums of all micro-batches of a step at once, computed by the pipeline."""
         assert self.pipeline is not None
         replica = self.runtime.replica_id()
         with self._counting(batches[0][2]), self._tracing():
@@ -93,24 +93,25 @@ class ReplicaGradients:
         return self.update.keep(gradients) if gradients else []
 
     def _counting(self, w: tf.Tensor):
-        """Scales what layers add, for a micro-batch with weights `w`; see SumsAsMeans."""
+        """Context manager that scales the losses that layers add, for a micro-batch with weights `w`; see
+        SumsAsMeans."""
         return self.added.counting(self.options.plan.global_batch / rows_of(w))
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """The model and what is made of its outputs are called inside."""
+        """Context manager in which the model is called and its outputs are processed."""
         with missing_rows.as_nan(self._lookups_are_silent), in_steps(), drawing(self.model, self.runtime):
             yield
 
     def _gradients(self, x, y, w: tf.Tensor, scale: tf.Tensor) -> Accumulated:
-        """The gradients of a micro-batch, as the tape gives them, and its sums."""
+        """Returns the gradients of a micro-batch, as the tape gives them, and its sums."""
         sources = self.update.sources()
         with self._counting(w), self._tracing():
             with tf.GradientTape(persistent=True) as tape:
                 total = self.total(missing_rows.poisoned(self.model(x, training=True)), y, w, scale)
             begin = missing_rows.poisoned(self.begin_backward(total))
             found = [
-                [] if part is None else tape.gradient(part, sources, [begin])  # None: it does not depend on that source
+                [] if part is None else tape.gradient(part, sources, [begin])  # None: does not depend on that source
                 for part in (total.differentiated, total.added)
             ]
             del tape
@@ -124,7 +125,7 @@ class ReplicaGradients:
 
 
 def _check_connected(gradients: list[Gradient | None]) -> None:
-    """Raises ConfigError if there is no gradient at all (whole numbers, stop_gradient): a run would learn nothing."""
+    """Raises ConfigError if no variable has a gradient (integers, stop_gradient): the run would learn nothing."""
     if all(gradient is None for gradient in gradients):
         raise ConfigError(
             "The loss depends on none of the model's trainable variables: let --model and --objective compute it from"
@@ -133,6 +134,6 @@ def _check_connected(gradients: list[Gradient | None]) -> None:
 
 
 def _in_one_pass(total: Total) -> tuple[tf.Tensor, tf.Tensor]:
-    """(What a pipeline differentiates, the sums.)"""
+    """Returns (the tensor that a pipeline differentiates, the sums)."""
     assert total.added is None, "composition_checks.check_added has refused it"
     return total.differentiated, total.sums

@@ -1,7 +1,7 @@
-"""Whether all workers compute the same: their models, losses and the code of the user's own, compared at the start.
+"""Checks at the start that all workers compute the same: compares their models, losses and user code.
 
-Workers add up their gradients. One with another activation or loss, or with last week's file of a model on its disk,
-adds to what it was not asked for, and nothing tells: the weights stay the same on all.
+Workers add up their gradients. A worker with a different activation or loss, or with last week's file of a model on its
+disk, would contribute wrong gradients, and nothing would show it: the weights stay the same on all workers.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import texts_of_all
 from tfdist.training.own_values import LIBRARIES, own_value
 
-# Parts of Keras' configurations that may differ: names count what a process has made so far, seeds are random or
-# sent by the chief.
+# Parts of Keras' configurations that may differ: names count the objects that a process has made so far, seeds are
+# random or sent by the chief.
 _MAY_DIFFER = ("name", "seed", "random_seed", "seed_generator", "build_config", "registered_name")
-# Attributes not compared: what Keras has wrapped; losses and optimizers, which are by themselves; what a model has run.
+# Attributes not compared: methods that Keras has wrapped; losses and optimizers, which are compared separately; the
+# functions and the history of a model's earlier runs.
 _NO_FACTS = (
     *("build", "quantize", "call", "loss", "optimizer", "train_function", "test_function", "predict_function"),
     *("_losses", "_compile_loss", "_compile_metrics", "history"),
 )
-_MAIN = "__main__"  # a script may be another on each worker; what it defines may not
+_MAIN = "__main__"  # each worker may run a different script; the functions and classes used from it must be the same
 
 _SHOWN = 60  # characters of a value
 
 
 class Fact(NamedTuple):
-    """One thing that workers compare: what it is, a checksum of it, and its value if that is short."""
+    """One thing that workers compare: its name, a checksum of its value, and the value itself if that is short."""
 
     what: str
     checksum: int
@@ -53,9 +54,10 @@ Facts = list[Fact]
 
 
 def must_be_same_model(runtime: Runtime, facts: Facts) -> None:
-    """Raises ConfigError on all workers, naming the first difference, unless they are the same. A collective."""
-    text = json.dumps(facts)  # of one byte a character
-    sums = [fact.checksum for fact in facts]  # without what names them: a layer may be the worker's second dense
+    """Raises ConfigError on all workers, naming the first difference, unless the facts of all are the same. A
+    collective call."""
+    text = json.dumps(facts)  # one byte per character
+    sums = [fact.checksum for fact in facts]  # without names: a layer may be called dense_1 on one worker only
     rows = runtime.all_gather(np.array([zlib.crc32(repr(sums).encode()), len(text)], np.int64))
     if (rows[:, 0] == rows[0, 0]).all():
         return
@@ -78,13 +80,13 @@ def _first_difference(first: Facts, other: Facts) -> str | None:
 
 
 def facts_of(model: keras.Model, own: Iterable[Any] = (), settings: Mapping[str, Any] | None = None) -> Facts:
-    """The facts that are compared. own: functions and objects of the user's beside the model's layers. settings:
+    """Returns the facts to compare. own: the user's functions and objects beside the model's layers. settings:
     configurations, under the names by which the user knows them."""
     layers, own = keras_layers.all_layers(model), list(own)
     everywhere = [keras.config.floatx(), keras.config.epsilon(), keras.config.image_data_format()]
     found = [_fact("keras.config", everywhere), _fact("how many layers there are", len(layers))]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of lambdas, which Keras would not write to a file
+        warnings.simplefilter("ignore")  # Keras warns that lambdas cannot be written to a file
         for number, layer in enumerate(layers):
             found += _facts_of_layer(f"layer {number}, {layer.name}", layer)
     for name, value in (settings or {}).items():
@@ -104,7 +106,7 @@ def _facts_of_layer(name: str, layer: keras.Layer) -> Facts:
 
 
 def _by_key(name: str, value: Any) -> Facts:
-    """A fact for each entry of a mapping, or one for anything else."""
+    """Returns a fact for each entry of a mapping, or one fact for any other value."""
     if not isinstance(value, Mapping):
         return [_fact(name, value)]
     return [_fact(f"{name}: {key}", each) for key, each in sorted(value.items(), key=str) if key not in _MAY_DIFFER]
@@ -117,15 +119,15 @@ def _fact(what: str, value: Any) -> Fact:
 
 
 def _config(layer: keras.Layer) -> Any:
-    with contextlib.suppress(Exception):  # of the user's own making, or one that cannot be told
+    with contextlib.suppress(Exception):  # a user's own get_config may raise, or there may be none
         return layer.get_config()
     return None
 
 
 def _plain(value: Any) -> Any:
-    """The value without what may differ between workers that compute the same."""
+    """Returns the value without the parts that may differ between workers that compute the same."""
     if isinstance(value, Mapping):
-        if value.get("class_name") == "__lambda__":  # its code names the folder that it is in; see _own_code
+        if value.get("class_name") == "__lambda__":  # its code contains the name of its folder; see _own_code
             return "a lambda"
         return {str(key): _plain(each) for key, each in sorted(value.items(), key=str) if key not in _MAY_DIFFER}
     if isinstance(value, (list, tuple)):
@@ -143,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def _own_code(objects: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """(where, its text) of the modules in which the user has written these, or their classes."""
+    """Yields (place, text) of the user's modules that define these objects or their classes."""
     seen: set[Any] = set()
     for each in objects:
         for definition in _definitions(each):
@@ -152,12 +154,12 @@ def _own_code(objects: Iterable[Any]) -> Iterator[tuple[str, str]]:
             if key in seen or module is None or package_of(module) in (*LIBRARIES, "functools"):
                 continue
             seen.add(key)
-            with contextlib.suppress(OSError, TypeError, KeyError, AttributeError, UnicodeError):  # a notebook's, made
+            with contextlib.suppress(OSError, TypeError, KeyError, AttributeError, UnicodeError):  # without a file
                 if module == _MAIN:
                     yield f"the code of {definition.__qualname__}", inspect.getsource(definition)
                 else:
                     file = Path(sys.modules[module].__file__ or "")
-                    yield f"the file {file.name}", file.read_text()  # which takes all ends of lines for the same
+                    yield f"the file {file.name}", file.read_text()  # which treats all line endings alike
 
 
 def _definitions(each: Any) -> list[Any]:

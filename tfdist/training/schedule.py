@@ -11,7 +11,7 @@ from tfdist.config import ScheduleConfig
 
 
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):
-    """Learning rate at an update, float32 [].
+    """The learning rate at an update, float32 [].
 
     With p the peak, w the warm-up steps, d the step at which the decay ends and m the floor as a part of the peak:
       warm-up  (step < w):   p * (step + 1) / w, so that the first update is not lost
@@ -29,7 +29,8 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def create(cls, config: ScheduleConfig, total_steps: int) -> Schedule:
-        """The schedule of the flags; `total_steps`: the run's length, the decay's end unless --decay_steps is given."""
+        """Makes the schedule that the flags describe. total_steps: the length of the run, at which the decay ends
+        unless --decay_steps is given."""
         return cls(
             config.schedule,
             config.learning_rate,

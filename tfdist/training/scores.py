@@ -12,5 +12,5 @@ class Scores(NamedTuple):
     """Unreduced results; all tensors float32 of one shape, [n] or [n, T]."""
 
     losses: tf.Tensor
-    weights: tf.Tensor  # rows that fill a batch of an evaluation have w == 0, and count for nothing whatever is here
+    weights: tf.Tensor  # padding rows of an evaluation have w == 0 and count for nothing, whatever their weights here
     metrics: Mapping[str, tf.Tensor]  # name -> values, averaged with the same weights

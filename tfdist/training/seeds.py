@@ -1,4 +1,5 @@
-"""The states of a model's seed generators (dropout, random preprocessing), as pure functions of where training is."""
+"""The states of a model's seed generators (dropout, random preprocessing), as pure functions of the position in
+training."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
 from tfdist.training.row_checks.calm_layers import has_own_code
 
-# TensorFlow's stubs know it as one of whole numbers.
+# TensorFlow's type stubs declare it for plain integers.
 _fold_in: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.random.fold_in  # type: ignore[assignment]
 
 
 def seed_states(model: keras.Model) -> list[tf.Variable]:
-    """The states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order. The last is
-    the state of Keras' global generator, from which code of the user's may draw, if `with_generator` has made it.
+    """Returns the states of all seed generators (dropout, random preprocessing), int64 [2] each, in a fixed order. The
+    last is the state of Keras' global generator, from which user code may draw, if `with_generator` has made it.
     """
     return [state.value for state in _states(model)]
 
@@ -37,8 +38,8 @@ def _states(model: keras.Model) -> list[keras.Variable]:
 
 
 def with_generator(model: keras.Model, own_objective: bool) -> keras.Model:
-    """The model. Makes Keras' global generator, from which layers or an objective of the user's own draw if they have
-    no generator. To be called where the model's variables are made.
+    """Returns the model. Makes Keras' global generator, from which a user's layers or objective draw if they have no
+    generator. To be called where the model's variables are made.
     """
     if own_objective or has_own_code(model):
         made_global_seed_generator()
@@ -46,16 +47,17 @@ def with_generator(model: keras.Model, own_objective: bool) -> keras.Model:
 
 
 def draw_from(generator: keras.random.SeedGenerator | None) -> None:
-    """Makes this thread, maybe a replica's, draw from this generator (if any) what is drawn without one."""
+    """Makes draws without a generator, in this thread (maybe a replica's), use this generator, if not None."""
     if generator is not None:
         use_generator(generator)
 
 
 @contextlib.contextmanager
 def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
-    """The step of a replica is traced inside: a tf.random.Generator draws other numbers than on other replicas.
+    """Context manager in which a replica's step is traced: a tf.random.Generator draws different numbers on different
+    replicas.
 
-    Raises ConfigError where something is drawn from a SeedGenerator that is not the model's, nor Keras': the step does
+    Raises ConfigError on a draw from a SeedGenerator that is neither the model's nor Keras' global one: the step does
     not set it, and no snapshot holds it.
     """
 
@@ -69,7 +71,7 @@ def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
                 )
             )
 
-    # TensorFlow's strategies give each of several replicas here, which are traced in turns, other keys.
+    # If this process has several replicas, which are traced in turns, TensorFlow's strategies give them different keys.
     alone = runtime.local_replicas == 1 and runtime.replicas > 1
     keys = tensorflow_random.keys_moved(runtime.replica_id()) if alone else contextlib.nullcontext()
     with asked_before_draws(ask), keys:
@@ -78,8 +80,8 @@ def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
 
 @contextlib.contextmanager
 def updating() -> Iterator[None]:
-    """Weights are updated inside, on each replica. Raises ConfigError where a constraint draws: replicas would draw
-    different numbers, and have different weights.
+    """Context manager in which weights are updated, on each replica. Raises ConfigError if a constraint draws random
+    numbers: replicas would draw different numbers, and get different weights.
     """
 
     def refuse(_: keras.random.SeedGenerator) -> None:
@@ -93,14 +95,14 @@ def updating() -> Iterator[None]:
 
 
 def states_beside() -> list[keras.Variable]:
-    """The states of generators that belong to no model: of Keras' global generator, if it has been made."""
+    """Returns the states of generators that belong to no model: of Keras' global generator, if it has been made."""
     generator = global_seed_generator()
     return [] if generator is None else [generator.state]
 
 
 def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:
-    """The states of `count` seed generators, int64 [2] each, as a pure function of (seed, index, step, micro-batch,
-    replica).
+    """Returns the states of `count` seed generators, int64 [2] each, as a pure function of (seed, index, step,
+    micro-batch, replica).
     """
     base = tf.constant([seed, 0x7F4A7C15], tf.int64)
     for number in (step, micro, replica) if count else ():
@@ -111,7 +113,8 @@ def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replic
 def reseed(states: list[tf.Variable], seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> None:
     """Sets every seed generator to its `seed_values`.
 
-    Keras would draw the same masks on all workers, and a restored run would have to save each worker's generators.
+    Otherwise Keras would draw the same masks on all workers, and a snapshot would have to hold each worker's
+    generators.
     """
     for state, value in zip(states, seed_values(len(states), seed, step, micro, replica), strict=True):
         state.assign(value)

@@ -1,18 +1,19 @@
 """The step: accumulate -> reduce -> unscale -> finite? -> clip -> apply, and n of them inside one tf.function.
 
-What is added up locally over micro-batches and then, once, over all replicas:
+Added up locally over micro-batches and then, once, over all replicas:
   gradients   of  scale * sum_i w_i * loss_i / E    with E = global batch x weights per sample, a constant
   sums        [sum w*loss, sum w, regularization, sum w*metric_1, ..., and the workers' signals] (step_output.py)
 With W = sum w over all replicas and micro-batches, the gradient of the mean loss is (E / W) * gradients / scale:
-exactly the one-device value however samples, padding and weights fall on the workers. Dividing by E at once, not by W
-at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample is weighted.
+exactly the one-device value, however samples, padding and weights are spread over the workers. Dividing by E early,
+instead of by W at the end, keeps float16 gradients in range; E / W is exactly 1 when no sample is weighted.
 
-What layers add (regularizers, `add_loss`) has no weights: of n of the N rows of a global batch it counts n / N (sums
-were made means before, see row_checks/sums_as_means.py). Where samples are weighted and it depends on them it is
-differentiated by itself, to be multiplied by W / E, once W is known, before the reduction.
+Losses that layers add (regularizers, `add_loss`) have no weights: for n of the N rows of a global batch they count
+n / N (sums were turned into means before, see row_checks/sums_as_means.py). If samples are weighted and added losses
+depend on them, those losses are differentiated separately, and their gradients are multiplied by W / E, once W is
+known, before the reduction.
 
-`_one_step` calls the stages in the order of the first line. How long they take is measured from outside
-(measured_step.py), but for the compute seconds, which the workers tell each other.
+`_one_step` calls the stages in the order of the first line. Their times are measured from outside (measured_step.py),
+except the compute seconds, which the workers tell each other.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tfdist.training.update import DataParallel, Update, clipping, in_xla, unsca
 
 
 class TrainStep:
-    """n optimizer steps as one call. Owns the step counter. `batch_spec`: a dataset's `element_spec`, (x, y, w)."""
+    """Makes n optimizer steps in one call. Owns the step counter. batch_spec: a dataset's `element_spec`, (x, y, w)."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class TrainStep:
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
         self.model, self.optimizer = model, optimizer
         self._copies_batches = bool(tf.config.list_logical_devices("GPU"))  # to a device
-        # A worker that is alone compares its seconds with nobody's, and on a GPU would have to wait for them.
+        # A single worker has nobody to compare its seconds with, and on a GPU it would have to wait for the device.
         self._timed = not options.deterministic and not (self._copies_batches and runtime.size == 1)
         slices = options.plan.accumulation == 1 and not self._copies_batches
         self.update: Update = parallelism.update or DataParallel(
@@ -79,18 +80,18 @@ class TrainStep:
         self._forward_state = ForwardState(runtime, model)
         if runtime.local_replicas > 1:
             separate_replicas(model)
-        self._compute_s = self._wall_s = 0.0  # per step, in the last call; a signal of the next
+        self._compute_s = self._wall_s = 0.0  # per step, in the last call; sent as a signal of the next call
         self._calls = 0
         self._saved_variables: list[Any] = []  # variables that snapshots hold
-        self._messages: list[str] = []  # what there is to tell the user
-        # Else one operation, or an interleaved schedule, holds forward and backward pass.
+        self._messages: list[str] = []  # for the user
+        # Otherwise one operation, or an interleaved schedule, contains both the forward and the backward pass.
         self.splits = not (options.jit_compile or parallelism.pipeline)
         self._may_skip = loss_scale.dynamic or options.skip_non_finite
         self._needs_norm = bool(options.clip_norm) or self._may_skip
         with runtime.scope():
             first = tf.VariableAggregation.ONLY_FIRST_REPLICA
             self.counter = tf.Variable(tf.constant(0, tf.int64), trainable=False, name="step", aggregation=first)
-        # Without AutoGraph: rewriting what is below took two thirds of the time to the first step.
+        # Without AutoGraph: its rewriting of all the code below took two thirds of the time to the first step.
         self._function = tf.function(self._steps, autograph=False)
 
     @property
@@ -103,10 +104,10 @@ class TrainStep:
 
         Args:
           iterators: one tf.data iterator of (x, y, w) micro-batches per local replica.
-          n: how many; a new value does not trace again.
-          requests: what this worker asks for.
+          n: number of steps; a new value does not cause a retrace.
+          requests: the requests of this worker.
         """
-        if not self._calls:  # what is made in the first call is in no snapshot
+        if not self._calls:  # variables that the first call creates are in no snapshot
             self._saved_variables = list(state.collect(self.model, self.optimizer, self.variables).values())
         signals = self.vectors.signals_of(self.runtime.rank, requests, self._wall_s, self._compute_s)
         before, begun = self.runtime.reduction_s(), time.monotonic()
@@ -142,7 +143,7 @@ class TrainStep:
         return results
 
     def _repeat(self, start: int, stop: int | tf.Tensor, body: Callable[[tf.Tensor, Any], Any], carry: Any) -> Any:
-        """carry = body(i, carry) for each i, in the graph."""
+        """Runs carry = body(i, carry) for each i, in the graph; returns the last carry."""
         return tf.while_loop(
             lambda i, _: i < stop, lambda i, carry: (i + 1, body(i, carry)), (tf.constant(start), carry)
         )[1]
@@ -165,18 +166,19 @@ class TrainStep:
         return self._totals(reduced, norm, compute_s, finite)
 
     def _begin(self, step: tf.Tensor) -> tf.Tensor:
-        """float64 []: when it begins; without waiting for `step`, as a batch may come while the last one is applied."""
+        """float64 []: the time at which the step begins. Does not wait for `step`, as a batch may arrive while the last
+        update is applied."""
         return self._now()
 
     # Accumulate
 
     def _accumulate(self, iterators: list, step: tf.Tensor, scale: tf.Tensor, begun: tf.Tensor) -> Any:
-        """For each replica what is `Accumulated` over the micro-batches."""
+        """Returns for each replica the `Accumulated` of its micro-batches."""
         if self.replica.pipeline:
             return self._differentiate(iterators, begun, self.replica.of_pipeline, (step, scale))
 
         def add(micro: tf.Tensor, accumulated: Any) -> Any:
-            # Else TensorFlow may take the second batch first.
+            # Otherwise TensorFlow may take the second batch first.
             with tf.control_dependencies(tf.nest.flatten(self.runtime.local(accumulated))):
                 return self._differentiate(
                     iterators, tf.identity(step), self.replica.plus_micro_batch, (accumulated, step, micro, scale)
@@ -188,12 +190,12 @@ class TrainStep:
         return self._repeat(1, count, add, accumulated) if count > 1 else accumulated
 
     def _differentiate(self, iterators: list, after: tf.Tensor, compute: Callable, arguments: tuple) -> Any:
-        """Runs `compute` on each replica with the next micro-batch; for a pipeline, with all those of a step."""
+        """Runs `compute` on each replica with the next micro-batch, or with all of a step's in a pipeline."""
         batches = self._on_devices(self._next_batches(iterators, after))
         return self.runtime.run(compute, (*arguments, *batches))
 
     def _next_batches(self, iterators: list, after: tf.Tensor) -> list[list]:
-        """For each micro-batch that is differentiated at once, a batch for each local replica."""
+        """Returns, for each micro-batch of one `_differentiate`, a batch for each local replica."""
         with tf.control_dependencies([after]):
             return [
                 [iterator.get_next() for iterator in iterators]
@@ -201,14 +203,14 @@ class TrainStep:
             ]
 
     def _on_devices(self, batches: list[list]) -> list:
-        """The batches as per-replica values, on the devices."""
+        """Returns the batches as per-replica values, on the devices."""
         batches = [self.runtime.per_replica(batch) for batch in batches]
         if not self._copies_batches:
             return batches
         return [self.runtime.run(lambda batch: tf.nest.map_structure(onto_gpu, batch), (each,)) for each in batches]
 
     def _seconds_since(self, begun: tf.Tensor, accumulated: Any) -> tf.Tensor:
-        """float64 []: until the last gradient of each replica is there; a stage without variables has none."""
+        """float64 []: seconds until each replica has its last gradient (sums, if its stage has no variables)."""
         last = [(each.gradients or [each.sums])[0] for each in self.runtime.local(accumulated)]
         with tf.control_dependencies(last):
             return self._now() - begun
@@ -228,7 +230,7 @@ class TrainStep:
     def _reduce_replica(self, accumulated: Accumulated, signals: tf.Tensor) -> tuple[list[Gradient], tf.Tensor]:
         gradients, of_added, sums = accumulated
         if of_added:
-            # What is reduced will be multiplied by E / W, which is only for the loss.
+            # The reduced gradients will be multiplied by E / W, which applies only to the loss.
             weight = self.runtime.all_reduce([self.vectors.sums.of(sums, "weight")])[0] / self._expected_weight
             gradients = [
                 tf.convert_to_tensor(of_loss) + tf.convert_to_tensor(added) * tf.cast(weight, added.dtype)
@@ -236,7 +238,7 @@ class TrainStep:
             ]
         return self.update.reduce(gradients, sums, signals)
 
-    # Unscale, finite? From reduced values, so that all replicas conclude the same
+    # Unscale, finite? Computed from reduced values, so that all replicas reach the same conclusion
 
     def _unscaling(self, reduced: Reduced, scale: tf.Tensor) -> tf.Tensor:
         if not self.options.weighted:
@@ -244,14 +246,14 @@ class TrainStep:
         return unscaling(self.vectors.sums.of(reduced.sums, "weight"), self._expected_weight, scale)
 
     def _norm(self, reduced: Reduced, factor: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
-        """float32 []: of the gradient of the mean loss."""
+        """float32 []: the norm of the gradient of the mean loss."""
         if self._needs_norm:
             return self._gradient_norm(reduced.gradients) * factor
-        # Only shown, so computed once a call: a pass over all gradients is not free.
+        # The norm is only shown, so it is computed once per call: a pass over all gradients is not free.
         return tf.cond(last, lambda: self._gradient_norm(reduced.gradients) * factor, lambda: tf.constant(0.0))
 
     def _is_finite(self, reduced: Reduced, norm: tf.Tensor) -> tf.Tensor:
-        """bool []: a norm is finite exactly if every element of the gradient is."""
+        """bool []: whether the step is finite. A norm is finite exactly if every element of the gradient is."""
         loss = tf.math.is_finite(self.vectors.sums.of(reduced.sums, "loss"))
         if not self._needs_norm:
             return loss
@@ -260,7 +262,7 @@ class TrainStep:
     # Apply
 
     def _apply(self, reduced: Reduced, factor: tf.Tensor, finite: tf.Tensor, before: Any) -> None:
-        """`before`: of the forward state, which a step that is skipped leaves as it was."""
+        """Applies the update. before: the values of the forward state, which a skipped step restores."""
 
         def update() -> None:
             self.runtime.run(lambda gradients, _: self._apply_gradients(gradients, factor), reduced.per_replica)
@@ -276,14 +278,14 @@ class TrainStep:
         with updating():
             self.update.apply(gradients)
 
-    # What comes out
+    # Results
 
     def _totals(self, reduced: Reduced, norm: tf.Tensor, compute_s: tf.Tensor, finite: tf.Tensor) -> Totals:
-        """What one step adds to the call's totals."""
+        """Returns what one step adds to the call's totals."""
         sums = shown_sums(self.vectors, reduced.sums)
         overflow = tf.logical_not(finite)
         if self._may_skip:
-            # A step that did not take place is not shown. If no loss scale is small enough, the model itself makes NaN.
+            # A skipped step is not shown. If no loss scale is small enough, the model itself produces NaN.
             sums = tf.where(finite, sums, tf.zeros_like(sums))
             skipped, bad = tf.cast(overflow, tf.int32), tf.less(self.loss_scale.value(), SMALLEST_SCALE)
         else:
@@ -291,7 +293,7 @@ class TrainStep:
         return Totals(tf.cast(tf.concat([sums, reduced.signals], 0), tf.float64), norm, compute_s, skipped, bad)
 
     def _results(self, totals: Totals) -> Results:
-        # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Once a
-        # call.
+        # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Checked
+        # once per call.
         bad = tf.logical_not(tf.math.is_finite(self.update.weight_norm()))
         return Results(tf.identity(self.counter), totals.vector(self.vectors, self.loss_scale.value(), bad))

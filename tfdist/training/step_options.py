@@ -1,4 +1,4 @@
-"""What the step needs to know of the configuration, and of the parallelism of a run."""
+"""The parts of the configuration, and of the parallelism of a run, that the step needs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class StepOptions:
     seed: int
     clip_norm: float = 0.0
     jit_compile: bool = False
-    compiled_update: bool = False  # XLA compiles what comes after the reduction, too
+    compiled_update: bool = False  # XLA also compiles the computation after the reduction
     skip_non_finite: bool = False
-    # Runs repeat, bit for bit. TensorFlow refuses to look at the clock then: compute seconds are not measured.
+    # Runs repeat, bit for bit. TensorFlow then refuses to read the clock: compute seconds are not measured.
     deterministic: bool = False
-    phase_every: int = 0  # of as many calls one measures the phases of its steps (measured_step.py); 0: none
-    bfloat16_gradients: bool = False  # they travel as such
+    phase_every: int = 0  # one in this many calls measures the phases of its steps (measured_step.py); 0: none
+    bfloat16_gradients: bool = False  # gradients travel as bfloat16
     weighted: bool = True  # False: every weight is known to be 1, which saves a pass over the gradients
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The parts of a step that are not as on one device. By default every replica holds all of the model."""
+    """The parts of a step that differ from those on one device. By default every replica holds the whole model."""
 
-    update: Update | None = None  # what becomes of gradients; None: data parallelism
-    # Makes the gradients of all micro-batches of a step at once (parallel/pipeline_stages.py); None: one by one.
+    update: Update | None = None  # reduces and applies gradients; None: data parallelism
+    # Computes the gradients of all micro-batches of a step at once (parallel/pipeline_stages.py); None: one by one.
     pipeline: Callable | None = None
-    added: SumsAsMeans | None = None  # makes means over rows of what layers add; None: all are means already
+    added: SumsAsMeans | None = None  # turns losses that layers add into means over rows; None: all are means already
 
 
 ALL_ON_EVERY_REPLICA = Parallelism()

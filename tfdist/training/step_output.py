@@ -1,6 +1,6 @@
-"""All vectors of a step, in which every number has a name: what workers ask of each other (`Requests`), the vectors as
-which that and a step's results travel (`StepVectors`), their totals over the steps of a call, which are added up inside
-its tf.function (`Totals`), and what the loop gets (`StepOutput`).
+"""All vectors of a step, in which every number has a name: the requests of a worker (`Requests`), the vectors in which
+requests and a step's results travel (`StepVectors`), their totals over the steps of a call, added up inside the
+tf.function (`Totals`), and the output that the loop gets (`StepOutput`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import tensorflow as tf
 from tfdist.telemetry.phases import Call
 from tfdist.training.dtypes import Gradient
 
-FIRST_SUMS = ("loss", "weight", "regularization")  # over samples, before those of the metrics
+FIRST_SUMS = ("loss", "weight", "regularization")  # over samples; the sums of the metrics follow
 HEAD = ("gradient_norm", "loss_scale", "skipped", "bad", "compute_s")
 
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of a worker; summed over workers in the reduction that is there anyway."""
+    """The requests of a worker; summed over workers in the reduction that every step makes anyway."""
 
     save: bool = False
     stop: bool = False
@@ -38,24 +38,24 @@ NOTHING = Requests()
 class StepOutput:
     """Results of n steps, the same on every worker."""
 
-    step: int  # the counter after them
-    # Loss and metrics, weighted means over the n global batches but for those that were skipped; NaN if all were.
+    step: int  # the counter after the n steps
+    # Loss and metrics: weighted means over the n global batches without the skipped ones; NaN if all were skipped.
     means: dict[str, float]
     weight: float  # sum of the weights: samples, or tokens
     gradient_norm: float  # of the last step, before clipping
     loss_scale: float = 1.0
-    skipped: int = 0  # of the n steps, those without an update because a gradient was not finite
-    finite: bool = True  # whether loss and (where computed) gradients of all n steps were
+    skipped: int = 0  # number of steps without an update because a gradient was not finite
+    finite: bool = True  # whether loss and (where computed) gradients of all n steps were finite
     sums: dict[str, float] = field(default_factory=dict)  # loss and metrics times weight, over the n global batches
     signals: dict[str, bool] = field(default_factory=dict)  # whether any worker asked
     step_s: float = 0.0  # seconds per step in the call before this one, by the chief's clock; 0: not known yet
-    # float64 [workers]: of these, how long each worker computed without waiting for others.
+    # float64 [workers]: the part of `step_s` in which each worker computed without waiting for others.
     compute_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    call: Call | None = None  # where the seconds of this call went on this worker
-    news: tuple[str, ...] = ()  # sentences for the user
+    call: Call | None = None  # how this worker spent the seconds of this call
+    news: tuple[str, ...] = ()  # messages for the user
 
     def why_not_finite(self, before: int, on_nan: str = "stop") -> str:
-        """A sentence about the steps since step `before`. on_nan: what the run does already."""
+        """Returns a message about the steps since step `before`. on_nan: the value of --on_nan in this run."""
         if self.weight < 0:
             return (
                 f"--objective gave negative weights between step {before} and {self.step}: losses are means by weights"
@@ -71,9 +71,9 @@ class StepOutput:
 
 
 def means_of(sums: Mapping[str, float], weight: float) -> dict[str, float]:
-    """Sums of values times weights -> the values' means; NaN if nothing was counted.
+    """Turns sums of values times weights into means of the values; NaN if the weight is 0.
 
-    Regularization only if there is any.
+    Contains regularization only if there is any.
     """
     return {
         name: float(value / weight) if weight else float("nan")
@@ -89,7 +89,7 @@ class Fields:
     names: tuple[str, ...]
 
     def of(self, vector: Any, name: str) -> Any:
-        """The element called `name`, of an array or a tensor."""
+        """Returns the element called `name` of an array or a tensor."""
         return vector[self.names.index(name)]
 
     def read(self, vector: np.ndarray) -> dict[str, float]:
@@ -97,8 +97,8 @@ class Fields:
 
 
 class StepVectors:
-    """The vectors of a step: `sums` over samples; `signals`, what workers tell each other; `head`, what is the same on
-    all anyway; `vector`, all of them.
+    """The vectors of a step: `sums` over samples; `signals` between workers; `head`, values that are the same on all
+    workers anyway; `vector`, all of these.
     """
 
     def __init__(self, metrics: tuple[str, ...], workers: int):
@@ -110,14 +110,14 @@ class StepVectors:
         self._workers = workers
 
     def signals_of(self, rank: int, requests: Requests, step_s: float, compute_s: float) -> np.ndarray:
-        """float32: those of worker `rank`; over workers they are summed."""
+        """float32: the signals of worker `rank`, to be summed over workers."""
         values = {**dataclasses.asdict(requests), f"compute_s of {rank}": compute_s}
         if rank == 0:
             values["step_s"] = step_s
         return np.array([values.get(name, 0.0) for name in self.signals.names], np.float32)
 
     def output(self, step: int, vector: np.ndarray, call: Call, news: tuple[str, ...] = ()) -> StepOutput:
-        """The output that a call's `vector` describes."""
+        """Returns the output that a call's `vector` describes."""
         found = self.vector.read(vector)
         shown = {name: found[name] for name in self._shown}
         means = means_of(shown, found["weight"])
@@ -163,7 +163,8 @@ class Totals(NamedTuple):
         )
 
     def vector(self, vectors: StepVectors, loss_scale: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
-        """float64: `StepVectors.vector`, in one tensor, so that one copy brings it. `bad`: whatever the steps say."""
+        """float64: `StepVectors.vector`, one tensor, so that one copy fetches it. bad: marks the call as bad in any
+        case."""
         head = {
             "gradient_norm": self.gradient_norm,
             "loss_scale": loss_scale,
@@ -175,7 +176,7 @@ class Totals(NamedTuple):
 
 
 def shown_sums(vectors: StepVectors, sums: tf.Tensor) -> tf.Tensor:
-    """`StepVectors.sums` of a step, all times weights: regularization, which has none, counts with the step's."""
+    """Returns `StepVectors.sums` of a step, all times weights. Regularization has no weights: the step's is used."""
     weight = vectors.sums.of(sums, "weight")
     return sums * tf.stack([weight if name == "regularization" else 1.0 for name in vectors.sums.names])
 
@@ -185,8 +186,8 @@ class Reduced(NamedTuple):
 
     per_replica: Any  # (pieces of the gradients, sums and signals), for `Runtime.run`
     gradients: list[Gradient]  # the pieces of the first local replica
-    sums: tf.Tensor  # over samples: `StepVectors.sums`
-    signals: tf.Tensor  # over workers: `StepVectors.signals`
+    sums: tf.Tensor  # summed over samples: `StepVectors.sums`
+    signals: tf.Tensor  # summed over workers: `StepVectors.signals`
 
 
 class Results(NamedTuple):

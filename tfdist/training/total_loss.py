@@ -1,4 +1,4 @@
-"""The part of a micro-batch that is differentiated: the weighted losses of its samples, and what layers add."""
+"""The part of a micro-batch that is differentiated: weighted losses of its samples, and losses that layers add."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Summed(NamedTuple):
 
     loss: tf.Tensor  # sum_i w_i * loss_i
     weight: tf.Tensor  # sum_i w_i
-    share: tf.Tensor | float  # of the global batch
-    added: tf.Tensor  # what layers add
-    sums: tf.Tensor  # step_output.FIRST_SUMS and those of the metrics
+    share: tf.Tensor | float  # the micro-batch's part of the global batch
+    added: tf.Tensor  # the sum of the losses that layers add
+    sums: tf.Tensor  # step_output.FIRST_SUMS and the sums of the metrics
 
     def weighted_mean(self, expected: float) -> tf.Tensor:
-        """A replica's part where `added` is the same on all: the sum of all is E / W times (mean loss + added)."""
+        """Returns a replica's part if `added` is the same on all: their sum is W / E times (mean loss + added)."""
         return (self.loss + self.weight * self.added) / expected
 
 
 class Total(NamedTuple):
-    """What is differentiated of a micro-batch, and its sums."""
+    """The tensors of a micro-batch that are differentiated, and its sums."""
 
     differentiated: tf.Tensor
-    # What layers add, where it must be differentiated by itself: weights of samples do not count for it.
+    # Losses that layers add, if differentiated separately, because the weights of samples do not apply to them.
     added: tf.Tensor | None
     sums: tf.Tensor
 
 
 def expected_weight(plan: BatchPlan, scores: Scores) -> float:
-    """The sum of weights of a global batch in which every weight is 1: E. `scores`: specs."""
+    """Returns E, the sum of weights of a global batch in which every weight is 1. scores: specs."""
     of_a_sample = scores.weights.shape[1:].num_elements()
     if of_a_sample is None:
         raise ConfigError(
@@ -50,7 +50,7 @@ def expected_weight(plan: BatchPlan, scores: Scores) -> float:
 
 
 def rows_of(w: tf.Tensor) -> tf.Tensor | float:
-    """The number of rows of a micro-batch with these weights."""
+    """Returns the number of rows of a micro-batch with these weights."""
     rows = w.shape.as_list()[0]
     return tf.cast(tf.shape(w)[0], tf.float32) if rows is None else float(rows)
 
@@ -60,7 +60,7 @@ def _are_by_rows(model: keras.Model, losses: Sequence[tf.Tensor]) -> bool:
 
 
 class SummedLoss:
-    """(outputs, y, w, losses) -> Summed. `losses`: what layers added."""
+    """Callable (outputs, y, w, losses) -> Summed. losses: the losses that layers added."""
 
     def __init__(self, objective: Objective, metric_names: tuple[str, ...], global_batch: int):
         self.objective, self.metric_names, self.global_batch = objective, metric_names, global_batch
@@ -75,9 +75,9 @@ class SummedLoss:
 
 
 class TotalLoss:
-    """(outputs, y, w, scale) -> Total, of the model's last call; see step.py.
+    """Callable (outputs, y, w, scale) -> Total, for the model's last call; see step.py.
 
-    `expected`: E. `weighted`: not every weight is known to be 1.
+    expected: E. weighted: whether some weights may differ from 1.
     """
 
     def __init__(self, model: keras.Model, summed: SummedLoss, expected: float, weighted: bool):
@@ -87,27 +87,29 @@ class TotalLoss:
     def __call__(
         self, outputs: Any, y: Any, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor] | None = None
     ) -> Total:
-        """losses: what was added; None: what the model's layers have recorded."""
-        added = self.model.losses if losses is None else losses  # once: to ask calls regularizers, which may count
+        """losses: the losses that layers added; None: those that the model's layers have recorded."""
+        added = self.model.losses if losses is None else losses  # read once: it calls regularizers, which may count
         by_rows = bool(added) if losses is not None else _are_by_rows(self.model, added)
         found = self.summed(outputs, y, w, added)
-        # The gradient is multiplied by E / W later, once W is known (step.py). Not weighted: that is 1.
+        # The gradient is multiplied by E / W later, once W is known (step.py). Without weights the factor is 1.
         if not self.weighted:
             return Total((found.loss / self.expected + found.share * found.added) * scale, None, found.sums)
-        # Regularizers are the same on all replicas: each takes its part of them by its weights, as of the loss.
+        # Regularizers are the same on all replicas: each replica's part is in proportion to its weights, as in the
+        # loss.
         if not by_rows:
             return Total(found.weighted_mean(self.expected) * scale, None, found.sums)
-        # What hangs on rows has no weights: it is differentiated by itself, and multiplied by W / E before.
+        # Added losses that depend on rows have no weights: differentiated separately, then multiplied by W / E.
         return Total(found.loss / self.expected * scale, found.share * found.added * scale, found.sums)
 
     def of_added(self, w: tf.Tensor, scale: tf.Tensor, losses: Sequence[tf.Tensor]) -> Total:
-        """The total of a part of the model that adds `losses` and whose outputs are not known."""
+        """Returns the total for a part of the model that adds `losses` and whose outputs are not known."""
         added = rows_of(w) / self.summed.global_batch * _sum(losses)
         sums = tf.stack([0.0, 0.0, added, *[0.0] * len(self.summed.metric_names)])
         return Total(added * scale, added * scale if self.weighted else None, sums)
 
 
 def _sum(losses: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The sum of all losses; one of several values, such as one a row, is summed as in keras.Model.compute_loss."""
+    """Returns the sum of all losses. A loss with several values, such as one per row, is summed, as in
+    keras.Model.compute_loss."""
     terms = [tf.cast(term, tf.float32) for term in losses]
     return tf.add_n([tf.reduce_sum(term) if term.shape.rank else term for term in terms]) if terms else tf.constant(0.0)

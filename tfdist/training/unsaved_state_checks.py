@@ -1,5 +1,5 @@
-"""What a step sets and draws beside the state of the run: no snapshot holds it, so that a run that is resumed would
-compute something else, and nothing would tell.
+"""Finds variables that a step sets, and random numbers that it draws, outside the state of the run. No snapshot holds
+them, so a resumed run would silently compute something else.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from tfdist.compat import tensorflow_graphs
 from tfdist.compat.keras_variables import stored_value
 from tfdist.control.exit_codes import ConfigError
 
-# How TensorFlow shows the handle of a variable, whose name it numbers.
+# How TensorFlow prints the handle of a variable; it adds a number to the name.
 _VARIABLE = re.compile(r'ResourceHandle\(name="([^"]*?)(?:/\d+)?",.* type="tensorflow::Var"')
-_OF_THE_PROCESS = "tfdist_"  # with this begin names of variables that are not of the run
+_OF_THE_PROCESS = "tfdist_"  # the names of variables that are not part of the run's state begin with this
 MEND = (
     "make it an attribute of a layer of your own, in its constructor or its build, best with"
     " self.add_weight(trainable=False)"
 )
 DRAW = "draw by keras.random, as keras.random.normal(shape) for tf.random.normal(shape)"
-_OF_A_GENERATOR = re.compile("Rng|Stateful")  # those that draw from a tf.random.Generator, whose state is a variable
+_OF_A_GENERATOR = re.compile("Rng|Stateful")  # operations of a tf.random.Generator, whose state is a variable
 
 
 def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list[str]:
-    """Looks at a step, at the end of the function that is traced. Returns sentences for the user about numbers that are
-    others in a run that is resumed.
+    """Checks a step, at the end of the function being traced. Returns messages for the user about random numbers that
+    are different in a resumed run.
 
-    known: the variables that are saved, or made anew in each step.
-    Raises ConfigError if the step sets another one, or a table; `deterministic` (such runs repeat, bit for bit): also
-    for such numbers.
+    known: the variables that are saved, or set afresh in each step.
+    Raises ConfigError if the step sets any other variable, or a lookup table; if `deterministic` (such runs repeat, bit
+    for bit), also for such random numbers.
     """
     kinds = kinds_here()
     if names := unsaved(kinds, [*known, *variables_of_metrics(metrics_held(model))]):
@@ -50,8 +50,8 @@ def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list
 
 
 def check_on_servers(model: keras.Model, counter: tf.Variable) -> None:
-    """Checks what a worker of parameter servers sets in a step, before it updates anything; `counter`: of updates.
-    Raises ConfigError."""
+    """Raises ConfigError if a step of a parameter-server worker sets variables before the update. counter: the counter
+    of updates."""
     if names := unsaved(kinds_here(), [counter, *variables_of_metrics(metrics_held(model))]):
         raise ConfigError(
             f"--strategy=parameter_server: each step sets {names[0]}, which a worker would set in its own copy only,"
@@ -60,12 +60,12 @@ def check_on_servers(model: keras.Model, counter: tf.Variable) -> None:
 
 
 def kinds_here() -> set[str]:
-    """The types of the operations of the function that is traced, so far."""
+    """Returns the operation types of the function being traced, so far."""
     return tensorflow_graphs.kinds_of_operations(tf.compat.v1.get_default_graph())[0]
 
 
 def unsaved(kinds: set[str], known: Iterable[Any]) -> list[str]:
-    """The variables and tables, in words, that the traced function sets so far beside the variables `known`."""
+    """Returns, in words, the variables outside `known` and the tables that the function being traced sets so far."""
     written = tensorflow_graphs.written_from_outside(tf.compat.v1.get_default_graph())
     names = [f"the variable {name!r}" for name in names_of(unknown_of(written, known))]
     if any(kind.startswith("LookupTable") and tensorflow_graphs.sets_state(kind) for kind in kinds):
@@ -74,29 +74,30 @@ def unsaved(kinds: set[str], known: Iterable[Any]) -> list[str]:
 
 
 def unknown_of(handles: Iterable[tf.Tensor], known: Iterable[Any]) -> list[tf.Tensor]:
-    """The handles that belong to none of the variables `known`."""
+    """Returns the handles that belong to none of the variables `known`."""
     of_known = {id(handle) for variable in known for handle in _handles(variable)}
     return [handle for handle in handles if id(handle) not in of_known]
 
 
 def names_of(handles: Iterable[tf.Tensor]) -> list[str]:
-    """The names of those handles that are of variables of the run."""
+    """Returns the names of the handles that belong to variables of the run."""
     shown = [found[1] for found in map(_VARIABLE.search, map(str, handles)) if found]
     return [name for name in shown if not last_part(name).startswith(_OF_THE_PROCESS)]
 
 
 def last_part(name: str) -> str:
-    """The last part of a variable's name, which begins with the scopes in which it was made, such as a layer's."""
+    """Returns the last part of a variable's name, without the scopes in which it was made, such as a layer's."""
     return name.rpartition("/")[2]
 
 
 def drawn(kinds: set[str]) -> str:
-    """A part of a sentence if the traced function draws random numbers whose generator state nothing saves, else ""."""
+    """Returns a part of a sentence if the traced function draws random numbers whose generator state is not saved,
+    else ""."""
     drawing = sorted(kind for kind in kinds if tensorflow_graphs.draws_anew(kind) and not _OF_A_GENERATOR.match(kind))
     return f"draws by tf.random ({', '.join(drawing)}), whose numbers no snapshot holds" if drawing else ""
 
 
 def _handles(variable: Any) -> list[tf.Tensor]:
-    """The handles of a TensorFlow or Keras variable, of all its copies here; none of one that lies in shards."""
+    """Returns the handles of a TensorFlow or Keras variable, of all its copies here; none for a sharded variable."""
     value = stored_value(variable) if isinstance(variable, keras.Variable) else variable
     return [] if value is None else [each.handle for each in getattr(value, "values", [value])]

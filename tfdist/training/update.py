@@ -1,10 +1,10 @@
-"""What becomes of gradients: kept over micro-batches, reduced over replicas, judged by their norm, applied.
+"""The update: gradients are kept over micro-batches, reduced over replicas, measured by their norm, and applied.
 
 The step (step.py) computes and decides; an `Update` knows where gradients, optimizer state and parameters live. The one
-here is data parallelism: everything is whole on every replica. training/parallel/ has those that share things out.
+defined here is data parallelism: every replica holds everything. training/parallel/ has Updates that use shards.
 
-A *piece* is what an Update makes of the gradient of one variable: the gradient itself (a tensor, or slices), or this
-rank's shard of it.
+A *piece* is the form in which an Update holds the gradient of one variable: the gradient itself (a tensor, or slices),
+or this rank's shard of it.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class Update(Protocol):
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
-        """The state of its own that must be saved."""
+        """The Update's own state that must be saved."""
         ...
 
     def sources(self) -> list[tf.Variable]:
-        """The variables with respect to which the step differentiates."""
+        """Returns the variables with respect to which the step differentiates."""
         ...
 
     def pieces_of_weights(self) -> list[keras.Variable]:
-        """Variables that it sets in place of whole weights; their values are saved as the weights' values."""
+        """Returns the variables that are updated in place of whole weights; their values are saved as the weights'."""
         ...
 
     def keep(self, gradients: list[Gradient]) -> list[Gradient]:
-        """The form of a micro-batch's gradients that is added up over micro-batches: tensors, if there are several.
-        Called on one replica."""
+        """Returns a micro-batch's gradients in the form that is added up over micro-batches: tensors, if there are
+        several micro-batches. Called on one replica."""
         ...
 
     def travels_as_rows(self, gradient: Gradient) -> bool:
-        """Whether `keep` leaves it as slices."""
+        """Returns whether `keep` leaves the gradient as slices."""
         ...
 
     def reduce(self, kept: list, sums: tf.Tensor, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
@@ -57,7 +57,7 @@ class Update(Protocol):
         ...
 
     def norm(self, pieces: Sequence) -> tf.Tensor:
-        """float32 []: the global norm of the gradient, the same on every worker; finite exactly if every element is."""
+        """float32 []: global norm of the gradient, the same on every worker; finite exactly if every element is."""
         ...
 
     def apply(self, pieces: list) -> None:
@@ -73,17 +73,17 @@ class Update(Protocol):
         ...
 
     def averaged(self) -> AbstractContextManager:
-        """A context in which the weights are their moving averages, if there are any. Every worker must enter it."""
+        """Context manager in which the weights hold their moving averages, if any. Every worker must enter it."""
         ...
 
 
 class DataParallel:
     """Every replica holds all weights and optimizer state, and makes the same update.
 
-    `slices`: the gradient of a table of which few rows were looked up stays tf.IndexedSlices on its way to the other
-    replicas, and, where the optimizer leaves the other rows as they are, in the update. Not on GPUs, which would add up
-    rows that are there several times in another order on every replica.
-    `bfloat16`: all other gradients travel as such.
+    slices: if few rows of a table were looked up, its gradient stays tf.IndexedSlices on its way to the other replicas
+    and, if the optimizer leaves the other rows unchanged, in the update. Not for GPUs: they would add up repeated rows
+    in a different order on every replica.
+    bfloat16: all other gradients travel as bfloat16.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DataParallel:
         if slices and updates_rows(optimizer):
             optimizer.assign_sub = subtracting_rows(optimizer)
         self.connected = Connected(model.trainable_variables)
-        self._sent_bytes = self._whole_bytes = 0  # of a step's gradients by a replica; known once `reduce` was traced
+        self._sent_bytes = self._whole_bytes = 0  # a replica's gradients of a step; known once `reduce` was traced
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
@@ -118,8 +118,8 @@ class DataParallel:
         ]
 
     def travels_as_rows(self, gradient: Gradient) -> bool:
-        """Whether the rows of all replicas are no more than the table has: then they are at most half of what an
-        all-reduce sends.
+        """Returns whether `keep` leaves the gradient as slices: if all replicas together have no more rows than the
+        table. The rows are then at most half of what an all-reduce sends.
         """
         if (
             not self.slices
@@ -131,7 +131,7 @@ class DataParallel:
         return self.runtime.replicas * (gradient.values.shape[0] or 0) <= (gradient.shape[0] or 0) < 2**31
 
     def reduce(self, kept: list, sums: tf.Tensor, signals: tf.Tensor) -> tuple[list, tf.Tensor]:
-        # The sums go last: they depend on the forward pass alone but must not hold up the first bucket.
+        # The sums go last: they depend on the forward pass alone, but must not delay the first bucket.
         travel = [
             tf.cast(piece, tf.bfloat16) if self.bfloat16 and isinstance(piece, tf.Tensor) else piece for piece in kept
         ]
@@ -143,13 +143,13 @@ class DataParallel:
         ], reduced[-1]
 
     def _summed(self, slices: tf.IndexedSlices, table: tf.Variable) -> Gradient:
-        """The sum of slices in the form that the optimizer takes."""
+        """Returns the sum of slices in the form that the optimizer takes."""
         if not updates_rows(self.optimizer):
             return tf.convert_to_tensor(slices)
         return slices if takes_repeated_rows(table) else rows_once(slices)
 
     def _count(self, pieces: Sequence[Gradient]) -> int:
-        """Bytes of gradients; of slices, of the rows that are there and their numbers."""
+        """Returns the bytes of gradients; for slices, the bytes of their rows and row numbers."""
         return sum(
             (
                 piece.values.shape.num_elements() * piece.dtype.size + piece.values.shape[0] * piece.indices.dtype.size
@@ -182,9 +182,9 @@ class DataParallel:
 
 
 def compiled(differentiate: Callable, update: Update) -> Callable:
-    """`differentiate`, which returns a nest of gradients and other tensors, compiled with XLA. Slices that travel as
-    such keep the static shapes that they lose on the way out of XLA."""
-    shapes: list[_SlicesShape | None] = []  # None of all but such slices
+    """Compiles `differentiate`, which returns a nest of gradients and other tensors, with XLA. Slices that travel as
+    slices get back the static shapes that they lose on the way out of XLA."""
+    shapes: list[_SlicesShape | None] = []  # None for everything but such slices
 
     def inside(*args: tf.Tensor) -> Any:
         found = differentiate(*args)
@@ -207,13 +207,13 @@ def compiled(differentiate: Callable, update: Update) -> Callable:
 
 
 def in_xla(function: Callable) -> Callable:
-    """Makes the function one operation that XLA compiles. For GPUs, which wait for each of hundreds of small kernels:
-    ResNet-50 trains 12 % faster on an H200. A CPU is 4 to 8 % slower with it."""
+    """Makes the function one operation that XLA compiles. Meant for GPUs, which wait for each of hundreds of small
+    kernels: ResNet-50 trains 12 % faster on an H200. A CPU is 4 to 8 % slower with it."""
     return tf.function(function, autograph=False, jit_compile=True)
 
 
 class _SlicesShape(NamedTuple):
-    rows: tf.TensorShape  # of all values
+    rows: tf.TensorShape  # the shape of all values
     table: tf.TensorShape
 
     def given_to(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -227,11 +227,11 @@ class _SlicesShape(NamedTuple):
 def unscaling(weight: tf.Tensor, expected_weight: float, scale: tf.Tensor | float = 1.0) -> tf.Tensor:
     """float32 []: the factor between the gradient of scale * sum_i w_i * loss_i / E and the gradient of the mean loss.
 
-    With `weight` = sum_i w_i and `expected_weight` = E it is E / W / scale; 0 where nothing counts.
+    With `weight` = W = sum_i w_i and `expected_weight` = E it is E / W / scale; 0 if no sample has a weight.
     """
     return tf.where(weight > 0, expected_weight / tf.maximum(weight, 1e-30) / scale, 0.0)
 
 
 def clipping(norm: tf.Tensor, limit: float) -> tf.Tensor:
-    """float32 []: what makes a gradient of this norm one of at most `limit`."""
+    """float32 []: the factor that scales a gradient of this norm to a norm of at most `limit`."""
     return limit / tf.maximum(norm, limit)

@@ -1,10 +1,10 @@
 """Finds out, by trying, how losses that layers add (`add_loss`, activity regularizers) depend on the rows of a batch.
 
-What a model adds for the rows of one worker has to become what one process adds for all rows. No formula can tell how
-from the loss alone: `mean` over rows, and what does not depend on them, are to be averaged by rows, `sum` is to be
-added up, and of anything else (a maximum, a mean over what a mask leaves, the square of a mean) the parts say nothing
-about the whole. So each is computed for single rows and for the same rows together, at values of the weights that the
-model does not keep.
+The losses that a model adds for the rows of each worker must combine to the loss that one process adds for all rows.
+The value of a loss alone does not tell how. A mean over rows, and a loss that does not depend on rows, must be averaged
+by rows; a sum must be added up. For anything else (a maximum, a mean over unmasked rows, the square of a mean) the
+parts do not determine the whole. So each loss is computed for single rows and for the same rows together, with
+temporary values of the weights.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of
 
 
 def may_add(model: keras.Model) -> bool:
-    """Whether some layer could add a loss. False is certain; layers of the user's own could."""
+    """Returns whether some layer could add a loss. False is certain; any layer of the user's own counts as True."""
     return any(
         layer.activity_regularizer is not None or not is_of_keras(layer) for layer in keras_layers.all_layers(model)
     )
 
 
 def take_rows(x: Any, rows: Sequence[int]) -> Any:
-    """Some rows of a nest of arrays or tensors."""
+    """Returns some rows of a nest of arrays or tensors."""
     return keras.tree.map_structure(lambda leaf: tf.gather(leaf, list(rows)), x)
 
 
@@ -54,18 +54,18 @@ def added_losses(
     otherwise: str = "train with one replica and --accumulation=1",
     training: bool = True,
 ) -> tuple[AddedLoss, ...]:
-    """Finds the losses that `model` adds in training, or else in evaluation, in the order of `model.losses`; all of its
-    variables and states stay as they are.
+    """Finds the losses that `model` adds in training (or in evaluation, if not `training`), in the order of
+    `model.losses`. All of its variables and states stay unchanged.
 
-    Runs it a few times, not compiled. Not for a model whose layers speak to other workers.
+    Runs the model a few times, not compiled. Not for a model whose layers communicate with other workers.
 
     Args:
-      x: rows to try it with, as the model is called with them; the first few will do.
-      take: (x, numbers of rows) -> an x of these rows, some of which may come twice.
-      count: how many rows there are; None: as the first tensor of `x` says.
+      x: rows to try the model with, as it is called with them; a few are enough.
+      take: (x, numbers of rows) -> an x of these rows; a row may be taken twice.
+      count: number of rows; None: as the first tensor of `x` says.
       proofs: of this model, if its graphs are of use elsewhere or its batches have more than a few rows.
-      otherwise: what can be done beside mending the loss.
-    Raises: ConfigError, a sentence, if one is neither a mean nor a sum over rows.
+      otherwise: advice for the user, as an alternative to fixing the loss.
+    Raises: ConfigError if a loss is neither a mean nor a sum over rows.
     """
     if not may_add(model):
         return ()
@@ -77,10 +77,11 @@ def added_losses(
     with probe.watching(), batch_norm.each_alone():
         values = LossValues(probe, training)
         found = values.judged()
-        # Perhaps for what only training does; and what is 0 in evaluation may be another number in training.
+        # Perhaps because of something that only training does; and a loss that is 0 in evaluation may not be 0 in
+        # training.
         if (doubtful := NEITHER if training else ZERO) in found.values():
             other = LossValues(probe, not training).judged()
-            if other.keys() == found.keys():  # else the same place may be that of another loss
+            if other.keys() == found.keys():  # otherwise the same place may belong to another loss
                 found = {key: other[key] if found[key] == doubtful else found[key] for key in found}
         if not all(is_of_keras(probe.layers[key.layer]) for key in found):
             found = values.tried_apart(found)
@@ -96,13 +97,13 @@ def added_losses(
 
 
 def _with_mixed_gradients(probe: Probe, found: dict[LossKey, Reduction]) -> list[LossKey]:
-    """The losses that are sums or means over rows where their gradients are not."""
+    """Returns the losses that are sums or means over rows although their gradients are not."""
     weights = [tf.constant(weight) for weight in disturbed(probe.weights, 0.3)]
 
     def mixed(losses: dict[LossKey, Reduction]) -> bool:
         try:
             return row_gradients.mix(probe, weights, 0.3, losses)
-        except Exception:  # noqa: BLE001 - of the user's own making; what has no gradient tells nothing
+        except Exception:  # noqa: BLE001 - user code may raise anything; without a gradient nothing is known
             return False
 
     judged = {key: reduction for key, reduction in found.items() if reduction in (MEAN, SUM)}
@@ -126,9 +127,9 @@ def _refusal(layer: keras.Layer, place: int, reduction: Reduction, otherwise: st
 def found_by_the_chief(
     runtime: Runtime, model: keras.Model, rows: Callable[[], Any], proofs: Proofs | None = None
 ) -> SumsAsMeans:
-    """Makes, on every worker, `SumsAsMeans` of what the chief's `added_losses` of x = `rows()` find.
+    """Makes `SumsAsMeans`, on every worker, from the result of the chief's `added_losses` for x = `rows()`.
 
-    A collective, if the model may add losses. Raises ConfigError.
+    A collective call, if the model may add losses. Raises ConfigError.
     """
     if not may_add(model):
         return SumsAsMeans(())
@@ -143,12 +144,12 @@ def found_by_the_chief(
 
 
 def _as_plain(model: keras.Model, layers: Sequence[keras.Layer], x: Any, proofs: Proofs | None) -> dict[str, Any]:
-    """`added_losses`, or why there are none, as what can be sent. Raises ConfigError."""
+    """Returns the result of `added_losses`, or why it failed, in a form that can be sent. Raises ConfigError."""
     try:
         found = added_losses(model, x, proofs=proofs)
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - such as of a model that takes batches of one size; it may add nothing
+    except Exception as error:  # noqa: BLE001 - e.g. the model takes batches of one size only; it may add nothing
         return {
             "found": [],
             "failed": f"{type(error).__name__}: {first_line(error)[:200]}",

@@ -1,10 +1,10 @@
-"""Whether what an augmentation of the user's own makes of a sample depends on the other samples of the batch: found out
-by trying, as row_mixing.py does for models.
+"""Finds out, by trying, whether a user's augmentation mixes samples: whether its result for a sample depends on the
+other samples of the batch. row_mixing.py does the same for models.
 
-A replica augments several micro-batches in one go where that is cheaper, and a micro-batch is a part of a global batch.
-So what mixes samples (mixup by `tf.roll`, a mean over the batch) or draws from another sample's seed would depend on
-how the data are read and on the number of workers. One that does is given whole micro-batches; where these are parts
-of a global batch it is refused, unless --row_mixing=replica says that it may mix those.
+A replica augments several micro-batches in one call if that is cheaper, and a micro-batch is a part of a global batch.
+So an augmentation that mixes samples (mixup by `tf.roll`, a mean over the batch), or uses another sample's seed, would
+depend on how the data are read and on the number of workers. Such an augmentation is given whole micro-batches. If
+these are parts of a global batch it is refused, unless --row_mixing=replica permits it to mix them.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from tfdist.training.row_checks.row_trials import come_in_parts
 from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import ROUNDED, TOLERANCE, any_differ, differ
 
-_ROWS = 8  # that are tried
+_ROWS = 8  # samples in a trial
 
 Outputs = Callable[[Sequence[int], int], list[np.ndarray]]
 
 
 def with_whole_batches_if_it_mixes(config: Config, runtime: Runtime, split: Split, plan: BatchPlan) -> Split:
-    """The split, read a micro-batch at a time if its augmentation mixes samples. A collective, if it may. Raises
-    ConfigError if it does, and a global batch comes in parts."""
+    """Returns the split, to be read one micro-batch at a time if its augmentation mixes samples. A collective call,
+    unless the augmentation is a built-in one. Raises ConfigError if it mixes and a global batch comes in parts."""
     name = config.data.augment
     if name in AUGMENTATIONS:
         return split
     found = False
     with generators_kept():
-        with contextlib.suppress(Exception):  # of the user's own making, and told when it is traced
+        with contextlib.suppress(Exception):  # errors of user code are reported later, when it is traced
             found = _mixes(augment.load_augmentation(name), split, config.run.seed)
-        tf.random.set_seed(config.run.seed)  # as it was; a dataset that draws without a seed draws the same
+        tf.random.set_seed(config.run.seed)  # as before: so a dataset that draws without a seed draws the same
     if not any_worker(runtime, found):
         return split
     if config.model.row_mixing == "refuse" and come_in_parts(config, runtime, plan):
@@ -69,8 +69,8 @@ def _mixes(function: augment.Augmentation | None, split: Split, seed: int) -> bo
     traced: dict[int, Any] = {}
 
     def outputs(places: Sequence[int], draw: int) -> list[np.ndarray]:
-        """What becomes of the samples at these places, with the same random numbers of NumPy's, if any, for each
-        `draw`."""
+        """Returns the augmented samples of these places. The same `draw` gives the same random numbers of NumPy, if
+        any."""
         if draw not in traced or not stateless:
             keras.utils.set_random_seed(draw)
             traced[draw] = always_traced(function)
@@ -89,11 +89,12 @@ def _depends_on_others(outputs: Outputs, together: Sequence[np.ndarray]) -> bool
         for place in range(_ROWS)
         for whole, alone in zip(together, outputs([place] * _ROWS, 0), strict=True)
     )
-    # What cannot be repeated tells nothing.
+    # If the result cannot be repeated, a difference tells nothing.
     return found and not any_differ(together, outputs(range(_ROWS), 0), TOLERANCE)
 
 
 def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
-    """Whether a sample's place or the number of rows matters: a division by it, or a seed of its own for each place."""
+    """Returns whether a sample's place or the number of rows matters: a division by that number, or one seed for each
+    place."""
     places = [_ROWS - 1, 1, 0]
     return any(differ(whole[places], moved, ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True))

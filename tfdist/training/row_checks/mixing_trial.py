@@ -1,11 +1,11 @@
-"""One attempt to find out whether what a model returns for a row depends on the other rows of its batch.
+"""One attempt to find out whether a model mixes rows: whether its output for a row depends on other rows of the batch.
 
-The model is called with some rows, and again with some of them in the same places and all others replaced by copies of
-one of these: its outputs for those rows must not change. The same shapes run the same kernels, so that rounding changes
-nothing. Nor may it change where the row stands elsewhere among fewer: a layer that divides by the number of rows of its
-batch divides by a worker's number. There rounding is allowed for. Rows of different sizes show what begins above some
-value, gradients what is mixed on their way back (row_gradients.py), and many runs what is mixed now and then
-(random_mixing.py).
+The model is called with some rows, and again with a part of them kept in place and all others replaced by copies of one
+kept row: the outputs for the kept rows must not change. The same shapes run the same kernels, so there is no difference
+by rounding. The output must also stay the same if the row stands in another place of a smaller batch: a layer that
+divides by the number of rows would divide by a worker's number. This comparison allows for rounding. Rows of different
+sizes show mixing that begins above some value, gradients show mixing in the backward pass (row_gradients.py), and many
+runs show mixing that happens only now and then (random_mixing.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from tfdist.training.row_checks.trial_values import ROUNDED, TOLERANCE, any_diff
 
 
 class Attempt(NamedTuple):
-    """How much weights are disturbed, how much of the rows is kept, how much noise is added to them, and whether rows
-    are of different sizes then. by_halves: whether every other row stays, or the first or the last alone."""
+    """One way to try a model. disturbed: how much the weights are perturbed. kept: factor of the rows' values. noise:
+    how much noise is added to the rows. spread: whether rows then get different sizes. by_halves: whether every other
+    row is kept, or only the first or the last row."""
 
     disturbed: float
     kept: float
@@ -39,8 +40,8 @@ class Attempt(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether rows are moved, too, and are as many as in a whole batch, and gradients are looked at: once is
-        enough."""
+        """Whether this attempt also moves rows, uses as many rows as a whole batch, and checks gradients: doing this in
+        one kind of attempt is enough."""
         return 0.0 < self.disturbed < 1.0 and not self.spread
 
 
@@ -51,11 +52,11 @@ ATTEMPTS = [
     )
     for training in (False, True)
 ]
-_SMALLEST, _LARGEST = 1e-3, 1e3  # of rows of different sizes
+_SMALLEST, _LARGEST = 1e-3, 1e3  # scales of rows of different sizes
 
 
 class Trial(NamedTuple):
-    """draws: what the model draws at random when it computes so; None: not known."""
+    """A model with one attempt to try on it. draws: what it draws at random under these conditions; None: unknown."""
 
     attempt: Attempt
     probe: Probe
@@ -63,17 +64,18 @@ class Trial(NamedTuple):
     draws: Draws | None
 
     def finds_mixing(self, many: int, part: int) -> bool:
-        """Whether it tells that rows are mixed, in batches of `many` of them or of `part`. What fails with a few rows,
-        or outside of a graph, is tried with as many as a batch has, and in a graph, as it will be trained. What fails
-        there, too, tells nothing: it cannot be trained.
+        """Returns whether the attempt shows that rows are mixed, in batches of `many` rows or of `part`. If the model
+        fails with a few rows, or outside of a graph, it is tried with as many rows as a batch has, and in a graph, as
+        it will be trained. A model that fails there, too, cannot be trained: this tells nothing.
         """
         attempt = self.attempt
-        # As they are, all rows that there are: what one of them alone holds, such as a token, may change the others.
+        # Rows without noise: use all available rows, as something that only one of them holds, such as a token, may
+        # change the others.
         few = many if attempt.moves else max(ROWS, min(many, self.probe.count)) if not attempt.noise else ROWS
         for number, in_graph in dict.fromkeys([(few, False), (many, False), (many, True)]):
             try:
                 found = self._found_with(number, in_graph)
-            except Exception:  # noqa: BLE001, S112 - of the user's own making
+            except Exception:  # noqa: BLE001, S112 - user code may raise anything
                 continue
             if found:
                 return True
@@ -85,7 +87,7 @@ class Trial(NamedTuple):
             return False
         try:
             return self._found_with(part, in_graph=False)
-        except Exception:  # noqa: BLE001 - of the user's own making
+        except Exception:  # noqa: BLE001 - user code may raise anything
             return False
 
     def _found_by_many_runs(self, number: int) -> bool:
@@ -97,11 +99,11 @@ class Trial(NamedTuple):
 
         try:
             return random_mixing.mixes(outputs, self.probe.take, self._rows(number), number, TOLERANCE)
-        except Exception:  # noqa: BLE001 - of the user's own making
+        except Exception:  # noqa: BLE001 - user code may raise anything
             return False
 
     def _outputs(self, x: Any, draw: Any) -> list[tf.Tensor]:
-        """The model's outputs for x, and their masks."""
+        """Returns the model's outputs for x, and their masks."""
         conditions = Conditions(self.attempt.training, draw, self.attempt.disturbed)
         leaves = keras.tree.flatten(self.probe.outputs(x, self.weights, conditions))
         return [*leaves, *(mask for leaf in leaves if (mask := mask_of(leaf)) is not None)]
@@ -113,7 +115,7 @@ class Trial(NamedTuple):
         return keras.tree.map_structure(lambda leaf: sound(leaf, attempt.kept, attempt.noise, draw), x)
 
     def _found_with(self, number: int, in_graph: bool) -> bool:
-        """Whether outputs depend on other rows, in a batch of `number` rows."""
+        """Returns whether outputs depend on other rows, in a batch of `number` rows."""
         attempt, rows = self.attempt, self._rows(number)
 
         def outputs(places: list[int], draw: int = 0) -> list[np.ndarray]:
@@ -123,7 +125,7 @@ class Trial(NamedTuple):
                 return _in_float64(self._outputs(x, draw))
 
             with self._drawn_again(draw):
-                # Not called itself: TensorFlow would warn of functions that are traced again and again.
+                # The tf.function itself is not called: TensorFlow would warn of functions that are retraced often.
                 function: Any = tf.function(compute, autograph=False).get_concrete_function() if in_graph else compute
                 return of_rows(function(), len(places))
 
@@ -142,12 +144,12 @@ class Trial(NamedTuple):
                 and (_depends_on_its_place(outputs, together, number, tolerance) or self._found_in_gradients())
             )
         if mixed and in_graph and self.draws is not None and self.draws.in_loops:
-            raise _Unrepeatable  # the rounds of a loop draw in any order
+            raise _Unrepeatable  # the iterations of a loop draw in any order
         return mixed
 
     @contextlib.contextmanager
     def _drawn_again(self, draw: int) -> Iterator[None]:
-        """A context in which the same `draw` gives the same random numbers, and each attempt gives others."""
+        """Context manager in which the same `draw` gives the same random numbers; they differ between attempts."""
         if self.draws is not None and not self.draws.some:
             yield
             return
@@ -156,10 +158,10 @@ class Trial(NamedTuple):
             yield
 
     def _found_in_gradients(self) -> bool:
-        """Whether gradients depend on other rows. False if a model has none for a few rows: that tells nothing."""
+        """Returns whether gradients depend on other rows. False if they fail for a few rows: that tells nothing."""
         try:
             return self.attempt.training and row_gradients.mix(self.probe, self.weights, self.attempt.disturbed)
-        except Exception:  # noqa: BLE001 - of the user's own making
+        except Exception:  # noqa: BLE001 - user code may raise anything
             return False
 
 
@@ -174,12 +176,12 @@ def _depends_on_others(
     kept: Iterable[Sequence[int]],
     of_row: float | None = None,
 ) -> bool:
-    """Whether the output for one of the rows that are kept, in turn these or those, is another where all others are
-    copies of the first of them.
+    """Returns whether the output for a kept row changes if all other rows become copies of the first kept row.
 
-    of_row: the tolerance in parts of what is largest in the row itself, where rows are of different sizes.
+    kept: several choices of rows to keep, tried in turn.
+    of_row: the tolerance relative to the largest value of the row itself, if rows are of different sizes.
 
-    Raises _Unrepeatable where it would be another one in any case.
+    Raises _Unrepeatable if the output changes even with the same rows.
     """
     found = any(
         differ(one[place], other[place], *(of_row, one[place]) if of_row else (TOLERANCE, one))
@@ -191,7 +193,7 @@ def _depends_on_others(
     )
     if not found:
         return False
-    # Only where something differs: most models do not mix rows.
+    # Checked only if something differs: most models do not mix rows.
     repeated = outputs(list(range(number)))
     if any_differ(together, repeated, TOLERANCE):
         raise _Unrepeatable
@@ -199,14 +201,14 @@ def _depends_on_others(
 
 
 class _Unrepeatable(Exception):
-    """The model draws other random numbers each time."""
+    """The model draws different random numbers each time."""
 
 
 def _depends_on_its_place(
     outputs: Callable[..., list[np.ndarray]], together: list[np.ndarray], number: int, tolerance: float
 ) -> bool:
-    """Whether the output for a row is another where it stands elsewhere, among fewer; of a model that draws no random
-    numbers, which are of a place."""
+    """Returns whether the output for a row changes if the row stands in another place of a smaller batch. False for a
+    model that draws random numbers, which belong to places."""
     places = [number - 1, 0]
     moved = outputs(places)
     if len(moved) != len(together) or not any(

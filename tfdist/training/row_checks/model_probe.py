@@ -1,5 +1,5 @@
-"""A model that is run on a few rows without leaving a trace in it, to see what its outputs, and the losses that its
-layers add, have to do with rows; see row_mixing.py and reductions.py."""
+"""Runs a model on a few rows without changing it, to see how its outputs, and the losses that its layers add, depend on
+rows; see row_mixing.py and reductions.py."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from tfdist.training.row_checks.trial_values import disturbed
 from tfdist.training.seeds import states_beside
 from tfdist.training.stateless_call import stateless_call
 
-ROWS = 4  # that are tried, each alone and all together
+ROWS = 4  # rows in a trial, each alone and all together
 _LEAST_TOLERANCE = 1e-4
 
 Take = Callable[[Any, Sequence[int]], Any]
 
 
 class LossKey(NamedTuple):
-    """Tells the losses that layers add apart.
+    """Identifies a loss that a layer adds.
 
-    layer: its place among all of the model. place: which of the losses that it adds in a call of the model.
+    layer: the place of the layer among all layers of the model. place: the place of the loss among those that the layer
+    adds in a call of the model.
     """
 
     layer: int
@@ -39,12 +40,12 @@ class LossKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under what a model is run.
+    """The conditions under which a model is run.
 
-    training: as Keras means it.
-    draw: which of its random numbers, an int or uint32 [].
-    states_off: by how much variables that are not trained are larger than they are: what fades in with one that a
-      callback sets is not there yet.
+    training: as in Keras.
+    draw: selects its random numbers, an int or uint32 [].
+    states_off: how much larger than their values non-trainable variables are made: an effect that fades in with a
+      variable set by a callback would not show yet.
     """
 
     training: bool
@@ -53,7 +54,7 @@ class Conditions:
 
 
 class Probe:
-    """A model that is run on a few rows without leaving a trace in it."""
+    """Runs a model on a few rows without changing it."""
 
     def __init__(self, model: keras.Model, x: Any, take: Take, count: int):
         self.model, self.layers = model, list(keras_layers.all_layers(model))
@@ -74,8 +75,9 @@ class Probe:
         )
         self._states_off: dict[float, Sequence[np.ndarray]] = {0.0: self.states}
         self._added: list[tuple[LossKey, tf.Tensor]] = []
-        self._seeds_met: list[keras.Variable] = []  # of generators that no layer holds
-        # Under TensorFlow's strategies a metric adds up all workers' values when it is read, but not all try the same.
+        self._seeds_met: list[keras.Variable] = []  # states of generators that no layer holds
+        # Under TensorFlow's strategies reading a metric adds up the values of all workers, but not all make the same
+        # trials.
         self._of_metrics = [
             (variable, keras_variables.value_here(variable))
             for metric in metrics_held(model)
@@ -83,15 +85,15 @@ class Probe:
         ]
 
     def some_rows(self, number: int = ROWS) -> Any:
-        """The first of x, and if there are fewer than `number` from the first on again."""
+        """Returns the first `number` rows of x; if there are fewer, they are repeated from the first."""
         return self.take(self._x, [row % self.count for row in range(number)])
 
     # -- running the model -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which `add_loss` reports to this probe, and Keras' own layers draw no random numbers and look at
-        no other rows."""
+        """Context manager in which `add_loss` reports to this probe, and Keras' own layers draw no random numbers and
+        do not mix rows."""
         kept = [(variable, variable.numpy()) for variable in hidden_state(self.model)]
         try:
             with calmed(self.layers, self._record), writes_undone():
@@ -104,10 +106,10 @@ class Probe:
         place = sum(key.layer == number for key, _ in self._added)
         self._added.append(
             (LossKey(number, place), tf.reduce_sum(loss))
-        )  # one value for each row is their sum, as in Keras
+        )  # a loss with one value for each row counts as their sum, as in Keras
 
     def outputs(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], conditions: Conditions) -> Any:
-        """The model's outputs. Weights that are tensors are not copied."""
+        """Returns the model's outputs. Weights that are tensors are not copied."""
         draw = conditions.draw
         states = [
             value + tf.cast(draw, value.dtype) if is_seed_state(variable) else value
@@ -124,7 +126,7 @@ class Probe:
             return stateless_call(self.model, *given, x, conditions.training, beside).outputs
 
     def _meet(self, generator: keras.random.SeedGenerator) -> None:
-        """Notes a generator before the model draws from it. One that no layer holds is moved in later calls."""
+        """Records a generator before the model draws from it. If no layer holds it, later calls shift its state."""
         known = (*self.model.variables, *states_beside(), *self._seeds_met)
         if not any(generator.state is one for one in known):
             self._seeds_met.append(generator.state)
@@ -132,7 +134,7 @@ class Probe:
     def _states(self, off: float) -> Sequence[np.ndarray]:
         if off not in self._states_off:
             self._states_off[off] = [
-                # Larger: a variance must not become negative.
+                # Only larger, because a variance must not become negative.
                 value + abs(disturbed([value], off)[0] - value) if tf.as_dtype(value.dtype).is_floating else value
                 for value in self.states
             ]
@@ -141,12 +143,12 @@ class Probe:
     def added(
         self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], conditions: Conditions
     ) -> list[tuple[LossKey, tf.Tensor]]:
-        """The losses that layers add."""
+        """Returns the losses that layers add."""
         self.outputs(x, weights, conditions)
         return self._added
 
     def depends_on_rows(self, key: LossKey, training: bool) -> bool:
-        """Whether it is made of the rows at all; if not it is what weights, or nothing, give."""
+        """Returns whether the loss depends on the rows at all, and not only on weights or on nothing."""
         rows = self.some_rows()
         with tf.Graph().as_default() as graph:
             x = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), rows)

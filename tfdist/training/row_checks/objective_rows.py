@@ -1,8 +1,8 @@
-"""Whether what an objective of the user's own gives for a sample depends on the other samples of its batch, found out
-by trying: as for models (row_mixing.py), of which it sees the outputs.
+"""Finds out, by trying, whether a user's objective mixes samples: whether its result for a sample depends on the other
+samples of the batch. row_mixing.py does the same for models, whose outputs an objective sees.
 
-In-batch negatives (CLIP, SimCLR) are such a loss: a worker, or a micro-batch, has fewer of them than one process. So
-is one that divides by the largest of all samples, or by their number.
+Losses with in-batch negatives (CLIP, SimCLR) mix samples: a worker, or a micro-batch, has fewer negatives than one
+process. So do losses that divide by the largest of all samples, or by their number.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import any_differ, differ, spread
 from tfdist.training.scores import Scores
 
-_TOLERANCE = 1e-4  # of the largest number of a sample's own
-# Scales of the outputs of each sample: limits lie between two of them.
+_TOLERANCE = 1e-4  # relative to the largest number of the sample itself
+# Scales of the outputs of each sample, so that a limit of the objective lies between two of them.
 _SCALES = (np.ones(ROWS), np.geomspace(1e-2, 1e2, ROWS))
 
 
@@ -42,12 +42,13 @@ def refuse(
     reason: str,
 ) -> None:
     """Raises ConfigError on all workers if one finds that the objective called `name` mixes the samples of (x, y, w) =
-    `batch()`, of which the first ROWS are looked at. A collective. reason: why not, one of row_mixing.py.
+    `batch()`, of which the first ROWS are tried. A collective call. reason: why mixing is not allowed, one of the
+    reasons in row_mixing.py.
 
-    What cannot be tried is not refused: the step says itself why it fails.
+    An objective that cannot be tried is not refused: the step itself will report why it fails.
     """
     found = False
-    with generators_kept(), contextlib.suppress(Exception):  # of the user's own making
+    with generators_kept(), contextlib.suppress(Exception):  # user code may raise anything
         found = mixes(objective, model, batch())
     if any_worker(runtime, found):
         raise ConfigError(
@@ -60,7 +61,7 @@ def refuse(
 
 
 def mixes(objective: Callable[..., Scores], model: keras.Model, batch: Any) -> bool:
-    """Whether the scores of a sample change with the other samples. Leaves the model as it is."""
+    """Returns whether the scores of a sample change with the other samples. Does not change the model."""
     first: Any = keras.tree.map_structure(lambda leaf: leaf[:ROWS], batch)
     x, y, w = first
     with writes_undone(), batch_norm.each_alone():
@@ -69,7 +70,8 @@ def mixes(objective: Callable[..., Scores], model: keras.Model, batch: Any) -> b
 
 
 def _outputs(like: Any, scales: np.ndarray) -> Any:
-    """Random outputs shaped as a model's, different for each sample, whatever the model's weights are now."""
+    """Returns random outputs in the shapes of a model's, different for each sample, whatever the model's weights are
+    now."""
     random = np.random.default_rng(3)
 
     def of(leaf: tf.Tensor) -> tf.Tensor:
@@ -81,8 +83,8 @@ def _outputs(like: Any, scales: np.ndarray) -> Any:
 
 
 def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: Any) -> bool:
-    # In a graph, as the step does: an `if` on a tensor becomes one of the graph there. And in one, which draws other
-    # random numbers when it runs again.
+    # In a graph, as in the step: an `if` on a tensor becomes part of the graph there. And in one graph only, which
+    # draws different random numbers when it runs again.
     traced = always_traced(objective)
 
     def scores(places: Sequence[int]) -> list[np.ndarray]:
@@ -92,11 +94,11 @@ def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: Any) -> bo
     every, last = list(range(ROWS)), ROWS - 1
     together = scores(every)
     others = [(place, scores([place] * ROWS), place) for place in (0, last)]
-    others.append((last, scores([last, 0]), 0))  # among fewer, and in another place
+    others.append((last, scores([last, 0]), 0))  # in a smaller batch, and in another place
     found = any(
         differ(one[place], other[at], _TOLERANCE)
         for place, those, at in others
         for one, other in zip(together, those, strict=True)
     )
-    # What draws random numbers tells nothing.
+    # If the objective draws random numbers, a difference tells nothing.
     return found and not any_differ(together, scores(every), _TOLERANCE)

@@ -1,10 +1,10 @@
-"""Whether a model mixes rows by what it draws at random, now and then: a swap of 5 % of the rows, a shuffle in one step
-of ten.
+"""Finds out whether a model mixes rows at random, now and then: a swap of 5 % of the rows, a shuffle in one step of
+ten.
 
-One try does not show it. So the model is traced three times with the same seeds, and the graphs are run side by side,
-again and again: the n-th runs of all three draw the same numbers, whoever they come from (`keras.random` with a
-generator and without, `tf.random`, a `tf.random.Generator`). Two are given the same rows, and the third other rows
-beside those that are looked at. What NumPy or Python draws is another number in each graph, which tells nothing.
+One run does not show it. So the model is traced three times with the same seeds, and the graphs are run side by side
+many times: the n-th runs of all three draw the same numbers, from any source (`keras.random` with and without a
+generator, `tf.random`, a `tf.random.Generator`). Two graphs get the same rows; the third gets the same kept rows, but
+different rows beside them. Numbers drawn by NumPy or Python differ between the graphs; then the trial tells nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tfdist.compat.tensorflow_graphs import draws, kinds_of_operations
 from tfdist.compat.tensorflow_random import draws_undone, moved, seeded_graphs
 from tfdist.training.row_checks.trial_values import any_differ, differ
 
-REDRAWN = (1, 2, 3)  # more than one: a coin can fall alike
-_MOST_RUNS, _FEWEST_RUNS = 200, 8  # a step of fifty is in 200 runs with a chance of 98 %
-_SECONDS = 4.0  # of all cores; of a large model fewer runs
-_TOLD_IN_LOOPS = 8  # runs, of which one may differ by the order in which rounds draw
+REDRAWN = (1, 2, 3)  # more than one: two tosses of a coin may give the same
+_MOST_RUNS, _FEWEST_RUNS = 200, 8  # what happens in one step of fifty shows in 200 runs with a chance of 98 %
+_SECONDS = 4.0  # CPU time over all cores; a large model gets fewer runs
+_TOLD_IN_LOOPS = 8  # runs that must differ: a single one may, by the order in which iterations of a loop draw
 
 
 class Draws(NamedTuple):
-    """Whether something of a graph is random; in_loops: also in loops, whose rounds TensorFlow makes side by side."""
+    """Whether a graph draws random numbers. in_loops: whether also in loops, whose iterations run in parallel."""
 
     some: bool
     in_loops: bool
@@ -44,10 +44,10 @@ def mixes(
     number: int,
     tolerance: float,
 ) -> bool:
-    """Whether `outputs` for a row change with the other rows in one of the runs.
+    """Returns whether `outputs` for a row change with the other rows in one of the runs.
 
     Args:
-      outputs: (so many rows, uint32 [] by how much the seeds are moved on) -> tensors.
+      outputs: (`number` rows, uint32 []: by how much the seeds are advanced) -> tensors.
       take: (rows, numbers of rows) -> a nest of these rows.
     """
     every = list(range(number))
@@ -62,7 +62,7 @@ def mixes(
             break
         kept = every[run % 2 :: 2]
         given = [every, every, [row if row in kept else kept[0] for row in every]]
-        turned = functions[run % 3 :] + functions[: run % 3]  # each has its own order of the rounds of a loop
+        turned = functions[run % 3 :] + functions[: run % 3]  # each may order the iterations of a loop differently
         one, same, other = (
             of_rows(_run(function, take(rows, places), states, run), number)
             for function, places in zip(turned, given, strict=True)
@@ -84,5 +84,5 @@ def _run(function: Any, rows: Any, states: Sequence[tf.Variable], run: int) -> l
 
 
 def of_rows(tensors: Sequence[tf.Tensor], number: int) -> list[np.ndarray]:
-    """The tensors that have `number` rows, as arrays."""
+    """Returns the tensors that have `number` rows, as arrays."""
     return [leaf.numpy() for leaf in tensors if leaf.shape.rank and leaf.shape[0] == number]

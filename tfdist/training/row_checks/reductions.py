@@ -1,4 +1,4 @@
-"""Whether each loss that the layers of a model add is a mean or a sum over the rows of a batch, judged by values."""
+"""Judges by values whether each loss that the layers of a model add is a mean or a sum over the rows of a batch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import tensorflow as tf
 from tfdist.training.row_checks.model_probe import ROWS, Conditions, LossKey, Probe
 from tfdist.training.row_checks.trial_values import APART, disturbed, shortened, sound, spread, with_rows_apart
 
-_DRAWS = 64  # of what is random
-# Factors of weights, and of rows, of which some are 25 times as large as others.
+_DRAWS = 64  # draws of a random loss
+# Factors (of weights, of rows); among the rows some are 25 times as large as others.
 _SIZES = (*((1.0, of) for of in (0.01, 0.1, 1.0, 10.0, 100.0)), *((of, 1.0) for of in (0.1, 0.3, 3.0, 10.0, 50.0)))
-_CLEAR = 0.15  # a random mean must be known as well as that
+_CLEAR = 0.15  # largest relative uncertainty of the mean of a random loss
 
 
 class Reduction(enum.StrEnum):
-    """How a loss is made of the rows of a batch."""
+    """How a loss is computed from the rows of a batch."""
 
     MEAN = "mean"
     SUM = "sum"
-    CONSTANT = "constant"  # a mean of what is the same for all rows that were tried, or does not depend on them
-    ZERO = "zero"  # whatever was tried: either of them
+    CONSTANT = "constant"  # a mean whose values are the same for all tried rows, or do not depend on them
+    ZERO = "zero"  # 0 in every trial: may be a mean or a sum
     NEITHER = "neither"
 
 
@@ -35,22 +35,22 @@ _DECIDED = (MEAN, SUM)
 
 
 class LossValues:
-    """What the losses that layers add come to, in training or else in evaluation, and what this tells."""
+    """Computes the losses that layers add, in training or else in evaluation, and judges their reductions."""
 
     def __init__(self, probe: Probe, training: bool):
         self._probe, self._training = probe, training
 
     def judged(self) -> dict[LossKey, Reduction]:
-        """The reduction of each added loss, as a few rows tell it; never CONSTANT."""
+        """Returns the reduction of each added loss, judged by a few rows; never CONSTANT."""
         found: dict[LossKey, Reduction] = {}
         probe, rows = self._probe, self._probe.some_rows()
         if not any(self._of(rows, probe.weights, Conditions(self._training, draw)) for draw in range(2)):
-            return {}  # as of most models; twice, as some add none in their first call
+            return {}  # as for most models; tried twice, as some add no loss in their first call
         for by, kept, noise in (
             (0.0, 1.0, 0.0),
             (0.3, 1.0, 0.0),
             (1.0, 1.0, 1.0),
-            # Rows far from 0 may all drive a layer to the same limit: then its largest value is its mean.
+            # Rows far from 0 may all drive a layer to the same limit: then its maximum equals its mean.
             (1.0, 0.0, 1.0),
         ):
             x = keras.tree.map_structure(lambda leaf, kept=kept, noise=noise: sound(leaf, kept, noise), rows)
@@ -62,8 +62,9 @@ class LossValues:
         return {key: MEAN if reduction == CONSTANT else reduction for key, reduction in found.items()}
 
     def tried_apart(self, found: dict[LossKey, Reduction]) -> dict[LossKey, Reduction]:
-        """`found`, after a try with rows of different sizes: what is cut off after the mean (`maximum(mean, limit)`, as
-        for free bits) is a mean on one side of the limit only, and what begins at a limit was 0 before.
+        """Returns `found`, corrected by trials with rows of different sizes: a loss that is cut off after the mean
+        (`maximum(mean, limit)`, as for free bits) is a mean on one side of the limit only, and a loss that begins at a
+        limit is 0 below it.
         """
         left = {key: {SUM, MEAN} if reduction == ZERO else {reduction} for key, reduction in found.items()}
         x = keras.tree.map_structure(lambda leaf: sound(leaf, 1.0, 1.0), self._probe.some_rows())
@@ -79,7 +80,8 @@ class LossValues:
         return {key: found[key] if len(kinds) > 1 else next(iter(kinds), NEITHER) for key, kinds in left.items()}
 
     def tried_whole(self, found: dict[LossKey, Reduction], number: int) -> dict[LossKey, Reduction]:
-        """`found`, after a try with as many rows as a batch has: what takes the first of them takes all of a few."""
+        """Returns `found`, corrected by a trial with as many rows as a batch has: a loss that uses only the first rows
+        of a batch uses all rows if there are few."""
         number -= number % 2
         rows = self._probe.some_rows(number)
         x = keras.tree.map_structure(lambda leaf: shortened(sound(leaf, 1.0, 1.0), number), rows)
@@ -98,8 +100,8 @@ class LossValues:
         weights: Sequence[tf.Tensor],
         states_off: float = 0.0,
     ) -> list[tuple[LossKey, Reduction]]:
-        """The claims (SUM or MEAN) about losses that the halves of x, of an even number of rows, contradict. Random
-        losses tell nothing."""
+        """Returns the claims (SUM or MEAN) about losses that the two halves of x, an even number of rows, contradict.
+        Random losses tell nothing."""
         half = number // 2
         batches = [self._probe.take(x, each) for each in (range(number), range(half), range(half, number))]
         plain, redrawing = (Conditions(self._training, draw, states_off) for draw in range(2))
@@ -140,7 +142,7 @@ class LossValues:
 
 
 def _agreed(one: Reduction, other: Reduction) -> Reduction:
-    """What two tries tell together: ZERO tells nothing, CONSTANT little."""
+    """Returns the joint result of two trials: ZERO tells nothing, CONSTANT little."""
     for said in ({one, other} - {ZERO, CONSTANT}, {one, other} - {ZERO}):
         if said:
             return said.pop() if len(said) == 1 else NEITHER
@@ -148,11 +150,11 @@ def _agreed(one: Reduction, other: Reduction) -> Reduction:
 
 
 def _verdict(values: Sequence[float], tolerance: float) -> Reduction:
-    """values: the loss of each row, of all of them, and of rows 0, 0, 1."""
+    """Judges a loss. values: the loss of each row, of all of them, and of rows 0, 0, 1."""
     rows, whole, three = np.array(values[:ROWS]), values[ROWS], values[ROWS + 1]
     scale = max(map(abs, values))
     if not np.isfinite(scale) or scale == 0:
-        return ZERO  # what is not finite says as little
+        return ZERO  # a value that is not finite tells as little as 0
     total, of_three = rows.sum(), 2 * rows[0] + rows[1]
     if max(abs(whole - total), abs(three - of_three)) <= tolerance * scale:
         return SUM
@@ -162,7 +164,7 @@ def _verdict(values: Sequence[float], tolerance: float) -> Reduction:
 
 
 def _verdict_of_draws(draws: np.ndarray) -> Reduction:
-    """The verdict on a random loss, [draws, values], by its means, if they are known well enough to tell."""
+    """Judges a random loss, [draws, values], by its means, if they are known precisely enough."""
     means, errors = draws.mean(0), draws.std(0) / np.sqrt(len(draws))
     for reduction, parts in ((SUM, 1), (MEAN, ROWS)):
         expected, uncertain = means[:ROWS].sum() / parts, np.hypot(errors[ROWS], np.linalg.norm(errors[:ROWS]) / parts)

@@ -1,5 +1,5 @@
-"""Whether the gradients of a batch are the sums of its rows' gradients. A `tf.custom_gradient` of the user's own may
-see to it that they are not, where outputs tell nothing: one that clips what comes back by the norm of all rows, say.
+"""Finds out whether the gradients of a batch are the sums of its rows' gradients. A user's own `tf.custom_gradient` may
+break this without an effect on outputs: for example, one that clips the incoming gradient by the norm of all rows.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from tfdist.training.row_checks.reductions import MEAN, SUM, Reduction
 from tfdist.training.row_checks.trial_values import ROUNDED, differ_beyond_noise, sound, spread
 
 _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
-# What is 0 but for rounding, as of a bias that a softmax does away with, is known as well as the same rows in another
-# order show, and never better than so much of the largest of all gradients.
+# The noise of a gradient that is 0 except for rounding (as of a bias that a softmax cancels) is estimated from the same
+# rows in another order, and is at least _LEAST_NOISE of the largest of all gradients.
 _LEAST_NOISE, _NOISES = 1e-6, 100.0
-# What is smaller than that may still be a gradient, as behind a limit far below the others. Then it stays nearly as it
-# is where the weights are moved a little, which rounding does not; and only a large part of it says something.
+# A smaller gradient may still be a real one, as behind a limit far below the others. A real gradient stays nearly the
+# same if the weights change a little, which rounding errors do not; and only a large relative difference of it counts.
 
 
 class _Small(NamedTuple):
-    moved: float  # of each weight, relative
-    stays: float  # of the gradient, which may change by so much then
-    says: float  # of the gradient, a difference
+    moved: float  # relative change of each weight
+    stays: float  # relative change of a real gradient that this may cause
+    says: float  # relative difference of the gradient from which on it counts
 
 
 _SMALL, _SMALL_IN_HALF_PRECISION = _Small(1e-4, 0.05, 0.2), _Small(0.02, 0.25, 0.5)
-_LARGEST = 10_000_000  # numbers of a table that are looked at
+_LARGEST = 10_000_000  # elements; gradients of larger tables are not compared
 
 
 def mix(
     probe: Probe, weights: Sequence[tf.Tensor], off: float, added: Mapping[LossKey, Reduction] | None = None
 ) -> bool:
-    """Whether, in training, the gradients of a few rows together differ from the sum of the gradients of the first
-    and of the last half of them, each by the weights. off: by how much weights and states are disturbed. added: look at
-    these losses in place of the outputs, of which each is a SUM or a MEAN over the rows.
+    """Returns whether, in training, the gradients (with respect to the weights) of a few rows together differ from the
+    sum of the gradients of their first and last half. off: how much weights and states are perturbed. added: checks
+    these losses, each a SUM or a MEAN over the rows, in place of the outputs.
     """
-    # Whole numbers as they are: made-up ones are alike in a row, and rows that are alike can hide it.
+    # Integers stay as they are: made-up ones are all the same within a row, which can hide mixing.
     rows = keras.tree.map_structure(tf.convert_to_tensor, probe.some_rows())
-    for kept in (1.0, 0.0):  # behind what large rows drive to its limit nothing comes back, mixed or not
+    for kept in (1.0, 0.0):  # large rows may drive a layer to its limit, where no gradient comes back, mixed or not
         x = keras.tree.map_structure(
             lambda leaf, kept=kept: sound(leaf, kept, 1.0) if leaf.dtype.is_floating else sound(leaf, 1.0, 0.0), rows
         )
@@ -58,7 +58,8 @@ def mix(
 def _mixed(
     probe: Probe, weights: Sequence[tf.Tensor], off: float, x: Any, added: Mapping[LossKey, Reduction] | None
 ) -> bool | None:
-    """Whether the gradients of these rows are mixed; None if not, but some weights have no gradient to tell."""
+    """Returns whether the gradients of these rows are mixed; None if not, but some weights have too small a gradient to
+    tell, or gradients are not finite."""
     half, every = ROWS // 2, range(ROWS)
 
     def of_outputs(places: Sequence[int], draw: int, weights: Sequence[tf.Tensor]) -> Any:
@@ -88,7 +89,7 @@ def _mixed(
     sums = [a + b for a, b in zip(first, last, strict=True)]
     rounded = max(ROUNDED, probe.tolerance)
     small = [index for index, size in enumerate(sizes) if size <= _LEAST_NOISE * largest]
-    if not _differ(together, sums, rounded, [_LEAST_NOISE * largest] * len(sums)):  # as of most models
+    if not _differ(together, sums, rounded, [_LEAST_NOISE * largest] * len(sums)):  # as for most models
         limits = _SMALL if rounded == ROUNDED else _SMALL_IN_HALF_PRECISION
         doubtful = [index for index in small if _gap(together, sums, index) > limits.says * sizes[index]]
         if doubtful:
@@ -101,9 +102,9 @@ def _mixed(
                 return True
         return None if small else False
     noises = [np.max(np.abs(a - b), initial=0.0) for a, b in zip(together, gradients(every[::-1]), strict=True)]
-    # No more than so much: what depends on the place of a row is mixed.
+    # The noise has an upper limit: gradients that depend on the place of a row count as mixed.
     known = [max(_LEAST_NOISE * largest, min(_NOISES * noise, probe.tolerance * largest)) for noise in noises]
-    # What is random tells nothing.
+    # If gradients are random, a difference tells nothing.
     return _differ(together, sums, rounded, known) and not any(
         _differ(together, gradients(every, draw), rounded, known) for draw in REDRAWN
     )
@@ -126,7 +127,7 @@ def _numbers(gradients: Any) -> list[np.ndarray]:
 
 
 def _upstream(output: tf.Tensor) -> tf.Tensor:
-    """A random gradient of an output for all of the rows, always the same."""
+    """Returns a random gradient of an output for all rows, always the same."""
     drawn = np.random.default_rng(2).normal(size=(ROWS, *known_dims(output.shape)[1:]))
     return spread(tf.constant(drawn, tf.float32), _SCALES)
 

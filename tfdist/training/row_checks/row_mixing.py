@@ -1,9 +1,9 @@
-"""Whether what a model returns for a row depends on the other rows of its batch, found out by trying.
+"""Finds out whether a model mixes rows: whether its output for a row depends on the other rows of its batch.
 
-A layer that takes the mean over the rows of its batch, say, takes it over the rows of one worker or micro-batch:
-another number than one process would have, and nothing tells. (BatchNormalization is synchronised and no such layer.)
-Where the model's graph does not prove that it has nothing to do with them (row_proof.py) it is tried (mixing_trial.py),
-by all workers together: each makes some of the attempts.
+For example, a layer that takes the mean over the rows of its batch would take it over the rows of one worker or
+micro-batch: silently a different number than in one process. (BatchNormalization is synchronized and no such layer.)
+If the model's graph does not prove that outputs are independent of other rows (row_proof.py), the model is tried
+(mixing_trial.py), by all workers together: each makes some of the attempts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tfdist.training.row_checks.trial_values import disturbed
 
 
 def may_mix(model: keras.Model) -> bool:
-    """Whether a model could look at other rows than its own. False for what is made of nothing but layers of Keras,
-    none of which works along the rows."""
+    """Returns whether a model could mix rows. False for a model that consists of Keras' layers only, none of which
+    works along the rows."""
     layers = keras_layers.all_layers(model)
     if any(_is_suspect(layer) for layer in layers):
         return True
@@ -54,13 +54,13 @@ def _works_along_rows(layer: keras.Layer) -> bool:
 
 
 def _may_be_rows(axis: int, layer: keras.Layer) -> bool:
-    """Whether an axis of a layer's inputs is the first. Where nothing tells their rank, -1 is not."""
+    """Returns whether an axis of a layer's inputs may be the first. If their rank is unknown, -1 is not."""
     ranks = {len(tensor.shape) for tensor in keras_layers.inputs_of(layer)}
     return axis == 0 or any(axis == -rank for rank in ranks) or (not ranks and axis < -1)
 
 
 def _pads_to_rows(layer: keras.Layer) -> bool:
-    """Whether it makes all rows as long as the longest of them."""
+    """Returns whether the layer pads all rows to the length of the longest."""
     if not isinstance(layer, keras.layers.TextVectorization):
         return False
     config = layer.get_config()
@@ -68,14 +68,14 @@ def _pads_to_rows(layer: keras.Layer) -> bool:
 
 
 def _mixes_always(layer: keras.Layer) -> bool:
-    """Whether a layer mixes rows in a way that no try with a few rows shows: pairs that are drawn at random, and the
-    scales of float8, which come from the largest number of all rows, of this step and those before."""
+    """Returns whether a layer mixes rows in a way that no trial with a few rows shows: pairs that are drawn at random,
+    and the scales of float8, which come from the largest number of all rows, of this step and previous ones."""
     draws_pairs = isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix))
     return draws_pairs or getattr(layer, "quantization_mode", None) == "float8"
 
 
 class Share(NamedTuple):
-    """A worker's share of the attempts: as many workers as there are attempts can make one each."""
+    """A worker's share of the attempts. With as many workers as attempts, each makes one."""
 
     index: int
     number: int
@@ -92,11 +92,11 @@ def mixes(
     share: Share = _ALL,
     proofs: Proofs | None = None,
 ) -> bool:
-    """Whether the outputs of `model` for a row, in inference or in training, change with the other rows.
+    """Returns whether the outputs of `model` for a row, in inference or in training, change with the other rows.
 
-    Runs it a few times, not compiled, where its graph does not prove that they do not; all of its variables and states
-    stay as they are. False where it draws random numbers that cannot be repeated (of NumPy's and Python's generators),
-    which tells nothing.
+    If the graph does not prove that they do not, runs the model a few times, not compiled. All of its variables and
+    states stay unchanged. False if it draws random numbers that cannot be repeated (from NumPy's and Python's
+    generators): then differences tell nothing.
 
     Args:
       proofs: of this model, if its graphs are of use elsewhere or its batches have more than a few rows.
@@ -112,7 +112,7 @@ def mixes(
     probe = Probe(model, x, take, count)
 
     def find(alike: list[Attempt], weights: Sequence[np.ndarray]) -> bool:
-        """Makes attempts with the same weights, which are on the device once, and only as long as these last."""
+        """Makes the attempts that use the same weights, which are copied to the device once and freed afterward."""
         there = [tf.constant(weight) for weight in weights]
         trials = (Trial(each, probe, there, proofs.of(x, take, each.training).draws) for each in alike)
         return any(trial.finds_mixing(proofs.tried, proofs.part) for trial in trials)
@@ -124,9 +124,9 @@ def mixes(
         )
 
 
-# Why rows must not be mixed, in a sentence.
+# Reasons why rows must not be mixed, for a sentence.
 IN_PARTS = "workers and micro-batches have some of the rows each"
-FILLED_UP = "several workers fill up the last batch of an evaluation"  # also those of one replica
+FILLED_UP = "several workers fill up the last batch of an evaluation"  # also workers that share one replica
 
 
 def refuse(
@@ -136,7 +136,8 @@ def refuse(
     proofs: Proofs | None = None,
     reason: str = IN_PARTS,
 ) -> None:
-    """Raises ConfigError on all workers if one finds that it mixes x = `rows()`. A collective, if it may."""
+    """Raises ConfigError on all workers if one finds that the model mixes x = `rows()`. A collective call, if the model
+    may mix rows."""
     if may_mix(model) and found_together(runtime, model, rows, proofs=proofs):
         fix = (
             "take statistics over rows with keras.layers.BatchNormalization, train on one device with"
@@ -153,23 +154,24 @@ def found_together(
     count: int | None = None,
     proofs: Proofs | None = None,
 ) -> bool:
-    """Whether one of the workers, which share the attempts, finds that it mixes x = `rows()`. A collective.
+    """Returns whether one of the workers, which share the attempts, finds that the model mixes x = `rows()`. A
+    collective call.
 
-    A model that cannot be tried is not said to: what fails with another number of rows cannot be spread, and says so
-    itself.
+    False for a model that cannot be tried: a model that fails with another number of rows cannot be spread, and reports
+    this itself.
     """
     workers = min(runtime.size, len(ATTEMPTS))
-    share = Share(workers - 1 - runtime.rank, workers)  # the fewest for the chief, which has more to do
+    share = Share(workers - 1 - runtime.rank, workers)  # the fewest attempts for the chief, which has more to do
     found = False
     with generators_kept():
         x = rows() if share.index >= 0 else None
-        with contextlib.suppress(Exception):  # of the user's own making
+        with contextlib.suppress(Exception):  # user code may raise anything
             found = share.index >= 0 and mixes(model, x, take, count, share, proofs)
     return any_worker(runtime, found)
 
 
 def sentence(model: keras.Model, fix: str, reason: str = IN_PARTS) -> str:
-    """The message that refuses such a model. fix: what the user can do."""
+    """Returns the message that refuses a model which mixes rows. fix: what the user can do."""
     layers = keras_layers.all_layers(model, include_self=False)
     suspects = [layer.name for layer in layers if _is_suspect(layer)]
     if padding := [layer.name for layer in layers if _pads_to_rows(layer)]:

@@ -1,10 +1,10 @@
-"""Proves from a model's graph that what it returns for a row depends on no other row.
+"""Proves from a model's graph that its output for a row depends on no other row.
 
-The model is traced, not run, with several numbers of rows. The graphs must be wired alike, and are followed from the
-inputs, operation by operation, by rules of what each does with rows (row_rules.py). What they have in common is not
-made of the number of rows, and a dim that differs is one along which rows lie. All weights and states are unknown to a
-trace, so that none of their values can hide anything. What is not proved may be true all the same: then row_mixing.py
-tries it.
+The model is traced, not run, with several numbers of rows. The graphs must have the same wiring. They are followed from
+the inputs, operation by operation, with rules of what each operation does with rows (row_rules.py). Values that are the
+same in all graphs do not depend on the number of rows, and rows lie along a dim whose size differs. The values of
+weights and states are unknown to a trace, so they cannot hide anything. Outputs without a proof may still be
+independent: then row_mixing.py tries the model.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from tfdist.training.row_checks.row_rules import FREE, MIXED, SIZES, Kind, Rows,
 from tfdist.training.row_checks.row_shape_rules import RULES
 from tfdist.training.row_checks.row_traces import Place, Trace, of_call, traced
 
-_TRIED, _PARTS = 64, 4  # a forward pass keeps less than a step does
-# Rows of the traces beside that of a whole batch, for what is done above a number of them only, or as if it were even;
-# of Keras' own code, which has no such limits of its own, two will do.
+_TRIED, _PARTS = 64, 4  # a trial may use more rows than a part: a forward pass keeps less memory than a step
+# Numbers of rows in traces beside that of a whole batch, to find code that only runs above some number of rows, or that
+# assumes an even number. For Keras' own code, which has no such limits, two are enough.
 _COUNTS, _COUNTS_OF_KERAS = (4, 3, 2), (3, 2)
 _SIZE_QUESTIONS = ("Rank", "Shape", "ShapeN", "Size")
-# What makes a tensor of a given shape, which is input 0 or 1, of what is the same for each row. Not random numbers,
-# which are of a place where they have a seed of their own.
+# Operations that make a tensor of a given shape (input 0 or 1) from values that are the same for each row. Not random
+# operations: with a fixed seed their numbers belong to places.
 _MADE_OF_SHAPE = {"BroadcastTo": 1, "Tile": 1, "Fill": 0}
-_SAID_ELSEWHERE = ("value", "shape")  # attributes of which tensors and shapes tell
-# The operations with a state that are understood.
+_SAID_ELSEWHERE = ("value", "shape")  # attributes that the tensors and their shapes already show
+# The stateful operations that are understood.
 _WRITES = ("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp")
 _READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "VarHandleOp", "VarIsInitializedOp")
 
 
 class Proof(NamedTuple):
-    """What was proved of a model, in training or in inference.
+    """What was proved about a model, in training or in inference.
 
-    apart: its outputs for a row are made of that row alone, and gradients are TensorFlow's own. adds_nothing: no layer
-    adds a loss. draws: of what is not apart, what is random, if that is known; not of Keras' own layers.
+    apart: its outputs for a row depend on that row alone, and all gradients are TensorFlow's own. adds_nothing: no
+    layer adds a loss. draws: if not apart, the random draws in the graph, if known; without those of Keras' own layers.
     """
 
     apart: bool
@@ -53,13 +53,12 @@ class Proof(NamedTuple):
 
 
 class Proofs:
-    """The proofs for one model, each made when it is asked for, once. x, take: as for row_mixing.mixes.
+    """The proofs for one model, each made once, on demand. x, take: as for row_mixing.mixes.
 
-    many: rows of a batch of one process; what has room for some of its rows only shows with as many. part: of them that
-    a model sees at a time when it trains.
+    many: rows of a batch of one process; code with a capacity for some rows only shows with that many. part: rows that
+    the model sees at a time in training.
 
-    Attributes: tried: rows with which what is not proved may be tried, in memory that is laid out for a part's; as well
-    as with `part`.
+    Attributes: tried: rows for trials of a model without proof, given memory for `part` rows; `part` is tried as well.
     """
 
     def __init__(self, model: keras.Model, many: int = ROWS, part: int = 0):
@@ -72,21 +71,21 @@ class Proofs:
         self._made: dict[bool, Proof] = {}
 
     def of(self, x: Any, take: Take, training: bool) -> Proof:
-        training = training and not self._is_the_same  # else one proof is that of both
+        training = training and not self._is_the_same  # if it is the same, one proof holds for both
         if training not in self._made:
             try:
                 self._made[training] = _prove(self._model, x, take, training, self._counts)
-            except Exception:  # noqa: BLE001 - of the user's own making, such as a model that takes batches of one size
+            except Exception:  # noqa: BLE001 - user code may raise, such as a model that takes batches of one size
                 self._made[training] = Proof(False, False)
         return self._made[training]
 
 
 def _prove(model: keras.Model, x: Any, take: Take, training: bool, counts: Sequence[int]) -> Proof:
     if not keras_layers.all_built(model):
-        return Proof(False, False)  # a trace is no place to make variables
+        return Proof(False, False)  # variables must not be created in a trace
     traces = traced(model, x, take, training, counts)
     apart, adds_nothing = _are_apart(traces), not any(trace.losses for trace in traces)
-    # Asked where rows are not apart: then there are operations.
+    # If rows are not apart, there is at least one operation.
     return Proof(apart, adds_nothing, None if apart else what_is_drawn(traces[0].operations[0].graph))
 
 
@@ -99,8 +98,8 @@ def _are_apart(traces: Sequence[Trace]) -> bool:
 
 
 def _followed(traces: Sequence[Trace], given: Sequence[Kind] | None) -> list[Kind] | None:
-    """The kinds of the outputs; None if the traces do not tell. given: the kinds of the inputs of a function; None: of
-    a model, whose inputs have rows."""
+    """Returns the kinds of the outputs; None if the traces do not tell. given: the kinds of the inputs of a function;
+    None for a model, whose inputs have rows."""
     first = traces[0]
     if first.has_own_gradients or not all(_are_wired_alike(trace, first) for trace in traces):
         return None
@@ -130,7 +129,7 @@ def _followed(traces: Sequence[Trace], given: Sequence[Kind] | None) -> list[Kin
 
 
 def _are_wired_alike(trace: Trace, first: Trace) -> bool:
-    """Whether both have as many operations, and the same comes in and goes out, and from outside."""
+    """Returns whether both have equally many operations, and the same inputs, outputs and captured values."""
     sizes = [(len(each.operations), each.inputs, each.outputs, len(each.captured)) for each in (trace, first)]
     return sizes[0] == sizes[1] and all(map(operator.is_, trace.captured, first.captured))
 
@@ -140,7 +139,7 @@ def _of_call(operation: tf.Operation, trace: Trace) -> Trace | None:
 
 
 def _is_understood(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
-    """Whether nothing that is made of rows may be put where others read it."""
+    """Returns whether the operation cannot store anything computed from rows where others read it."""
     if operation.type in _READS:
         return True
     if operation.type in _WRITES or any(leaf.dtype in (tf.resource, tf.variant) for leaf in operation.inputs):
@@ -155,14 +154,14 @@ def _kinds_of(
     outputs: list[tuple[tf.Tensor, ...]],
     is_given: bool,
 ) -> list[Kind]:
-    """The kinds of the outputs of an operation, of which each trace has one."""
+    """Returns the kinds of the outputs of an operation. same: this operation in each trace."""
     along, kind = [_along(each, traces) for each in outputs], same[0].type
     if kind == "Placeholder":
         return along if is_given or along == [FREE] else [SIZES]
     if kind == "Const":
         return [_of_constants(same, along[0])]
     if kind == "Mul" and all(has_zero_factor(each) for each in same):
-        return along  # zeros: so a loss that is of no use beside being added leads to an output of Keras' graph
+        return along  # zeros: in this way a loss that is only added is connected to an output of Keras' graph
     if MIXED in kinds or not _are_alike(same):
         return [MIXED] * len(outputs)
     if not any(isinstance(each, Rows) for each in kinds):
@@ -179,7 +178,7 @@ def _kinds_of(
 
 
 def _along(same: Sequence[tf.Tensor], traces: Sequence[Trace]) -> Kind:
-    """The dim along which rows lie: the one that differs as the numbers of rows do; FREE if none does."""
+    """Returns the dim along which rows lie: its size differs as the numbers of rows do; FREE if no dim differs."""
     shapes = [shape_of(tensor) for tensor in same]
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes) or len({len(shape) for shape in known}) > 1:
@@ -203,7 +202,7 @@ def _of_constants(same: Sequence[tf.Operation], along: Kind) -> Kind:
 
 
 def _without_rows(kind: str, kinds: Sequence[Kind], along: Kind, same: Sequence[tf.Tensor]) -> Kind:
-    """The output of what sees no rows, but may know how many there are."""
+    """Returns the kind of the output of an operation that sees no rows, but may know their number."""
     shape = _MADE_OF_SHAPE.get(kind)
     if shape is None or any(each != FREE for place, each in enumerate(kinds) if place != shape):
         return FREE if along == FREE and (SIZES not in kinds or _is_one_number(same)) else SIZES
@@ -211,13 +210,14 @@ def _without_rows(kind: str, kinds: Sequence[Kind], along: Kind, same: Sequence[
 
 
 def _is_one_number(same: Sequence[tf.Tensor]) -> bool:
-    """Whether all hold one number, such as a sequence's length, read from a shape as the number of rows is."""
+    """Returns whether all traces have the same value, such as a sequence's length, which is read from a shape as the
+    number of rows is."""
     values = [tf.get_static_value(tensor) for tensor in same]
     return all(value is not None and np.array_equal(value, values[0]) for value in values)
 
 
 def _are_alike(same: Sequence[tf.Operation]) -> bool:
-    """Whether all do the same: a number of rows can hide in an attribute, too."""
+    """Returns whether all do the same: a number of rows may also hide in an attribute."""
     attributes = [
         {name: value for name, value in each.node_def.attr.items() if name not in _SAID_ELSEWHERE and name[0] != "_"}
         for each in same

@@ -1,8 +1,8 @@
 """What operations of a graph do with the rows of a batch, one rule for each kind of operation.
 
-A tensor is FREE (the same whatever the rows), of SIZES (made of how many rows there are), Rows, or MIXED: anything
-else. `Rows(axis, each)`: of n rows it has n * each places along `axis`, of which `each` that follow one another are
-made of one row alone. What no rule knows is MIXED. See row_proof.py.
+A tensor is FREE (the same whatever the rows), SIZES (computed from the number of rows), Rows, or MIXED: anything else.
+`Rows(axis, each)`: for n rows it has n * each places along `axis`, and each group of `each` consecutive places depends
+on one row alone. The output of an operation without a rule is MIXED. See row_proof.py.
 
 The rule of broadcasting, which many operations share, is NumPy's: dims are aligned from the last.
 """
@@ -29,7 +29,7 @@ RULES: dict[str, Rule] = {}
 
 
 def of(types: str) -> Callable[[Rule], Rule]:
-    """The decorated function is the rule of operations of these types, separated by spaces."""
+    """Decorator that registers a function as the rule of operations of these types, separated by spaces."""
 
     def register(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(types.split(), rule))
@@ -39,7 +39,7 @@ def of(types: str) -> Callable[[Rule], Rule]:
 
 
 def shape_of(tensor: tf.Tensor) -> list[int] | None:
-    """The shape as a list; None if a dim is unknown."""
+    """Returns the shape as a list; None if a dim is unknown."""
     sizes = tensor.shape.as_list() if tensor.shape.rank is not None else [None]
     return None if None in sizes else [size for size in sizes if size is not None]
 
@@ -49,7 +49,7 @@ def rank_of(tensor: tf.Tensor) -> int:
 
 
 def constant(operation: tf.Operation, place: int) -> np.ndarray | None:
-    """The value of an input that says how, such as an axis, if it is known without running anything."""
+    """Returns the value of a parameter input, such as an axis, if it is known without running anything."""
     return tf.get_static_value(operation.inputs[place])
 
 
@@ -64,13 +64,13 @@ def has_zero_factor(product: tf.Operation) -> bool:
 
 
 def agreed(kinds: Iterable[Kind | None]) -> Kind:
-    """The kind of all inputs that have rows, if it is the same; else MIXED. None: has no rows."""
+    """Returns the kind of all inputs that have rows, if it is the same; else MIXED. None: an input without rows."""
     found = {kind for kind in kinds if kind is not None}
     return found.pop() if len(found) == 1 else MIXED
 
 
 def only(kinds: Sequence[Kind], place: int) -> Rows | None:
-    """The kind of an input, if it has rows and all others are the same whatever the rows."""
+    """Returns the kind of an input, if it has rows and all others are FREE."""
     kind = kinds[place]
     others = all(other == FREE for number, other in enumerate(kinds) if number != place)
     return kind if isinstance(kind, Rows) and others else None
@@ -96,7 +96,8 @@ def are_rows_or_free(kinds: Iterable[Kind]) -> bool:
     """
 )
 def elementwise(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
-    """Broadcasts its inputs. A dim of n * each does not fit a FREE input, whose dims are the same for any n."""
+    """The rule of operations that broadcast their inputs. A dim of n * each does not fit a FREE input, whose dims are
+    the same for any n."""
     if operation.type == "BroadcastTo":
         kinds = kinds[:1]
     if not are_rows_or_free(kinds):
@@ -110,7 +111,7 @@ def elementwise(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Ki
 
 @of("Select")
 def _select(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
-    """The older one, which does not broadcast."""
+    """The rule of the older Select, which does not broadcast."""
     are_alike = len({rank_of(tensor) for tensor in operation.inputs}) == 1
     return elementwise(operation, kinds, rows) if are_alike else MIXED
 
@@ -134,7 +135,7 @@ def _product(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
     for side, (kind, tensor, name) in enumerate(zip(kinds, operation.inputs, names, strict=True)):
         if not isinstance(kind, Rows):
             continue
-        of_matrix = kind.axis - (rank_of(tensor) - 2)  # 0 or 1; negative: one matrix for each place
+        of_matrix = kind.axis - (rank_of(tensor) - 2)  # 0 or 1; negative: rows lie along a batch dim of the matrices
         kept = side ^ int(operation.get_attr(name))
         if of_matrix >= 0 and of_matrix != kept:
             return MIXED  # summed up
@@ -188,7 +189,7 @@ def _reduction(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kin
         return MIXED
     gone = {int(axis) % rank for axis in np.ravel(axes)}
     if x.axis in gone:
-        zeros = constant(operation, 0) if operation.type == "Sum" else None  # of which any number come to 0
+        zeros = constant(operation, 0) if operation.type == "Sum" else None  # the sum of any number of zeros is 0
         return MIXED if zeros is None or np.any(zeros) else FREE
     return x if operation.get_attr("keep_dims") else x._replace(axis=x.axis - sum(axis < x.axis for axis in gone))
 

@@ -1,6 +1,6 @@
-"""The rules of operations that only put numbers elsewhere: shapes, parts, and tables.
+"""The rules of operations that only move numbers: shapes, parts, and tables.
 
-RULES has those of row_rules.py, too.
+RULES also contains the rules of row_rules.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["RULES"]
 
 @of("Reshape")
 def _reshape(operation: tf.Operation, kinds: Sequence[Kind], rows: int) -> Kind:
-    """Dims before the rows stay; of what follows rows are outermost, before and after."""
+    """Dims before the rows must stay; among the following dims, rows must be outermost before and after."""
     x, before, after = kinds[0], shape_of(operation.inputs[0]), shape_of(operation.outputs[0])
     if not isinstance(x, Rows) or not before or not after:
         return MIXED

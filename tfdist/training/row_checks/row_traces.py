@@ -1,4 +1,4 @@
-"""A model traced with several numbers of rows, not run: what row_proof.py looks at."""
+"""Traces a model with several numbers of rows, without running it; row_proof.py examines the traces."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tfdist.training.row_checks.calm_layers import calmed
 from tfdist.training.row_checks.model_probe import Take
 from tfdist.training.stateless_call import stateless_call
 
-_WITHOUT_ROWS = ("keras", "tensorflow", "tfdist")  # whose own gradients are of each row, as far as outputs are
+_WITHOUT_ROWS = ("keras", "tensorflow", "tfdist")  # their custom gradients mix rows only if their outputs do
 
 
 class Place(NamedTuple):
-    """The place of a tensor: the number of its operation, and which of its outputs it is."""
+    """The place of a tensor: the number of its operation, and its number among the operation's outputs."""
 
     operation: int
     output: int
 
 
 class Trace(NamedTuple):
-    """The trace of a model with one number of rows, or of a function that it calls. inputs: places of what it is given.
-    outputs: with the masks that they carry. captured: what comes from outside."""
+    """The trace of a model, or of a function that it calls, with one number of rows. inputs: places of its arguments.
+    outputs: places of its outputs and of their masks. captured: values from outside."""
 
     rows: int
     operations: Sequence[tf.Operation]
@@ -47,13 +47,13 @@ class Trace(NamedTuple):
     outputs: list[Place]
     losses: Sequence[Any]
     captured: Sequence[Any]
-    has_own_gradients: bool  # of the user's, which no rule follows
+    has_own_gradients: bool  # has custom gradients of the user's, which no rule covers
 
 
 def traced(model: keras.Model, x: Any, take: Take, training: bool, counts: Sequence[int]) -> list[Trace]:
-    """A trace with each number of rows, of a model that is built. x, take: as for row_mixing.mixes."""
+    """Returns a trace for each number of rows, of a model that is built. x, take: as for row_mixing.mixes."""
     layers = list(keras_layers.all_layers(model))
-    one, two = take(x, [0]), take(x, [0, 0])  # of which dims show what is cut: the rows of a whole batch may be large
+    one, two = take(x, [0]), take(x, [0, 0])  # their dims show what has rows; rows of a whole batch may be large
     traces = []
     with writes_undone(), batch_norm.each_alone(), filled_always():
         for rows in counts:
@@ -64,7 +64,7 @@ def traced(model: keras.Model, x: Any, take: Take, training: bool, counts: Seque
 
 
 def _spec(rows: int, one: tf.Tensor, two: tf.Tensor) -> tf.TensorSpec:
-    """The spec of an input with `rows` rows. one, two: examples of it with one row and with two."""
+    """Returns the spec of an input with `rows` rows. one, two: examples of it with one row and with two."""
     return tf.TensorSpec(one.shape if one.shape == two.shape else [rows, *one.shape[1:]], one.dtype)
 
 
@@ -88,7 +88,7 @@ def _traced_once(model: keras.Model, layers: Sequence[keras.Layer], x: Any, rows
 
 
 def of_call(operation: tf.Operation, rows: int) -> Trace | None:
-    """The function that an operation of a trace with so many rows calls; None if it calls none."""
+    """Returns a trace of the function that an operation calls; None if it calls none. rows: of the caller's trace."""
     called = graph_called_by(operation)
     return called and _of_graph(called.graph, rows, called.inputs, called.outputs)
 
@@ -116,7 +116,8 @@ def _has_own_gradients(graph: tf.Graph) -> bool:
 
 @contextlib.contextmanager
 def _nothing_left(layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """A context that undoes what layers remember of a trace (a constant made once): of no use in another graph."""
+    """Context manager after which layers forget tensors of a trace (such as a constant made once), which are of no use
+    in another graph."""
     held = [layer.__dict__ for layer in layers]
     held += [value for attributes in list(held) for value in attributes.values() if isinstance(value, dict)]
     before = [dict(values) for values in held]

@@ -1,4 +1,4 @@
-"""What must be known of the rows of a batch before they are divided, found out by trying a model and an objective."""
+"""The checks before the rows of a batch are divided: tries how a model and an objective depend on rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfdist.training.row_checks.sums_as_means import SumsAsMeans
 
 
 def come_in_parts(config: Config, runtime: Runtime, plan: BatchPlan) -> bool:
-    """Whether a model sees a part of a global batch at a time."""
+    """Returns whether a model sees only a part of a global batch at a time."""
     slices = runtime.compute_workers if config.servers.ps_mode == "sync" else 1
     return plan.replicas * plan.accumulation * slices > 1
 
@@ -32,9 +32,9 @@ def check_rows(
     plan: BatchPlan,
     batch: Callable[[int], Any],
 ) -> SumsAsMeans:
-    """Lets sums over rows that layers add be counted right, where a part of the model's rows is not all of them. Raises
-    ConfigError if what they add is neither a sum nor a mean, or if a model or an objective of the user's own mixes
-    rows. batch: (number) -> so many samples (x, y, w), always the same.
+    """Returns the `SumsAsMeans` with which sums over rows that layers add count correctly if the model sees only a part
+    of the rows. Raises ConfigError if an added loss is neither a sum nor a mean, or if a user's model or objective
+    mixes rows. batch: (number) -> that many samples (x, y, w), always the same.
     """
     in_parts = come_in_parts(config, runtime, plan)
     proofs = Proofs(model, plan.global_batch, plan.micro_batch)
@@ -42,7 +42,7 @@ def check_rows(
     def rows() -> Any:
         return batch(ROWS)[0]
 
-    # Several workers of one replica train on whole batches, but evaluate on a last one that is filled up.
+    # Several workers that share one replica train on whole batches, but pad the last batch of an evaluation.
     if (in_parts or runtime.size > 1) and config.model.row_mixing == "refuse":
         reason = row_mixing.IN_PARTS if in_parts else row_mixing.FILLED_UP
         if ":" in config.model.model:

@@ -1,6 +1,6 @@
-"""Makes a mean over rows of each sum that a layer adds as a loss, where it is added: a sum over n of N rows times
-N / n. So all that comes after, recomputation and pipelines for example, has means to deal with and nothing else. Which
-losses are sums, added_losses.py has found out.
+"""Turns each sum over rows that a layer adds as a loss into a mean, at the place where it is added: multiplies a sum
+over n of N rows by N / n. So all later code, for example recomputation and pipelines, deals with means only.
+added_losses.py has found out which losses are sums.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class AddedLoss:
     """One loss that a layer adds: an entry of `model.losses`, without the weight regularizers that follow these."""
 
     layer: keras.Layer
-    place: int  # which of the layer's, in the order in which a call of the model adds them
-    reduction: Reduction  # MEAN, of rows or of none, or SUM
+    place: int  # number among the layer's losses, in the order in which a call of the model adds them
+    reduction: Reduction  # MEAN (also for a loss that does not depend on rows) or SUM
 
 
 class SumsAsMeans:
-    """Layers that, within `counting`, multiply each SUM by rows of the whole batch / rows of the part that the model is
-    called with.
+    """Makes layers, within `counting`, multiply each SUM by (rows of the whole batch) / (rows of the part with which
+    the model is called).
     """
 
     def __init__(self, added: Sequence[AddedLoss], unknown: Sequence[keras.Layer] = (), reason: str = ""):
-        """unknown: layers of which nothing is known, for a `reason`; if one of these adds a loss, that is a
+        """unknown: layers about which nothing could be found out, for a `reason`; a loss that one of these adds raises
         ConfigError.
         """
         self._now = threading.local()  # replicas of one process are threads
@@ -50,8 +50,8 @@ class SumsAsMeans:
 
     @contextlib.contextmanager
     def counting(self, factor: tf.Tensor | float) -> Iterator[None]:
-        """A context for one or several forward passes of the model and their backward passes, which may make them
-        again. `factor`: N / n."""
+        """Context manager for forward passes of the model and their backward passes, which may repeat the forward
+        passes. factor: N / n."""
         self._now.factor, self._now.places = factor, {}
         try:
             yield
@@ -64,9 +64,9 @@ class SumsAsMeans:
             if factor is None:
                 plain(loss)
                 return
-            for term in map(at_least_float32, keras.tree.flatten(loss)):  # else the product could be too large
+            for term in map(at_least_float32, keras.tree.flatten(loss)):  # otherwise the product could overflow
                 place = self._now.places.get(layer, 0)
-                self._now.places[layer] = (place + 1) % len(reductions)  # every call of the model adds as many
+                self._now.places[layer] = (place + 1) % len(reductions)  # every call of the model adds equally many
                 plain(term * tf.cast(factor, term.dtype) if reductions[place] == SUM else term)
 
         return add_loss

@@ -1,4 +1,4 @@
-"""Other weights and rows than a run has, to try a model with: an initial 0 or rows that look alike can hide much."""
+"""Changed weights and rows for trials of a model: an initial 0, or rows that look alike, can hide a lot."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-TOLERANCE = 1e-5  # of the largest value, where the same rows are computed twice
-ROUNDED = 1e-3  # the same, where other shapes may run other kernels; of half precision the tolerance of the probe
-APART = (0.2, 5.0)  # the smallest and the largest of rows, of batches and of tables
-_NOISE = 100_003  # numbers drawn at most for a weight, then again from the first; prime: rows next to each other differ
+TOLERANCE = 1e-5  # relative to the largest value, if the same rows are computed twice
+ROUNDED = 1e-3  # the same, if other shapes may run other kernels; for half precision the probe has its own tolerance
+APART = (0.2, 5.0)  # the smallest and the largest scale of rows, in batches and in tables
+_NOISE = 100_003  # most numbers drawn for a weight; then they repeat. Prime, so that neighboring rows differ
 
 
 def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
-    """The weights, disturbed: an initial 0 can hide what a loss depends on. The same if `by` is 0."""
+    """Returns perturbed weights: an initial 0 can hide a dependence of a loss. Returns them unchanged if `by` is 0."""
     if not by:
         return weights
     random = np.random.default_rng(0)
@@ -28,7 +28,8 @@ def disturbed(weights: Sequence[np.ndarray], by: float) -> Sequence[np.ndarray]:
 
 
 def nearly(weight: np.ndarray, moved: float) -> np.ndarray:
-    """The weight, each of its numbers larger or smaller by some `moved` of itself. The same if that is 0."""
+    """Returns the weight with a relative perturbation of about `moved` in each of its numbers; unchanged if that is
+    0."""
     if not moved:
         return weight
     noise = np.float32(moved) * np.random.default_rng(5).standard_normal(min(weight.size, _NOISE), np.float32)
@@ -36,13 +37,13 @@ def nearly(weight: np.ndarray, moved: float) -> np.ndarray:
 
 
 def _some_of(weight: np.ndarray) -> np.ndarray:
-    """A sample of a weight's numbers, enough to know their spread."""
+    """Returns a sample of a weight's numbers, enough to estimate their spread."""
     return weight.reshape(-1)[:: weight.size // _NOISE | 1]  # odd, so as not to stay in one column
 
 
 def with_rows_apart(weight: np.ndarray, size: float) -> np.ndarray:
-    """The weight times `size`; a table's rows get different sizes, as only that sets apart the rows of
-    whole-number inputs."""
+    """Returns the weight times `size`. The rows of a table get different sizes, as this is the only way to give integer
+    inputs rows of different sizes."""
     if weight.ndim < 2:
         return np.asarray(size * weight, weight.dtype)
     rows = np.random.default_rng(4).permutation(np.geomspace(*APART, len(weight)))
@@ -50,8 +51,8 @@ def with_rows_apart(weight: np.ndarray, size: float) -> np.ndarray:
 
 
 def spread(leaf: tf.Tensor, scales: Sequence[float] | np.ndarray) -> tf.Tensor:
-    """Rows of numbers times a scale each: between the smallest and the largest lie the limits at which a layer turns to
-    something else. What has another number of rows stands beside a batch, and stays as it is.
+    """Returns floating rows, each multiplied by a scale: limits at which a layer changes its behavior lie between the
+    smallest and the largest. A tensor with another number of rows does not belong to the batch and stays unchanged.
     """
     if not leaf.dtype.is_floating or leaf.shape.rank == 0 or leaf.shape[0] != len(scales):
         return leaf
@@ -59,17 +60,18 @@ def spread(leaf: tf.Tensor, scales: Sequence[float] | np.ndarray) -> tf.Tensor:
 
 
 def shortened(leaf: tf.Tensor, number: int) -> tf.Tensor:
-    """Rows of whole numbers that end earlier and earlier, as sentences filled up with 0; others as they are."""
+    """Returns integer rows that end earlier and earlier, like sentences padded with 0; others are unchanged."""
     if leaf.dtype.is_floating or not leaf.dtype.is_integer or leaf.shape.rank != 2 or leaf.shape[0] != number:
         return leaf
     length = leaf.shape[1] or 0
-    kept = np.ceil(length * (1 - np.arange(number) / number))  # the first row whole, and none empty
+    kept = np.ceil(length * (1 - np.arange(number) / number))  # the first row stays whole, and none is empty
     return leaf * tf.cast(np.arange(length) < kept[:, None], leaf.dtype)
 
 
 def sound(leaf: Any, kept: float, noise: float, draw: int | None = None) -> tf.Tensor:
-    """`kept` of a tensor without its NaN, and, with `noise`, other values in each row: of whole numbers, which may be
-    places in a table, one of each row in all of its places, or, by a `draw`, some between those of all rows in a place.
+    """Returns a tensor without NaN or infinity, times `kept`, and, with `noise`, with other values in each row.
+    Integers, which may be places in a table, are not scaled: with `noise`, each row gets one of its own values in all
+    of its places, or, with a `draw`, in each place a random value within the range of all rows.
     """
     leaf = tf.convert_to_tensor(leaf)
     if leaf.dtype.is_floating:
@@ -88,8 +90,8 @@ def sound(leaf: Any, kept: float, noise: float, draw: int | None = None) -> tf.T
 
 
 def differ(one: np.ndarray, other: np.ndarray, tolerance: float, sizes: np.ndarray | None = None) -> bool:
-    """Whether numbers of what was tried twice are more than `tolerance` apart, in parts of the largest of `sizes`
-    (`one` if not given). What is not finite tells nothing.
+    """Returns whether two results differ by more than `tolerance`, relative to the largest of `sizes` (`one` if not
+    given). Values that are not finite are ignored.
     """
     finite = np.isfinite(one) & np.isfinite(other)
     sizes = np.abs(one if sizes is None else sizes)
@@ -99,13 +101,13 @@ def differ(one: np.ndarray, other: np.ndarray, tolerance: float, sizes: np.ndarr
 
 
 def any_differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray], tolerance: float) -> bool:
-    """Whether two of them, in order, are apart."""
+    """Returns whether two results at the same place of both sequences differ."""
     return any(differ(one, other, tolerance) for one, other in zip(some, others, strict=True))
 
 
 def differ_beyond_noise(one: np.ndarray, other: np.ndarray, tolerance: float, noise: float) -> bool:
-    """Whether numbers are further apart than `tolerance`, in parts of the largest finite one of `one`, and `noise`. NaN
-    tells nothing.
+    """Returns whether two results differ by more than `noise` plus `tolerance` times the largest finite number of
+    `one`. NaN is ignored.
     """
     largest = np.max(np.abs(one), initial=0.0, where=np.isfinite(one))
     with np.errstate(invalid="ignore"):
