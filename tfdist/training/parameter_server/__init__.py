@@ -1,1 +1,2 @@
-"""Training on parameter servers: what workers compute, where variables live, and the loop that hands out batches."""
+"""Training on parameter servers: the workers' computations, the placement of variables, the loop that assigns
+batches."""
