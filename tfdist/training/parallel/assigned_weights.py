@@ -1,9 +1,9 @@
 """Refuses layers that set weights in their own forward pass, as keras.layers.SpectralNormalization does, or state, as
 keras.layers.BatchNormalization does.
 
-Where a weight is sharded, cut into parts, held by two pipeline stages or on parameter servers, or computed with a
-second time, the layer would set a copy that nothing reads: training would continue silently with wrong weights. So such
-a layer is refused, by name, when it first sets one of these variables, which is while the step is traced.
+Where a weight is sharded, cut into parts, held by two pipeline stages or by parameter servers, or used again in a
+recomputation, the layer would set a copy that nothing reads: training would continue silently with wrong weights. So
+such a layer is refused, by name, when it first sets one of these variables, which is while the step is traced.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ class Bucket:
         into.update(zip(self.places, values, strict=True))
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], over: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
-        """Concatenates the bucket's tensors, given in its order, into a vector, applies `over`, and splits the
-        result."""
+        """Applies `over` to the concatenation of the bucket's tensors, given in its order; splits the result again."""
         total = over(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
         parts = tf.split(total, [math.prod(shape) for shape in self.shapes])
         return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]

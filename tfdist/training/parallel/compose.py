@@ -197,8 +197,7 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
 
 
 def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRuntime) -> None:
-    """Refuses optimizer state that has no variable's shape (Adafactor's sums over rows): its size would differ between
-    stages."""
+    """Refuses state without a variable's shape (Adafactor's sums over rows): its size would differ between stages."""
     if any(len(variable.shape) and id(variable) not in update.owners for variable in optimizer.variables):
         raise ConfigError(
             f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name}"

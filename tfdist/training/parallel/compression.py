@@ -14,8 +14,8 @@ the previous step. Vectors (biases, norms) are sent whole under topk and powersg
 
 Delayed gradients do harm while weights change fast, most of all where the optimizer divides by statistics of past
 gradients. So topk and powersgd begin after --compression_after steps (PyTorch's hook for PowerSGD also uses 1000);
-until then gradients are sent whole. Final losses of 2 workers (tests/multi/compression.py), with compression from step
-40 and 100 on:
+until then gradients are sent whole. Final losses of 2 workers (tests/multi/compression.py), with compression begun
+after 40 and 100 steps:
 
                                        whole    fp16     bf16     int8     topk     without feedback   powersgd
     digits, momentum, 200 steps        0.1264   0.1264   0.1265   0.1263   0.1268   0.1376             0.1265
@@ -45,7 +45,7 @@ _LEAST = 1024  # tensors of fewer elements travel whole under topk and powersgd
 
 
 class Compression:
-    """A lossy sum over a group. `variables` is its state, which must be saved: it differs between workers.
+    """A lossy sum over a group. `variables` is its state, which must be saved: each worker has its own.
 
     Args:
       kind: any choice of --compression except none.

@@ -47,8 +47,7 @@ class _Tried(NamedTuple):
 
 
 class CutTrial:
-    """Records what the whole model computes, when constructed; `check` compares the cut model. Both are collective
-    calls.
+    """Records what a whole model computes, at construction; `check` compares the cut model. Both are collective calls.
 
     Args:
       rows: (number) -> x of so many samples, the same on all workers.
@@ -104,8 +103,7 @@ class CutTrial:
         )
 
     def _repeatable(self, training: bool, attempt: Attempt, all_finite: bool) -> _Tried | None:
-        """Returns None if the model is random. Raises the model's errors, and ValueError if its numbers are
-        unusable."""
+        """Returns None if the model is random. Raises the model's errors, and ValueError if its numbers are useless."""
         traced = self._traced(training, attempt)
         whole = self._computed(traced, attempt, {})
         if not whole.is_usable(all_finite):

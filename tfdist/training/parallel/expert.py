@@ -29,8 +29,7 @@ _EXPERTS = re.compile(r"^block_\d+_experts_")
 
 
 def to_experts(x_BECD: tf.Tensor, group: Group) -> tf.Tensor:
-    """[B, E, C, D], this member's inputs of all experts -> [n B, E / n, C, D], all members' inputs of its own
-    experts."""
+    """[B, E, C, D], this member's inputs of all experts -> [n B, E / n, C, D], all members' inputs of its experts."""
     _, experts, places, width = static_dims(x_BECD)
     x = tf.reshape(x_BECD, [-1, group.size, experts // group.size, places, width])
     rows = group.all_to_all(tf.transpose(x, [1, 0, 2, 3, 4]))

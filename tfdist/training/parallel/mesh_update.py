@@ -96,8 +96,7 @@ class MeshUpdate(DataParallel):
             self._count_copies(variable, placement.parts.get(id(variable)), axes)
             for variable, axes in zip(self.trainable, sums, strict=True)
         ]
-        # GPUs add up in another order each time, so that ranks of `model` get different gradients from the same
-        # numbers.
+        # GPUs add up in another order each time, so that ranks of `model` get different gradients from equal numbers.
         self._model_ranks = runtime.group("model")
         differ = bool(tf.config.list_logical_devices("GPU")) and self._model_ranks.size > 1
         self._to_be_alike = [

@@ -82,8 +82,7 @@ def _folded(seed: tf.Tensor, number: int) -> tf.Tensor:
 
 
 def draws_of(model: keras.Model, rows: Any = None) -> Draws:
-    """Returns the draws in inference and in training. rows: x of some samples; None: use the model's inputs. Not a
-    collective call."""
+    """The draws in inference and in training. rows: x of some samples; None: the model's inputs. No collective call."""
     found = Draws()
     layers = keras_layers.all_layers(model)
     for training in (False, True):
@@ -118,7 +117,7 @@ def _traced(model: keras.Model, layers: Sequence[keras.Layer], training: bool, c
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.enter_context(attribute_replaced(layer, "call", _noting(layer, training, found)))
-        stack.enter_context(functions_inline())  # which would otherwise keep their traces
+        stack.enter_context(functions_inline())  # a tf.function would keep what it is traced with
         try:
             inputs = keras.tree.map_structure(
                 lambda each: tf.TensorSpec([count, *each.shape[1:]], each.dtype), model.input if rows is None else rows

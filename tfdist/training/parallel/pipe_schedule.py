@@ -106,8 +106,7 @@ def timeline(schedule: Schedule) -> list[list[tuple[int, Action]]]:
 
 
 def receipts(schedule: Schedule) -> list[list[list[Receipt]]]:
-    """Returns the tensors that each stage receives before each of its actions. The stage sends an action's result after
-    it.
+    """Returns the tensors that each stage receives before each of its actions. It sends the action's result after it.
 
     NCCL needs one global order of all transfers: here the order in which results are made with the times of `timeline`.
     Before a stage sends a result, it has received all tensors that were made earlier, even those that it uses later.

@@ -15,8 +15,7 @@ def divide(model: Cut, parts: int, cut: str) -> list[list[Segment]]:
     """Divides a model's segments into `parts` parts, so that the largest part has as few parameters as possible.
 
     cut: if given, the names of the segments with which parts 1, 2, ... begin instead, for example "block_02,block_05".
-    Raises ConfigError if there are too few segments, the names do not fit, or more than one tensor would pass between
-    parts.
+    Raises ConfigError if there are too few segments, the names do not fit, or more than one tensor would cross a cut.
     """
     segments = model.segments
     names = [segment.gives[0] for segment in segments]

@@ -1,5 +1,4 @@
-"""Pipeline parallelism: puts the parts of a model on the stages of the `pipe` axis, and runs micro-batches through
-them.
+"""Pipeline parallelism: puts parts of a model on the stages of the `pipe` axis, and runs micro-batches through them.
 
 The micro-batches are those of --accumulation. A whole step is one graph on each stage. Its actions (pipe_schedule.py)
 run one after another, ordered by control dependencies; a stage receives activations from the previous stage and
@@ -95,8 +94,7 @@ class Pipeline:
         added: Callable[..., tuple[tf.Tensor, tf.Tensor]],
         sums: int,
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Returns (gradients of this stage's variables, the sums of all micro-batches), as a model on one device
-        computes them.
+        """Returns (gradients of this stage's variables, sums of all micro-batches), as a model on one device has them.
 
         Args:
           batches: (x, y, w) of each micro-batch; x is used on the first stage only, y on the last stage only.
@@ -179,7 +177,7 @@ class Pipeline:
         return number % self.group.size == self.group.index
 
     def _send(self, number: int, kind: str, x: tf.Tensor) -> tf.Tensor:
-        """Sends x to the next part, or, backward, to the previous part. The result is for control dependencies."""
+        """Sends x to the next part, or, backward, to the part before. The result is for control dependencies."""
         sender, receiver = (
             self.group.ranks[part % self.group.size]
             for part in (number, number - 1 if kind == "backward" else number + 1)
@@ -187,8 +185,7 @@ class Pipeline:
         return self.group.pair(sender, receiver, f"{kind} {number}").put_or_take(x, sender, static_dims(x), x.dtype)
 
     def _receive(self, number: int, kind: str, like: tf.Tensor) -> tf.Tensor:
-        """Receives from the previous part (`like` has the batch size), or, backward, the next (`like` has the
-        shape)."""
+        """Receives from the part before (`like` has the batch size), or, backward, the next (`like` has the shape)."""
         before = number + 1 if kind == "backward" else number - 1
         receiver, sender = (self.group.ranks[part % self.group.size] for part in (number, before))
         spec = self.parts[number][0].part.input

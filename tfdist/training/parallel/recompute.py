@@ -98,8 +98,8 @@ class _Recomputed:
         self.leaves = tf.nest.flatten(inputs)
         self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
         self.compute_dtype = autocast_dtype()  # Keras knows none in the backward pass
-        # Not rounded: a layer inside rounds to its own compute dtype what it uses, and values that are written back
-        # must not be rounded.
+        # Not rounded: a layer inside rounds to its own compute dtype anyway, and values that are written back must not
+        # be rounded.
         with autocast_to(None):
             self.starts = [tf.convert_to_tensor(state.value) for state in states]
             self.values = [tf.convert_to_tensor(parameter.value) for parameter in parameters]

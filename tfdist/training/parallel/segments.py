@@ -79,11 +79,9 @@ def cut_out_attention(model: keras.Model, flag: str) -> Cut:
 
 
 def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variable]) -> None:
-    """Applies --recompute=`kind`, block or attention, to a functional model, in place: its call runs segment by
-    segment.
+    """Applies --recompute=`kind`, block or attention, to a functional model, in place: it runs by segments.
 
-    storage: id of a trainable variable -> the variable that the model computes with, if it is a different one (a
-    shard).
+    storage: id of a trainable variable -> the variable that the model computes with, if it differs (a shard).
     Raises ConfigError if the model has no blocks.
     """
     flag = f"--recompute={kind}"
@@ -133,8 +131,7 @@ def run(
     storage: Mapping[int, keras.Variable],
     added: list[tf.Tensor] | None = None,
 ) -> dict[str, tf.Tensor]:
-    """Runs the segments; returns `inputs` and all tensors that the segments give, by name. See `recompute` for the
-    rest.
+    """Runs the segments; returns `inputs` and all that the segments give, by name. See `recompute` for the rest.
 
     added: receives the losses that the segments' layers add. Only for segments that are not called by their model, so
     that each call begins a new record of losses.

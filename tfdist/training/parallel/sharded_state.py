@@ -86,8 +86,7 @@ class ShardedState:
     def to_host(
         self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str | tuple[str, ...] = ""
     ) -> dict[str, np.ndarray]:
-        """Returns key -> whole array on the chief, for keys that begin with `only`, or with one of them; {} on other
-        workers.
+        """Returns key -> whole array on the chief, for keys that begin with (one of) `only`; {} on other workers.
 
         Only one variable at a time is whole on every worker.
         """

@@ -1,7 +1,6 @@
 """The piece of one state variable that a worker holds, and its place in the whole array. No communication here.
 
-A piece consists of boxes of the whole: a shard is a range of a flattened part, and a part is some indices along one
-dim.
+A piece is boxes of the whole: a shard is a range of a flattened part, and a part is some indices along one dim.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The rows and weights with which a model is tried before and after its layers are cut.
 
-At first with few rows and perturbed weights: behind weights that are 0 initially no difference would be seen. A model
-that does not run like this, or gives no finite numbers, is perturbed less, then run with as many rows as it is trained
-with, and finally with its own weights.
+The first attempts use few rows and perturbed weights: behind weights that are initially 0, no difference would be seen.
+A model that does not run like this, or gives no finite numbers, is perturbed less, then run with as many rows as it is
+trained with, and finally with its own weights.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.training.parallel.tensor import VariablePart
 
 NEARBY = 1e-6  # by how much each weight is moved, relative to itself, to see what rounding may do
-_MOVES = 30.0  # times what that changes: the tolerated difference
+_MOVES = 30.0  # the tolerated difference, as a multiple of what that changes
 # Relative to the largest number; where a user's own layer casts to half precision, a value may round to its neighbor.
 _TOLERANCE, _TOLERANCE_HALF = 1e-5, 2e-2
 RANDOM = 1e-3  # a model that differs from itself by more than this is random
@@ -81,7 +81,7 @@ class Comparison:
                     before[place] = np.maximum(before[place], _largest(one - another, axis))
 
     def difference(self, found: Results, parts: Mapping[int, VariablePart], tolerance: float = _TOLERANCE) -> str:
-        """Returns what differs, as a phrase, or "". parts: id of a variable -> the part of it that is here."""
+        """Returns what differs, as a phrase; "" if nothing does. parts: id of a variable -> its part that is here."""
         noise = _NOISE
         if self.whole.half or found.half:
             tolerance, noise = max(tolerance, _TOLERANCE_HALF), _NOISE_HALF
