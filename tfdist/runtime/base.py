@@ -112,8 +112,7 @@ class Runtime(Protocol):
         ...
 
     def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
-        """Returns the chief's value (of a type that encoding.py knows) on every worker; the other workers' values are
-        ignored.
+        """Returns the chief's value (of a type that encoding.py knows) on every worker; other values are ignored.
 
         name: names the value in the message if it could not be read. Raises ConfigError on all workers for other types.
         """
@@ -160,12 +159,10 @@ class PeerRuntime(Runtime, Protocol):
     def gather(
         self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = (), stamp: Callable[[], int] = ...
     ) -> list[tf.Tensor]:
-        """Gathers the rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric
-        type.
+        """Gathers all workers' rows, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
 
         Has no gradient. All gathers of one graph run in the order in which they were traced, the same on all workers.
-        same: tensors that must be equal on all workers (floating-point tensors up to rounding); a difference is an
-        error.
+        same: tensors that must be equal on all workers (floating-point ones up to rounding), else it is an error.
         stamp: called each time that the gather runs; gives a number that must also be the same on all workers.
         """
         ...

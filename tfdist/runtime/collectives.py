@@ -213,8 +213,7 @@ class Group:
         }
 
     def _placed(self) -> contextlib.AbstractContextManager:
-        """Context manager for the group's device: TensorFlow ties a group to the kind of device on which it first
-        met."""
+        """Context manager for the group's device: TensorFlow ties a group to the kind of device of its first call."""
         # The full name: a function's results must be in one place, and other tasks in the cluster have a CPU, too.
         return contextlib.nullcontext() if self.nccl else tf.device(f"{self._tasks[self.index]}/device:{HOST}")
 

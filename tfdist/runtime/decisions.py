@@ -18,8 +18,7 @@ def of_the_chief(runtime: Runtime, find: Callable[[], _Found]) -> _Found:
     """Returns on every worker what `find` returns on the chief; other workers do not call it. A collective call.
 
     find: returns a value of a type that encoding.py knows.
-    Raises: the TfdistError that `find` raises on the chief, on every worker, so that nobody waits for workers that
-    ended.
+    Raises: the TfdistError that `find` raises on the chief, on every worker, so that nobody waits for ended workers.
     """
     message: list = []
     failure: TfdistError | None = None

@@ -1,5 +1,4 @@
-"""Defaults for most runtimes: the protocol's capabilities, and the broadcast of objects, which uses array
-broadcasts."""
+"""Defaults for most runtimes: the protocol's capabilities, and broadcasts of objects by broadcasts of arrays."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ def prepare_environment(config: Config) -> None:
         tf.config.experimental.set_memory_growth(gpu, True)
     if gpus:
         _pin_host_memory()
-        # TensorFlow's strategies ask for a GPU for everything in a replica, but GPUs hold no strings and no int32
-        # variables.
+        # TensorFlow's strategies ask for a GPU for all of a replica, but no GPU holds strings or int32 variables.
         tf.config.set_soft_device_placement(config.cluster.soft_placement)
     if config.run.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -37,8 +36,7 @@ def _pin_host_memory() -> None:
     """Puts batches into memory that a GPU can read by itself. Otherwise nothing could be launched on the GPU while a
     batch is copied: ResNet-50 on an H100 trained 3,640 images per second, and 4,950 with pinned memory.
 
-    TensorFlow limits such memory to 64 GB by default, but a tf.data cache may need more: here the limit is all host
-    memory.
+    TensorFlow's own limit of such memory is 64 GB, but a tf.data cache may need more: here it is all host memory.
     """
     megabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     os.environ.setdefault("TF_GPU_HOST_MEM_LIMIT_IN_MB", str(megabytes))

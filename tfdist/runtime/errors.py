@@ -100,8 +100,7 @@ def message_of(error: tf.errors.OpError) -> str:
 
 
 def explain_own_code(error: BaseException) -> ConfigError | None:
-    """Returns a ConfigError that names the line of the user's own code that failed, as in a layer's first call, or
-    None."""
+    """Returns a ConfigError that names the failing line of the user's own code, as in a layer's first call, or None."""
     failure = "" if isinstance(error, (TfdistError, tf.errors.OpError)) else failure_of_own(error)
     return ConfigError(f"Code of your own {failure}") if failure else None
 

@@ -57,8 +57,7 @@ def replicas_of(config: Config, workers: int, local: int) -> int:
 def create_runtime(config: Config, cluster: Cluster, began: float | None) -> Runtime:
     """Builds the runtime of --strategy, in what is left of --startup_timeout since `began`.
 
-    Raises: ConfigError if the name is unknown or does not fit the cluster; StartupError if a peer is lost during
-    startup.
+    Raises: ConfigError if the name is unknown or does not fit the cluster; StartupError if a peer is lost meanwhile.
     """
     name = resolve_strategy(config, cluster)
     strategy = strategy_named(name)
@@ -117,8 +116,7 @@ def _class_of(name: str, strategy: Strategy) -> Any:
 
 
 def _check_complete(name: str, what: Any, more: Sequence[str] = ()) -> None:
-    """Raises ConfigError unless a class, or an object with its attributes, has everything that the protocol
-    requires."""
+    """Raises ConfigError unless a class, or an object with its attributes, has all that the protocol requires."""
     from tfdist.runtime.base import Runtime
 
     wanted = [*more, *(method for method in vars(Runtime) if not method.startswith("_"))]

@@ -1,5 +1,4 @@
-"""The mesh: named axes over all workers, rank <-> coordinates, and the ranks of a group. Pure arithmetic, no
-TensorFlow.
+"""The mesh: named axes over all workers, rank <-> coordinates, and groups of ranks. Pure arithmetic, no TensorFlow.
 
     pipe    stages of the model, one after another: each holds some of the layers
     data    copies of the model, each with its own part of every batch (and, with --zero, its own part of the state)
@@ -37,8 +36,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str, size: int) -> Mesh:
-        """Parses --mesh, for example "data=2,model=2", for `size` workers. If `data` is left out, it takes the
-        remaining workers.
+        """Parses --mesh, for example "data=2,model=2", for `size` workers. `data`, if left out, takes what remains.
 
         Raises: ConfigError if the text is malformed or does not multiply to `size`; the message says what would fit.
         """
@@ -97,8 +95,7 @@ class Mesh:
         return self.group(rank, *axes).index(rank)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks, in order, that share all coordinates with `rank` except along `axes`; without axes: the rank
-        alone."""
+        """The ranks, in order, that share all coordinates with `rank` except along `axes`; without axes: `rank`."""
         place = self.coordinates(rank)
         free = [range(self.degree(axis)) if axis in axes else (place[axis],) for axis in AXES]
         return tuple(self.rank(dict(zip(AXES, at, strict=True))) for at in itertools.product(*free))

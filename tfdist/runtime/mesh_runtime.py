@@ -52,8 +52,7 @@ class MeshRuntime(SingleReplica):
         return cls(mesh, cluster, MultiWorker.create(config, cluster), config.strategy.collective_timeout)
 
     def group(self, *axes: str) -> Group:
-        """The group of this rank along these axes; without axes: this rank alone. The first call for an axis is a
-        collective."""
+        """The group of this rank along these axes; without axes: itself. The first call for an axis is collective."""
         return self.group_of(self.mesh.group(self.rank, *axes))
 
     def group_of(self, ranks: Sequence[int]) -> Group:

@@ -109,8 +109,7 @@ class StrategyRuntime(RuntimeDefaults):
             variable.assign(self.local(value)[0])
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
-        # Each replica adds its row to zeros. Not through the ring, which expects tensors in the order of the backward
-        # pass.
+        # Each replica adds its row to zeros. Not through the ring, which expects the order of the backward pass.
         replica = tf.distribute.get_replica_context()
         placed = tf.scatter_nd([[self.replica_id()]], row[tf.newaxis], [self.replicas, row.shape[0]])
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, placed)

@@ -1,5 +1,4 @@
-"""Synchronous data parallelism of several processes, each with one or more devices, through
-MultiWorkerMirroredStrategy.
+"""Synchronous data parallelism of several processes through MultiWorkerMirroredStrategy, each with one or more devices.
 
 On CPUs gradients travel through tfdist's ring (ring.py) instead of TensorFlow's collectives, if --communication allows.
 """
@@ -86,8 +85,7 @@ class MultiWorker(StrategyRuntime):
     def collectives(self) -> dict[str, Collective]:
         """all_reduce and all_gather use tf.distribute, or the ring where gradients travel through it.
 
-        tf.distribute has no other collectives; the rest are TensorFlow's bare operations, which support one replica per
-        worker.
+        tf.distribute has no others; the rest are TensorFlow's bare operations, which support one replica per worker.
         """
         found = {}
         if self.local_replicas == 1:

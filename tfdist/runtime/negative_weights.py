@@ -16,8 +16,7 @@ _FOUND = re.compile(rf"\[{_MARK}\] \[(.*?)\] \[(\d+)\] \[(-[^\]]+)\]")
 
 
 def refused(w: Any, name: str, numbers: tf.Tensor) -> Any:
-    """Returns the same weights, checked: code that uses them fails if one is negative. numbers: [n], of the split's
-    samples."""
+    """Returns the same weights, checked: their use fails if one is negative. numbers: [n], of a split's samples."""
 
     def checked(part: tf.Tensor) -> tf.Tensor:
         if not (part.dtype.is_floating or part.dtype.is_integer):
@@ -41,8 +40,7 @@ def refuse(w: Any, name: str) -> None:
 
 
 def sentence_of(text: str) -> str:
-    """The sentence about a negative weight in the text of TensorFlow's error; "" if the error is about something
-    else."""
+    """The sentence about a negative weight in the text of TensorFlow's error; "" if it is about something else."""
     found = _FOUND.search(text)
     return _sentence(*found.groups()) if found else ""
 

@@ -37,8 +37,7 @@ from tfdist.runtime.array_meeting import ArrayMeeting, bucket_name, other_progra
 from tfdist.runtime.ring_connections import TOKEN, Outgoing
 from tfdist.runtime.shared_memory import NOT_SHARED
 
-# Site, bucket, bytes: checked, so that ranks never mix up their gradients; where to read them: serial number,
-# descriptor.
+# Site, bucket, bytes: checked, so that ranks never mix up their gradients; where to read them: serial, descriptor.
 _HEADER = struct.Struct("!IIQqq")
 _NOTHING = memoryview(b"")
 
@@ -160,8 +159,7 @@ class Ring(ArrayMeeting):
         return total
 
     def _wait_until_read(self) -> None:
-        """Before anything else, waits until the other ranks report that they have read the arrays that were left to
-        them."""
+        """Waits, before anything else, until the other ranks report that they have read the arrays left to them."""
         if self._unread and self.size > 2:
             self._all_come()
         else:
@@ -226,8 +224,7 @@ class Ring(ArrayMeeting):
                 np.copyto(now.chunks[index], received)
 
     def _finish(self, now: _Round) -> None:
-        """Returns when the right neighbor has read everything that it reads in place; tells the left neighbor the
-        same."""
+        """Returns when the right neighbor has read all that it reads in place; tells the left neighbor the same."""
         answer = memoryview(bytearray(1)) if now.read_by_right else _NOTHING
         self._pass_on(TOKEN if now.read_here else _NOTHING, answer, backwards=True)
         self._shared.has_been_read(now.read_by_right, [(self.rank + 1) % self.size])

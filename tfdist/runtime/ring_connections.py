@@ -67,8 +67,7 @@ class Outgoing:
 class RingConnections:
     """Connections to the ranks at distances 1, 2, 4, ...
 
-    Attributes: rights, lefts, distance -> connection; waiting_for, the rank whose bytes this one waits for at the
-    moment.
+    Attributes: rights, lefts, distance -> connection; waiting_for, the rank whose bytes are waited for at the moment.
     Args:
       cluster: this worker's place among the others, and the secret by which they recognize each other.
       exchange: sends this worker's endpoint to all and returns all endpoints in rank order (a collective call).

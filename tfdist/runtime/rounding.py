@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_ROUNDINGS = 64  # rounding errors of a number by which two may differ
+_ROUNDINGS = 64  # allowed difference, in rounding errors of a number
 _HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # -> the largest relative step from a number to the next
 _STEPPED = 0.02  # the fraction of numbers in half precision that may be one step apart
 
@@ -38,7 +38,7 @@ def _are_near(one: np.ndarray, other: np.ndarray) -> bool:
         return False
     a, b = a[finite], b[finite]
     apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
-    # A number near 0 may be the small rest of terms as large as most other numbers.
+    # A number near 0 may be the difference of terms as large as most other numbers.
     usual = np.median(size[size > 0]) if size.any() else 0.0
     rounding = _ROUNDINGS * np.finfo(np.float32 if half else one.dtype).eps
     if half:  # values summed in float32: rounded to half precision they seldom differ

@@ -37,8 +37,7 @@ class Rows(NamedTuple):
 
 
 class RowExchange:
-    """Gathers varying numbers of rows. All workers make the same calls in the same order. `group`: used only for
-    this."""
+    """Gathers varying numbers of rows. All workers make the same calls in the same order. `group`: for this alone."""
 
     def __init__(self, control: ControlRing, group: Group):
         self._control, self._group = control, group
@@ -53,8 +52,7 @@ class RowExchange:
         stamp: Callable[[], int],
         after: Sequence[tf.Operation],
     ) -> Rows:
-        """Agrees on rows, see PeerRuntime.gather. Blocks a thread until all have come; runs `after` these
-        operations."""
+        """Agrees on rows, see PeerRuntime.gather. Blocks a thread until all have come; runs after `after`."""
         k = len(tensors)
         # Eager calls, outside of a graph, are distinguished by their dtypes only.
         site = tuple(tensor.dtype for tensor in tensors) if tf.executing_eagerly() else (next(self._sites),)

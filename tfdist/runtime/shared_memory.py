@@ -103,8 +103,7 @@ class OthersArrays:
             self.readable = file.read(len(token) + 1) == token
 
     def _file(self, descriptor: int) -> BinaryIO:
-        """Opens the file. Raises OSError unless it is a tfdist array: to open anything else may block, or have side
-        effects."""
+        """Opens a file. Raises OSError unless it is a tfdist array: opening others may block, or have side effects."""
         path = f"/proc/{self._pid}/fd/{descriptor}"
         if not os.readlink(path).startswith("/memfd:tfdist-"):
             raise OSError(f"{path} is no array of tfdist")
