@@ -1,2 +1,1 @@
-"""Training on parameter servers: the workers' computations, the placement of variables, the loop that assigns
-batches."""
+"""Training on parameter servers: what workers compute, where variables are, and the loop that hands out batches."""

@@ -1,5 +1,4 @@
-"""How a worker of a parameter-server run finds its samples: the chief's function of positions, in a form that can be
-sent."""
+"""How a worker of a parameter-server run finds its samples: by the chief's function of positions, which it is sent."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ class Piece:
 
 
 def place(shapes: Sequence[tuple[int, ...]], servers: int, piece_bytes: float) -> list[Piece]:
-    """Divides the rows of float32 weights over servers: large weights in equal pieces, others where the load is
-    smallest.
+    """Divides the rows of float32 weights over servers: large weights in equal pieces, others where load is least.
 
     piece_bytes: the minimum size of a piece; 0: nothing is cut. The result is ordered by weight, then by row.
     """

@@ -32,8 +32,8 @@ class RemoteCalls:
         self._tags[self._pool.submit(self._make, function, arguments)] = tag
 
     def collect(self, seconds: float) -> list[tuple[Any, Result | None]]:
-        """Returns (tag, result) of the calls that ended within `seconds`; None: done, but the worker died before it
-        replied."""
+        """Returns (tag, result) of calls that ended within `seconds`; None: done, but the worker died before
+        replying."""
         done, _ = wait(self._tags, seconds, FIRST_COMPLETED)
         return [(self._tags.pop(future), future.result()) for future in done]
 

@@ -109,8 +109,7 @@ class RemoteStep:
 
     @functools.cached_property
     def apply(self) -> Callable[[tuple, Any, Any], tuple[tf.Tensor, tf.Tensor]]:
-        """(the result of `combine`, loss, weight) -> see `_apply`. After `differentiate`, whose trace tells what
-        travels."""
+        """(the result of `combine`, loss, weight) -> see `_apply`. After `differentiate`, which tells what travels."""
         signature = [self._values.specs(), tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32)]
         return tf.function(self._apply, autograph=False, input_signature=signature)
 
@@ -219,8 +218,7 @@ class RemoteStep:
             )
 
     def _finish(self, gradients: list, loss: tf.Tensor, weight: tf.Tensor) -> tuple[list, tf.Tensor, tf.Tensor]:
-        """Clips gradients of the weighted mean; returns (gradients, norm before, finite). The same arithmetic as
-        TrainStep."""
+        """Clips gradients of the weighted mean: (gradients, norm before, finite). The same arithmetic as TrainStep."""
         factor = unscaling(weight, self._expected_weight)
         norm = global_norm(gradients) * factor
         if self.options.clip_norm:

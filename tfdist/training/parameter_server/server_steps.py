@@ -1,5 +1,4 @@
-"""Steps made by the workers of a parameter-server run, on the chief: training/loop.py drives them instead of a
-TrainStep.
+"""Steps by the workers of a parameter-server run, on the chief: training/loop.py drives them instead of a TrainStep.
 
 Batches are handed out by number, in order. Several may be under way, also while the loop does other things between two
 calls. But at a step whose state is used (`Workers.next_use_of_state`), and only there, exactly that many batches are
