@@ -1,2 +1,1 @@
-"""Measures how fast workers of a cluster exchange data, fits models, and shows both. Used by `python -m
-tfdist.comm`."""
+"""Measures how fast workers of a cluster exchange data, fits models, shows both. Used by `python -m tfdist.comm`."""

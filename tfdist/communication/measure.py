@@ -25,8 +25,7 @@ Run = Callable[[int], np.ndarray]  # runs so many rounds, one after another; ret
 def measure(
     runtime: Runtime, found: Mapping[str, Collective], sizes: Sequence[int], repeats: int, tell: Callable[[str], None]
 ) -> Iterator[list[Measurement]]:
-    """Yields the measurements of one collective after another, in order of size. All workers must call it in the same
-    way.
+    """Yields the measurements of one collective after another, in order of size. All workers must call it alike.
 
     All sizes take turns, `repeats` times, so that a slow minute of the machine does not fall on one size alone. The
     result at every size is checked once before.
