@@ -1,1 +1,1 @@
-"""How fast workers of a cluster exchange data: measured, fitted, shown. Used by `python -m tfdist.comm`."""
+"""Measures how fast workers of a cluster exchange data, fits models, shows both. Used by `python -m tfdist.comm`."""

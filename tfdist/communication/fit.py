@@ -1,10 +1,9 @@
-"""The alpha-beta model behind measured times: a + S / b by least squares, checked on sizes that it has not seen. Of six
-sizes or more the line may have a knee (`Line`), as it does on one host, where the caches are faster than the memory.
+"""The alpha-beta model of measured times: a + S / b by least squares, checked on sizes that were held out. With six
+sizes or more the line may have a knee (`Line`), as it has on one host, where the caches are faster than the memory.
 
-A collective of n members costs L messages one after the other and sends F * S bytes through each link: L alpha + F S /
-beta. The algorithms differ in L and F (planner/communication.py has their times). At one n they all fit a line a + S /
-b equally well and differ in what they say of the link; at several n the error of the joint fit tells which one is at
-work.
+A collective of n members costs L messages one after another and sends F * S bytes through each link: L alpha + F S /
+beta. Algorithms differ in L and F (planner/communication.py has their times). At a single n they all fit a line a + S /
+b equally well, but imply different links; over several n the error of the joint fit shows which algorithm is at work.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from tfdist.planner import communication as models
 from tfdist.planner.communication import Link
 from tfdist.planner.least_squares import fit
 
-_SEEN = 1e15  # bytes a second
-_FEWEST_FOR_A_KNEE = 6  # sizes
+_SEEN = 1e15  # bytes per second; from here on a bandwidth is shown as infinite
+_FEWEST_FOR_A_KNEE = 6  # number of sizes
 _STRAIGHT_ENOUGH = 0.05  # relative error, root mean square
 Seconds = Callable[[int, float, Link], float]  # of n members, S bytes, link
 
 
 def _half(all_reduce: Seconds) -> Seconds:
-    """Half the time of an all-reduce: reducing and spreading take the same time."""
+    """Half the time of an all-reduce: reducing and distributing take the same time."""
     return lambda n, size, link: all_reduce(n, size, link) / 2
 
 
@@ -46,13 +45,13 @@ ALGORITHMS: dict[str, dict[str, Seconds]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = alpha + size / beta of one collective at one number of members, with another slope for what is above a
-    knee: what does not fit into a cache any more travels at the speed of memory."""
+    """seconds = alpha + size / beta for one collective at one number of members, with another slope above a knee: data
+    that no longer fits into a cache travels at the speed of memory."""
 
     alpha: float  # seconds
-    beta: float  # bytes a second
+    beta: float  # bytes per second
     knee: float  # bytes
-    beyond: float  # seconds a byte, in addition, above the knee
+    beyond: float  # additional seconds per byte above the knee
 
     def seconds(self, size: float) -> float:
         return self.alpha + size / self.beta + max(0.0, size - self.knee) * self.beyond
@@ -67,21 +66,21 @@ class Line:
 
 
 def show_rate(beta: float) -> str:
-    """A bandwidth, which cannot be told from infinity if no size was large enough."""
+    """A bandwidth as text; infinite if no size was large enough to tell it from infinity."""
     return f"{beta / 1e9:.3f} GB/s" if beta < _SEEN else "inf GB/s"
 
 
 def split(measurements: Sequence[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
-    """(to fit, held out) by size: every second one is held out, but never the first or the last."""
+    """(to fit, held out) by size: holds out every second size, but never the first or the last."""
     ordered = sorted(measurements, key=lambda one: one.size)
     held = [one for index, one in enumerate(ordered) if index % 2 and one is not ordered[-1]]
     return [one for one in ordered if one not in held], held
 
 
 def fit_line(measurements: Iterable[Measurement]) -> Line:
-    """Fits a line by least squares over relative errors, so that small sizes count as much as large ones; no term
-    negative. With a knee at one of the sizes, or half-way between two, if the straight one errs and that leaves less
-    than half of the squared error."""
+    """Fits a line by least squares over relative errors, so that small sizes count as much as large ones; no term is
+    negative. If the straight line errs, and a knee at one of the sizes, or half-way between two, leaves less than half
+    of the squared error, the line has that knee."""
     found = sorted(measurements, key=lambda one: one.size)
     straight = _fit_with_knee(found, math.inf)
     sizes = [float(one.size) for one in found]
@@ -98,7 +97,7 @@ def fit_line(measurements: Iterable[Measurement]) -> Line:
 
 
 class _LineTerms(NamedTuple):
-    """What a `Line` is made of: seconds, and seconds a byte."""
+    """The terms of a `Line`: seconds, and seconds per byte."""
 
     alpha: float
     per_byte: float
@@ -117,14 +116,14 @@ def _squared(line: Line, found: Sequence[Measurement]) -> float:
 
 
 class _LinkTerms(NamedTuple):
-    """What a link is made of: seconds, and seconds a byte."""
+    """The terms of a link: seconds, and seconds per byte."""
 
     alpha: float
     per_byte: float
 
 
 def fit_link(algorithm: Seconds, measurements: Iterable[Measurement]) -> Link:
-    """The link that explains measurements, at one or several numbers of members, if `algorithm` is at work."""
+    """The link that explains measurements, at one or several numbers of members, if `algorithm` was used."""
     found = list(measurements)
     one_second, one_byte = Link(1.0, float("inf")), Link(0.0, 1.0)
     rows = [
@@ -136,13 +135,13 @@ def fit_link(algorithm: Seconds, measurements: Iterable[Measurement]) -> Link:
 
 
 def errors(predict: Callable[[Measurement], float], measurements: Iterable[Measurement]) -> list[float]:
-    """The relative errors, predicted against measured."""
+    """The relative errors of predicted against measured times."""
     return [predict(one) / one.seconds - 1 for one in measurements]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The link that an algorithm implies, and how well it explains what was measured."""
+    """The link that an algorithm implies, and how well it explains the measurements."""
 
     algorithm: str
     link: Link
@@ -150,7 +149,7 @@ class Explanation:
 
 
 def explain(collective: str, measurements: Sequence[Measurement]) -> list[Explanation]:
-    """Fits each algorithm that could be at work: an explanation for each, the best first."""
+    """Fits each algorithm that might be in use; returns an explanation for each, the best first."""
     found = []
     for name, seconds in ALGORITHMS[collective].items():
         link = fit_link(seconds, measurements)

@@ -1,5 +1,5 @@
-"""Times the collectives of a runtime over sizes, as NVIDIA's nccl-tests do (measurement.py says what sizes and
-bandwidths are).
+"""Times the collectives of a runtime over sizes, as NVIDIA's nccl-tests do (measurement.py defines sizes and
+bandwidths).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _MEASUREMENT_SECONDS = 0.1  # as many rounds as fit
 _MOST_ROUNDS = 200
 _ITEM = 4  # bytes of a float32
 
-Run = Callable[[int], np.ndarray]  # so many rounds, one after the other; returns the last result
+Run = Callable[[int], np.ndarray]  # runs so many rounds, one after another; returns the last result
 
 
 def measure(
     runtime: Runtime, found: Mapping[str, Collective], sizes: Sequence[int], repeats: int, tell: Callable[[str], None]
 ) -> Iterator[list[Measurement]]:
-    """The measurements of one collective after the other, in order of size. Called by every worker in the same way.
+    """Yields the measurements of one collective after another, in order of size. All workers must call it alike.
 
-    All sizes take turns, `repeats` times, so that a slow minute of the machine does not fall on one of them alone. The
+    All sizes take turns, `repeats` times, so that a slow minute of the machine does not fall on one size alone. The
     result at every size is checked once before.
 
     Args:
       found: name -> collective.
-      sizes: bytes; they are rounded to what can be divided among the members.
-      tell: takes a line about what comes next.
+      sizes: bytes; rounded to sizes that can be divided among the members.
+      tell: receives a line about what comes next.
     """
     n = runtime.size * runtime.local_replicas
     counts = sorted({max(1, size // _ITEM // n) * n for size in sizes})
@@ -65,9 +65,9 @@ def _timed(runtime: Runtime, run: Run, rounds: int) -> float:
 
 
 def _prepare(runtime: Runtime, name: str, collective: Collective, n: int, count: int) -> Run:
-    """A collective at one size (`count` elements in all), traced, with its connections open, its result checked.
+    """A collective at one size (`count` elements in all), traced, with its connections open and its result checked.
 
-    Raises: RuntimeError if the result is wrong, which would be a mistake of the runtime.
+    Raises: RuntimeError if the result is wrong, which would be a bug in the runtime.
     """
     expected = _expected(name, n, count)
     mine = count // n if name == "all_gather" else count
@@ -83,7 +83,7 @@ def _prepare(runtime: Runtime, name: str, collective: Collective, n: int, count:
 
 
 def _expected(name: str, n: int, count: int) -> np.ndarray:
-    """The result where member i passes a vector of i + 1."""
+    """The result if member i passes a vector of i + 1."""
     total, numbers = n * (n + 1) / 2, np.arange(1, n + 1, dtype=np.float32)
     return {
         "all_reduce": lambda: np.full(count, total, np.float32),
@@ -106,12 +106,12 @@ def _on_host(runtime: Runtime, collective: Callable[[np.ndarray], np.ndarray], m
 
 
 def _in_graph(runtime: Runtime, collective: Callable[[tf.Tensor], tf.Tensor], mine: int, result_size: int) -> Run:
-    """The rounds are a loop within one graph, as training steps are."""
+    """Runs the rounds as a loop within one graph, like training steps."""
     first = runtime.rank * runtime.local_replicas + 1
     x = runtime.per_replica([tf.fill([mine], float(first + index)) for index in range(runtime.local_replicas)])
 
     def collective_after(x: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies([last]):  # so that rounds do not overlap
+        with tf.control_dependencies([last]):  # rounds must not overlap
             return tf.ensure_shape(tf.reshape(collective(tf.identity(x)), [-1]), [result_size])
 
     @tf.function(autograph=False)

@@ -1,11 +1,11 @@
 """A measurement of a collective, and bandwidth as NVIDIA's nccl-tests define it.
 
-| collective     | S, the size in bytes, is that of     | bus bandwidth / algorithm bandwidth |
+| collective     | S, the size in bytes, is the size of | bus bandwidth / algorithm bandwidth |
 |----------------|--------------------------------------|-------------------------------------|
 | all_reduce     | the vector                           | 2 (n-1)/n                           |
 | all_gather     | the result, all parts together       | (n-1)/n                             |
-| reduce_scatter | what each member puts in             | (n-1)/n                             |
-| all_to_all     | what each member puts in             | (n-1)/n                             |
+| reduce_scatter | each member's input                  | (n-1)/n                             |
+| all_to_all     | each member's input                  | (n-1)/n                             |
 | broadcast      | the vector                           | 1                                   |
 
 Algorithm bandwidth is S / time; bus bandwidth is what the slowest link carries if the algorithm wastes nothing, so that
@@ -36,14 +36,14 @@ class Measurement:
     collective: str
     members: int
     size: int  # bytes, see above
-    seconds: float  # of a round: median over repeats, of each of which the slowest worker counts
+    seconds: float  # per round: median over repeats; in each repeat the slowest worker counts
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """The algorithm bandwidth in bytes a second."""
+        """The algorithm bandwidth in bytes per second."""
         return self.size / self.seconds
 
     @property
     def bus_bandwidth(self) -> float:
-        """The bus bandwidth in bytes a second."""
+        """The bus bandwidth in bytes per second."""
         return self.algorithm_bandwidth * BUS_FACTOR[self.collective](self.members)

@@ -1,4 +1,4 @@
-"""Measured collectives as a table, a CSV file and pictures."""
+"""Shows measured collectives as a table, a CSV file and pictures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COLUMNS = (
     "predicted_seconds",
     "in_fit",
 )
-FEWEST = 4  # sizes for a fit that can be checked
+FEWEST = 4  # number of sizes for a fit that can be checked
 _BLUE, _ORANGE, _GRAY = "#1f5fa8", "#d9730d", "#666666"
 
 
 @dataclass(frozen=True)
 class Series:
-    """The measurements of one collective of a runtime at one number of members, over sizes."""
+    """The measurements of one collective of a runtime at one number of members, for several sizes."""
 
     runtime: str
     through: str  # what carried the bytes
@@ -48,12 +48,12 @@ class Series:
         return split(self.measurements)[1]
 
     def line(self) -> Line | None:
-        """The line fitted to what is not held out; None for too few sizes."""
+        """The line fitted to the sizes that are not held out; None if there are too few sizes."""
         return fit_line(split(self.measurements)[0]) if len(self.measurements) >= FEWEST else None
 
 
 def table(series: Series) -> str:
-    """The measurements, the fitted line with its errors, and what the algorithms make of it."""
+    """The measurements, the fitted line with its errors, and the link that each algorithm implies."""
     line, held = series.line(), series.held_out()
     lines = [
         "",
@@ -83,8 +83,8 @@ def table(series: Series) -> str:
 
 
 def explanations(collective: str, measurements: Sequence[Measurement]) -> list[str]:
-    """A line for each algorithm: the link that it would need, and its error, which tells algorithms apart over several
-    numbers of members only.
+    """A line for each algorithm: the link that it would need, and its error, which distinguishes algorithms only over
+    several numbers of members.
     """
     several = len({one.members for one in measurements}) > 1
     return [
@@ -95,7 +95,7 @@ def explanations(collective: str, measurements: Sequence[Measurement]) -> list[s
 
 
 def write_csv(path: Path, results: Sequence[Series]) -> None:
-    """Writes a row per measurement."""
+    """Writes one row per measurement."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -138,7 +138,7 @@ def read_csv(path: Path) -> list[Series]:
 
 
 def draw(path: Path, results: Sequence[Series]) -> None:
-    """Draws time and bus bandwidth over size, a column per collective."""
+    """Draws time and bus bandwidth over size, one column per collective."""
     pyplot = optional_packages.pyplot("a picture")
     figure, axes = pyplot.subplots(
         2, len(results), figsize=(4.0 * len(results), 7), dpi=100, squeeze=False, sharex="col"
@@ -174,8 +174,8 @@ def draw(path: Path, results: Sequence[Series]) -> None:
 
 
 def draw_models(path: Path, together: Sequence[Series]) -> None:
-    """Draws time over size at several numbers of members, a panel per collective, each with the one link that explains
-    all best."""
+    """Draws time over size at several numbers of members, one panel per collective, each with the one link that best
+    explains all of them."""
     pyplot = optional_packages.pyplot("a picture")
     names = list(dict.fromkeys(series.collective for series in together))
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.0 * len(names), 4), dpi=100, squeeze=False)

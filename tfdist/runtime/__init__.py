@@ -1,1 +1,1 @@
-"""Runtime room: the only code that touches tf.distribute, Horovod or raw collectives."""
+"""The runtime package: the only code that uses tf.distribute, Horovod or raw collectives."""

@@ -1,13 +1,14 @@
-"""Chooses the quicker all-reduce between hosts, a ring or doubling (ring.py), by what was measured of the link.
+"""Chooses the faster all-reduce between hosts, a ring or doubling (ring.py), from measurements of the link.
 
-Legend. n: ranks; S: bytes; alpha: seconds of an exchange, however short; beta: seconds a byte. They take
+Legend. n: ranks; S: bytes; alpha: seconds per exchange, however short; beta: seconds per byte. The algorithms take
 
     ring         (2n - 1) alpha + 2 (n - 1) / n S beta         with the exchange in which the ranks meet
-    by doubling  log2(n) alpha + (n - 1) S beta + n (n - 1) c  c: seconds of one addition of two short arrays
+    by doubling  log2(n) alpha + (n - 1) S beta + n (n - 1) c  c: seconds for one addition of two short arrays
 
 A tree (2 log2(n) alpha + 2 log2(n) S beta) and halving-doubling (2 log2(n) alpha + 2 (n - 1) / n S beta) add up in
-another order, so that the bits would depend on what was measured; and what is small takes them twice as many waits as
-doubling. Both give the same bits, so that a run that goes on where the link is another one ends as it would have ended.
+another order, so that the bits of the result would depend on the measurements; and for small arrays they wait twice as
+often as doubling. The ring and doubling give the same bits, so that a run that resumes on another link ends as it would
+have ended on the first.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from tfdist.runtime.ring_connections import RingConnections
 
 _ROUNDS = 5
-_LARGE_BYTES = 1 << 20  # that a rank receives in all
+_LARGE_BYTES = 1 << 20  # bytes that a rank receives in total
 _ADDITION_SECONDS = 1e-6
-_LEAST_SECONDS_PER_BYTE = 1e-15  # what was measured may be nothing
+_LEAST_SECONDS_PER_BYTE = 1e-15  # the measured value may be 0
 _FOUND = struct.Struct("!dd")
 
 
@@ -51,17 +52,17 @@ class Link:
 
 @dataclass(frozen=True)
 class GradientPath:
-    """The way of gradients between workers: words for the log, and what was measured of the link, if anything was."""
+    """How gradients travel between workers: a text for the log, and the measured link, if it was measured."""
 
     words: str
     link: Link | None = None
 
 
 def measured(connections: RingConnections) -> Link:
-    """Measures the slowest link; the same result on all ranks. A collective of a few milliseconds."""
+    """Measures the slowest link; returns the same result on all ranks. A collective call of a few milliseconds."""
 
     def seconds(data: bytes) -> float:
-        """The seconds of one gather, the quickest of some."""
+        """The duration of one gather: the fastest of several."""
         taken = []
         for _ in range(_ROUNDS):
             begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""Lets ranks meet with an array each, and read each other's where they are on one host."""
+"""Lets ranks exchange arrays, and read each other's arrays in place where they are on one host."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tfdist.runtime.ring_connections import Patience, RingConnections
 from tfdist.runtime.ring_error import MARK, RingError
 from tfdist.runtime.shared_memory import NOT_SHARED, OthersArrays, SharedArrays
 
-_PLACE = struct.Struct("!Qqq")  # bytes of an array; where to read it: serial, descriptor
+_PLACE = struct.Struct("!Qqq")  # bytes of an array; where to read it: serial number, descriptor
 
 
 class ArrayMeeting(RingConnections):
     """Exchanges arrays between ranks. Args: see RingConnections, and
       share: arrays made by `empty` may be read in place by other ranks on this host. The same on all ranks.
 
-    Attributes: shares, whether the right neighbour reads them in place; all_read, whether every rank can read the
-    shares of every other (an array may still be announced as not shared); link, what was measured between three ranks
-    and more if not.
+    Attributes: shares, whether the right neighbor reads them in place; all_read, whether every rank can read the shares
+    of every other (an array may still be announced as not shared); link, the measurement of the link, if there are
+    three ranks or more and all_read is false.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ArrayMeeting(RingConnections):
         self.link = None if self.size < 3 or self.all_read else measured(self)
 
     def _share(self) -> None:
-        """Finds out whose arrays can be read here, and who can read ours."""
+        """Finds out whose arrays this rank can read, and who can read its arrays."""
         offers = self.all_gather(self._shared.offer(), "offer")
         readable = bytearray(self.size)
         for rank, offer in enumerate(offers):
@@ -57,7 +57,7 @@ class ArrayMeeting(RingConnections):
         self.all_read = self.size > 1 and all(sum(of_rank) == self.size - 1 for of_rank in by_rank)
 
     def empty(self, length: int) -> np.ndarray:
-        """A zeroed float32 [length], on a page boundary, that others can read in place if that is possible."""
+        """A zeroed float32 [length], on a page boundary, which other ranks can read in place if possible."""
         return (
             self._shared.empty(length)
             if self._shared.readers
@@ -65,8 +65,8 @@ class ArrayMeeting(RingConnections):
         )
 
     def _arrays_of_all(self, array: np.ndarray, site: int, bucket: int) -> list[np.ndarray] | None:
-        """The arrays of all ranks, read in place, when all have come, with three ranks or more; None on all ranks if
-        that cannot be for one of them. What all have read before is free again."""
+        """Returns the arrays of all ranks, read in place, once all have come; for three ranks or more. Returns None on
+        all ranks if that is impossible for one of them. Arrays that all ranks have read become free again."""
         if self.size < 3 or not self.all_read:
             return None
         mine = self._shared.where(array)
@@ -82,12 +82,12 @@ class ArrayMeeting(RingConnections):
         ]
 
     def _all_is_read(self) -> None:
-        """Frees what all ranks have read: all have come to something after it."""
+        """Frees the arrays that all ranks have read: all ranks have reached a later exchange."""
         while self._unread:
             self._shared.has_been_read(self._shared.where(self._unread.pop(0))[0], self._shared.readers)
 
     def _must_be_alike(self, sizes: Sequence[int], site: int, bucket: int) -> None:
-        """Raises RingError if a rank's array has other bytes than this one's."""
+        """Raises RingError if a rank's array has another number of bytes than this rank's."""
         for rank, size in enumerate(sizes):
             if size != sizes[self.rank]:
                 raise other_program(self.rank, (site, bucket, sizes[self.rank]), rank, (site, bucket, size))
@@ -102,12 +102,12 @@ class ArrayMeeting(RingConnections):
 
 
 def bucket_name(site: int, bucket: int) -> str:
-    """The name under which ranks gather when they meet with a bucket."""
+    """The name under which ranks gather when they meet for a bucket."""
     return f"{site:x}/{bucket:x}"
 
 
 def other_program(rank: int, mine: tuple, other: int, theirs: tuple) -> RingError:
-    """The error that says that ranks reduce different things. mine, theirs: site, bucket and bytes."""
+    """The error for ranks that reduce different things. mine, theirs: site, bucket and bytes."""
     return RingError(
         f"{MARK}ConfigError: Rank {rank} reduces {mine}, rank {other} {theirs} (site, bucket, bytes): the workers do"
         " not run the same program on data of the same shapes and types."

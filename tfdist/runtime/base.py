@@ -1,11 +1,13 @@
-"""The Runtime protocol: all that the rooms above know about devices and other workers.
+"""The Runtime protocol: all that the packages above know about devices and other workers.
 
-A *worker* is a process, a *replica* a copy of the model; a worker holds one or more replicas. A per-replica value is
-one value per replica of this worker; with one replica it is just the value. A new runtime implements this protocol in
-a file of its own, inherits what suits it from RuntimeDefaults (defaults.py), and adds an entry to
-config/strategies.py; tests/multi runs one conformance suite over all of them. Its class has a constructor
-`create(config, cluster)`, which meets the other workers. Others may still probe this worker's address meanwhile, and
-somebody else may answer at theirs (control/preflight.py): who connects must say who it is, and be answered.
+A *worker* is a process; a *replica* is a copy of the model; a worker holds one or more replicas. A per-replica value
+consists of one value per replica of this worker; with one replica it is just that value.
+
+A new runtime implements this protocol in a file of its own, inherits suitable defaults from RuntimeDefaults
+(defaults.py), and adds an entry to config/strategies.py; tests/multi runs one conformance suite over all runtimes. Its
+class has a constructor `create(config, cluster)`, which connects to the other workers. Meanwhile others may still probe
+this worker's address, and a stranger may answer at theirs (control/preflight.py): a worker that connects must identify
+itself and wait for an answer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Runtime(Protocol):
-    """Runs code on replicas, and combines values over them."""
+    """Runs code on replicas and combines values over them."""
 
     name: str
     rank: int  # of this worker; 0 is the chief
@@ -33,19 +35,19 @@ class Runtime(Protocol):
     replicas: int  # over all workers
     local_replicas: int  # of this worker
     first_replica: int  # global index of this worker's first replica
-    # False where another worker, which holds another part of the same replica, already counts these samples
+    # False where another worker, which holds another part of the same replica, already counts these samples.
     counts_samples: bool
 
-    # What it can do. What must be known before TensorFlow is imported is in config/strategies.py.
+    # Capabilities. Those that must be known before TensorFlow is imported are in config/strategies.py.
 
-    holds_whole_model: bool  # whether a worker's graph has all of a replica's model
-    compiles_updates: bool  # whether XLA may compile what `run` does to variables
+    holds_whole_model: bool  # whether a worker's graph contains the whole model of a replica
+    compiles_updates: bool  # whether XLA may compile the updates of variables in `run`
     sums_slices: bool  # whether `all_reduce` takes tf.IndexedSlices
-    compute_workers: int  # other processes that share the batch of a replica; 1: it is computed here
+    compute_workers: int  # number of other processes that share the batch of a replica; 1: it is computed here
 
     @property
     def mesh(self) -> Mesh | None:
-        """The named axes of its workers; None: it knows replicas only."""
+        """The named axes of the workers; None if the runtime knows replicas only."""
 
     # Inside a tf.function.
 
@@ -54,11 +56,11 @@ class Runtime(Protocol):
         ...
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
-        """Calls `fn(*args)` once per local replica; per-replica arguments are unpacked, results are per-replica."""
+        """Calls `fn(*args)` once per local replica; unpacks per-replica arguments and returns per-replica results."""
         ...
 
     def per_replica(self, values: Sequence) -> Any:
-        """Makes one per-replica value of `local_replicas` values."""
+        """Makes one per-replica value from `local_replicas` values."""
         ...
 
     def local(self, value: Any) -> tuple:
@@ -66,12 +68,12 @@ class Runtime(Protocol):
         ...
 
     def batch_devices(self) -> Sequence[str]:
-        """The device of each local replica, onto which its batches are brought while the one before is computed; none:
-        the step copies them."""
+        """The device of each local replica, to which its batches are copied while the previous batch is computed.
+        Empty: the step copies the batches."""
         ...
 
     def order_tokens(self) -> Sequence[tf.Variable]:
-        """Variables that its collectives set in each step to keep their order, which no snapshot has to hold."""
+        """Variables that the collectives set in each step to keep their order; a snapshot need not contain them."""
         ...
 
     def replica_id(self) -> tf.Tensor:
@@ -79,23 +81,24 @@ class Runtime(Protocol):
         ...
 
     def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
-        """Inside the `fn` of `run`: the sum of each tensor over all replicas, of its own kind. Every replica passes the
-        same shapes. Of several in one graph TensorFlow may run either first: all workers must run them in one order.
+        """Returns the sum of each tensor over all replicas, of the same kind. Call it inside the `fn` of `run`. Every
+        replica passes the same shapes. TensorFlow may run several all-reduces of one graph in any order: all workers
+        must run them in the same order.
 
-        Of tf.IndexedSlices with values of a static shape (if `sums_slices`) the sum is the slices of all replicas,
-        one after the other: a row may be there several times. bfloat16, if the strategy knows --compression=bf16,
-        travels in two bytes an element, and may come back as float32.
+        The sum of tf.IndexedSlices with values of a static shape (if `sums_slices`) is the slices of all replicas,
+        concatenated: a row may occur several times. bfloat16, if the strategy knows --compression=bf16, travels in two
+        bytes per element, and may come back as float32.
         """
         ...
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
-        """The row [k] of every replica: [replicas, k], float32 or float64, in one order on all. To be called inside the
-        `fn` of `run`. Its gradient is the gradient of the sum of all replicas' losses. For rows of a few thousand
-        elements."""
+        """Gathers the row [k] of every replica: [replicas, k], float32 or float64, in the same order on all replicas.
+        Call it inside the `fn` of `run`. Its gradient is the gradient of the sum of all replicas' losses. For rows of
+        up to a few thousand elements."""
         ...
 
     def assign(self, variable: tf.Variable, value: Any) -> None:
-        """Sets every local replica's copy of the variable to its own value of a per-replica value; outside of `run`."""
+        """Sets each local replica's copy of the variable to that replica's element of `value`; outside of `run`."""
         ...
 
     # Between steps, on host values. Every worker must call these in the same order.
@@ -105,13 +108,13 @@ class Runtime(Protocol):
         ...
 
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """The chief's arrays, bit for bit, on every worker (same shapes and dtypes on all)."""
+        """Returns the chief's arrays, bit for bit, on every worker (same shapes and dtypes on all)."""
         ...
 
     def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
-        """The chief's value (of a kind that encoding.py knows) on every worker; the others' values do not count.
+        """Returns the chief's value (of a type that encoding.py knows) on every worker; other values are ignored.
 
-        name: for the sentence about what could not be read. Raises ConfigError on all workers for another kind.
+        name: names the value in the message if it could not be read. Raises ConfigError on all workers for other types.
         """
         ...
 
@@ -120,58 +123,58 @@ class Runtime(Protocol):
         ...
 
     def waiting_for(self) -> int | None:
-        """The rank whose data this worker waits for at the moment; None: nobody's, or not known.
+        """The rank whose data this worker waits for at the moment; None if it waits for nobody, or if it is not known.
 
         May be called from another thread.
         """
         ...
 
     def reduction_s(self) -> tuple[float, float] | None:
-        """Seconds so far in which gradients travelled, and in which nothing else was left to do but to wait for them;
-        None: not known.
+        """(seconds so far in which gradients travelled, seconds so far in which the step could only wait for them);
+        None if not known.
         """
         ...
 
     def gradient_path(self) -> GradientPath | None:
-        """The way of gradients between workers, where tfdist's own code sees to it."""
+        """How gradients travel between workers, where tfdist's own code handles that."""
         ...
 
     def collectives(self) -> dict[str, Collective]:
-        """name -> collective over all workers' replicas, to be measured; none if workers do not talk to each other.
+        """name -> collective over all workers' replicas, to be measured; empty if workers do not talk to each other.
 
-        The same on every worker; the call itself may be a collective.
+        The same on every worker; this method itself may be a collective call.
         """
         ...
 
     def close(self) -> None:
-        """Leaves the cluster in order."""
+        """Leaves the cluster in an orderly way."""
         ...
 
 
 class PeerRuntime(Runtime, Protocol):
-    """The methods that tfdist.fit and its kin need of the runtime beneath them, beyond the protocol of all."""
+    """What tfdist.fit and related calls need of a runtime in addition to the Runtime protocol."""
 
     cluster: Cluster
 
     def gather(
         self, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = (), stamp: Callable[[], int] = ...
     ) -> list[tf.Tensor]:
-        """The rows of every worker, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
+        """Gathers all workers' rows, bit for bit: [n_r, ...] on worker r -> [sum of n_r, ...], of any numeric type.
 
-        Without a gradient. All gathers of one graph run in the order in which they were traced, the same everywhere.
-        same: tensors that must be equal on all workers, or that is an error; floating ones but for rounding.
-        stamp: gives, each time that the gather runs, a number that must be the same on all workers as well.
+        Has no gradient. All gathers of one graph run in the order in which they were traced, the same on all workers.
+        same: tensors that must be equal on all workers (floating-point ones up to rounding), else it is an error.
+        stamp: called each time that the gather runs; gives a number that must also be the same on all workers.
         """
         ...
 
     def agree_on(self, call: str) -> None:
-        """Raises ConfigError if not all workers are about to do the same; otherwise returns when all are."""
+        """Returns when all workers are about to make the same call. Raises ConfigError if their calls differ."""
         ...
 
     def end_call(self) -> None:
-        """Waits after a call that all workers make together, until this worker may go on, or come to its end."""
+        """Waits, after a call that all workers make together, until this worker may continue or exit."""
         ...
 
     def leave(self) -> None:
-        """Says that this script has come to its end, for those who still wait for this worker."""
+        """Tells the workers that still wait for this one that its script has ended."""
         ...

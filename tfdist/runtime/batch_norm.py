@@ -1,11 +1,11 @@
 """Moments over the rows of all replicas, for BatchNormalization(synchronized=True) on every runtime.
 
-Keras asks tf.distribute for its synchronised moments. Where there is no tf.distribute strategy it would silently take
-the moments of this worker's rows alone; with one it takes E[x^2] - E[x]^2, which has no digits left where the mean is
-large; and with a mask it does not ask at all. So what Keras calls is replaced (the tests in tests/unit/runtime and
-tests/parity fail if Keras renames it).
+Keras asks tf.distribute for its synchronized moments. Without a tf.distribute strategy it would silently use only this
+worker's rows; with one it computes E[x^2] - E[x]^2, which loses all digits where the mean is large; and with a mask it
+does not ask at all. So the function that Keras calls is replaced (the tests in tests/unit/runtime and tests/parity fail
+if Keras renames it).
 
-Each replica contributes (count, mean, variance) of its rows; together (Chan, Golub and LeVeque 1979)
+Each replica contributes (count, mean, variance) of its rows; combined (Chan, Golub and LeVeque 1979)
     mean = sum c_r m_r / C        variance = sum c_r (v_r + (m_r - mean)^2) / C
 """
 
@@ -21,13 +21,13 @@ from tfdist.compat import keras_batch_norm
 from tfdist.runtime.base import Runtime
 
 _apart = False
-_weight: tf.Tensor | None = None  # what the rows of this worker count; None: one
+_weight: tf.Tensor | None = None  # weight of this worker's rows; None: 1
 
 
 def synchronize_with(runtime: Runtime) -> None:
-    """Makes synchronised moments be over the replicas of `runtime`, from now on.
+    """Makes synchronized moments cover the replicas of `runtime`, from now on.
 
-    Raises UnsupportedError for another Keras.
+    Raises UnsupportedError if this version of Keras is different.
     """
 
     def with_mask(of_keras: keras_batch_norm.Moments) -> keras_batch_norm.Moments:
@@ -47,8 +47,8 @@ def synchronize_with(runtime: Runtime) -> None:
 
 @contextlib.contextmanager
 def each_alone() -> Iterator[None]:
-    """A context in which moments are over this process's rows alone: for trial runs on one worker, in which the others
-    need not take part.
+    """Context manager in which moments cover only this process's rows: for trial runs on one worker, without the other
+    workers.
     """
     global _apart
     before, _apart = _apart, True
@@ -60,7 +60,7 @@ def each_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def weighted(weight: tf.Tensor) -> Iterator[None]:
-    """A context for the trace of a forward pass. weight: 0.0 if this worker has no rows of its own and computes on
+    """Context manager for tracing a forward pass. weight: 0.0 if this worker has no rows of its own and computes on
     copies, else 1.0.
     """
     global _weight
@@ -81,7 +81,7 @@ def moments(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """(mean, variance) of x over `axes` and over all replicas, with the gradient through all of them.
 
-    mask: bool, x's shape without the last dim; only where it is true does x count.
+    mask: bool, x's shape without the last dim; x counts only where the mask is true.
     """
     if mask is None:
         mean, variance = tf.nn.moments(x, axes, keepdims=keepdims)
@@ -104,11 +104,11 @@ def moments(
 
 
 def _square_of_first_order(apart: tf.Tensor, means: tf.Tensor) -> tf.Tensor:
-    """apart^2, with its first derivative by the means, and no second one.
+    """Returns apart^2, with its first derivative by the means, and no second derivative.
 
-    `tf.nn.moments`, and so Keras without a mask, holds the mean in sum (x - mean)^2 constant: the first derivative is
-    the same, the second one is not. With this between workers, whoever differentiates a gradient (a penalty on it, say)
-    gets what one process gets.
+    `tf.nn.moments`, and so Keras without a mask, treats the mean in sum (x - mean)^2 as a constant: the first
+    derivative is the same, the second is not. With the same treatment between workers, code that differentiates a
+    gradient (a penalty on it, say) gets the result of one process.
     """
     fixed = tf.stop_gradient(apart)
     return tf.square(fixed) + 2.0 * fixed * (means - tf.stop_gradient(means))
@@ -117,9 +117,9 @@ def _square_of_first_order(apart: tf.Tensor, means: tf.Tensor) -> tf.Tensor:
 def _masked(
     x: tf.Tensor, axes: Sequence[int], keepdims: bool, mask: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """(counts, mean, variance) of where the mask is true; zeros, and no gradient, where it is true nowhere. What stands
-    at the other places may be NaN. Each channel has a count of its own: they may be what the mask runs along."""
-    # Keras' own moments with a mask hold no mean constant.
+    """(counts, mean, variance) over the places where the mask is true; zeros without a gradient if it is true nowhere.
+    Values at other places may be NaN. Each channel has its own count, as the mask may run along the channels."""
+    # Keras' own moments with a mask do not treat the mean as a constant.
     chosen = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(x))
     x = tf.where(chosen, x, tf.zeros_like(x))
     count = tf.reduce_sum(tf.cast(chosen, x.dtype), axes, keepdims=True)

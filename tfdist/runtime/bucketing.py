@@ -1,4 +1,4 @@
-"""Decides which tensors travel together."""
+"""Decides which tensors travel together in one bucket."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Hashable, Sequence
 def in_buckets(
     sizes: Sequence[int], most: int, kinds: Sequence[Hashable] | None = None, align: int = 1
 ) -> list[list[int]]:
-    """Indices in buckets of one kind and up to `most` in size, but at least one tensor each.
+    """Groups indices into buckets of one kind and of size `most` at most, but with at least one tensor each.
 
-    From the last, since the backward pass makes the last variables' gradients first. align: a tensor takes a multiple
-    of it. Sizes may be in bytes or elements.
+    Starts from the last index, since the backward pass computes the last variables' gradients first. align: each tensor
+    occupies a multiple of it. Sizes may be in bytes or elements.
     """
     buckets: list[list[int]] = []
     filled = 0

@@ -1,10 +1,9 @@
 """Ends collectives that do not end by themselves.
 
-TensorFlow's own time-out of a collective leaves a sleeping thread behind for every call, until the time is over,
-however soon the call ends: at 100 calls a second and a time-out of 1800 s that is 180,000 threads, and the process is
-dead long before. So TensorFlow is given none, but where a group meets for the first time (collectives.py). Instead
-whatever may wait for others counts, in the graph itself, when it begins and when it has ended, and one thread looks at
-the counts.
+With TensorFlow's own time-out for collectives, every call leaves a sleeping thread until the time has passed, however
+soon the call ends: at 100 calls per second and a time-out of 1800 s that is 180,000 threads, and the process dies long
+before. So TensorFlow gets no time-out, except where a group meets for the first time (collectives.py). Instead,
+whatever may wait for others counts its beginnings and ends in the graph itself, and one thread watches the counts.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any
 
 import tensorflow as tf
 
-_LOOKS = 40  # within a time-out
+_LOOKS = 40  # number of looks within a time-out
 _LONGEST_PAUSE = 1.0  # seconds between two looks
 
 
 class Overdue:
-    """Calls `on_timeout`, once, when something that was begun has not ended, nor anything else begun or ended, for
+    """Calls `on_timeout`, once, if something has begun and not ended, and nothing else has begun or ended, for
     `timeout` seconds; 0: never.
     """
 
@@ -37,12 +36,12 @@ class Overdue:
             threading.Thread(target=self._watch, name="tfdist-overdue", daemon=True).start()
 
     def is_waiting(self) -> bool:
-        """Whether something has begun and not ended. Any thread may ask."""
+        """Whether something has begun and not ended. May be called from any thread."""
         return int(self._begun.numpy()) > int(self._ended.numpy())
 
     def watched(self, run: Callable[[Callable, tuple], Any], fn: Callable, args: Sequence) -> Any:
-        """`run(fn, args)`, watched from when the arguments are there until the results are, whenever the graph runs
-        it.
+        """Returns `run(fn, args)`, watched whenever the graph runs it, from when the arguments are ready until the
+        results are.
         """
         with tf.control_dependencies(_tensors(args)):
             self._begun.assign_add(1, read_value=False)
@@ -57,7 +56,7 @@ class Overdue:
             time.sleep(self._pause)
             counts = int(self._begun.numpy()), int(self._ended.numpy())
             now = time.monotonic()
-            # A look that comes late finds a process that was stopped itself; that tells nothing about the others.
+            # A late look means that this process itself was stopped; that tells nothing about the others.
             waited = waited + min(now - looked, 2 * self._pause) if counts == before and counts[0] > counts[1] else 0.0
             before, looked = counts, now
         self._on_timeout()

@@ -1,9 +1,9 @@
-"""Group: collective operations among some of the workers, differentiable, for use inside a tf.function.
+"""Group: differentiable collective operations among some of the workers, for use inside a tf.function.
 
 They are TensorFlow's own operations on the runtime that MultiWorkerMirroredStrategy starts: over gRPC on CPUs, NCCL on
 GPUs. Every member of a group must trace the same calls on it in the same order: the n-th call of one member meets the
-n-th of the others. Members meet once when a group is made, so that one who is not there, or who counts other ranks to
-it, is an error that names the ranks (errors.py). Calls after that are watched by collective_timeout.py.
+n-th call of the others. Members meet once when a group is made, so that a missing member, or one whose group has other
+ranks, causes an error that names the ranks (errors.py). Later calls are watched by collective_timeout.py.
 
 Gradients are those of the *sum of all members' losses* with respect to a member's own input:
 
@@ -28,7 +28,7 @@ from tfdist.runtime.host import HOST, known_dims
 from tfdist.runtime.launch_order import Launch, note, ordering_token
 from tfdist.runtime.own_gradient import with_gradient
 
-# The operations that only copy know few types; others travel under the name of one of the same width.
+# Operations that only copy support few dtypes; other dtypes travel as one of the same width.
 _CARRIED_AS = {
     tf.bfloat16: tf.float16,
     tf.float64: tf.int64,
@@ -37,7 +37,7 @@ _CARRIED_AS = {
     tf.uint64: tf.int64,
 }
 _FIRST_KEY = 2**30  # the strategy itself counts its groups from 1
-# Calls traced so far, by group key: for TensorFlow, all Group objects of the same ranks are one group.
+# Number of calls traced so far, by group key: for TensorFlow, all Group objects of the same ranks are one group.
 _calls: dict[int, itertools.count] = {}
 
 
@@ -46,9 +46,9 @@ class Group:
 
     Args:
       ranks: the members, in the order in which results are laid out.
-      rank: this worker's own, one of `ranks`.
+      rank: this worker's rank, one of `ranks`.
       tasks: TensorFlow's name of each member ("/job:worker/replica:0/task:3"), in the order of `ranks`.
-      nccl: whether members exchange tensors from GPU to GPU; else through the memory of their hosts.
+      nccl: whether members exchange tensors from GPU to GPU; otherwise through the memory of their hosts.
       salt: keeps groups of the same ranks apart.
     """
 
@@ -68,7 +68,7 @@ class Group:
     def meet(self, timeout: float) -> None:
         """Returns when all members have called it.
 
-        Raises tf.errors.DeadlineExceededError after `timeout` seconds; 0: waits.
+        Raises tf.errors.DeadlineExceededError after `timeout` seconds; 0: waits forever.
         """
 
         def first_call() -> tf.Tensor:
@@ -81,8 +81,8 @@ class Group:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: tf.Tensor) -> tf.Tensor:
-        """The sum over members, bitwise the same on all. float16, bfloat16, float32, float64, int32, int64; one shape
-        on all.
+        """Returns the sum over members, bitwise the same on all. float16, bfloat16, float32, float64, int32, int64; the
+        same shape on all.
         """
         return self._differentiable(self._all_reduce, self._all_reduce, x)
 
@@ -91,15 +91,14 @@ class Group:
         return tf.stop_gradient(self._all_reduce(x, "Max"))
 
     def all_gather(self, x: tf.Tensor, axis: int = 0) -> tf.Tensor:
-        """The members' tensors, of one shape, concatenated in order along dim `axis`. [.., a, ..] -> [.., n * a, ..]"""
+        """Concatenates the members' tensors, of one shape, in order along dim `axis`. [.., a, ..] -> [.., n * a, ..]"""
         return self._differentiable(lambda t: self._all_gather(t, axis), lambda t: self._reduce_scatter(t, axis), x)
 
     def all_gather_numbered(self, x: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """Gathers along dim 0 a tensor whose shape is known to the running graph only; has no gradient.
+        """Gathers along dim 0 a tensor whose shape is known only when the graph runs; has no gradient.
 
-        TensorFlow holds a collective to the shape that it had first. number: int32 [], the number of
-        this call, the same on all members; no other call of the group may have it, so all of its calls must be
-        numbered.
+        TensorFlow requires a collective to keep the shape of its first run. number: int32 [], the number of this call,
+        the same on all members; no other call of the group may have this number, so all of its calls must be numbered.
         """
         return tf.stop_gradient(self._all_gather(x, 0, number))
 
@@ -112,7 +111,7 @@ class Group:
         return self._differentiable(self._all_to_all, self._all_to_all, x)
 
     def broadcast(self, x: tf.Tensor, root: int) -> tf.Tensor:
-        """The tensor of rank `root`; the others pass one of the same shape and type."""
+        """Returns the tensor of rank `root`; the other ranks pass one of the same shape and dtype."""
 
         def back(gradient: tf.Tensor) -> tf.Tensor:
             total = self._all_reduce(gradient)
@@ -132,7 +131,7 @@ class Group:
             )
 
     def _all_gather(self, x: tf.Tensor, axis: int, number: tf.Tensor | None = None) -> tf.Tensor:
-        """The collective itself concatenates along dim 0."""
+        """The TensorFlow operation concatenates along dim 0."""
         if self.size == 1:
             return x
         carried = _carried(x[tf.newaxis])
@@ -154,9 +153,7 @@ class Group:
         if self.size == 1:
             return x
         if axis == 0 and x.shape[0] is not None and x.shape[1:].is_fully_defined():
-            rows = tf.reshape(
-                x, [self.size, known_dims(x.shape)[0] // self.size, *x.shape[1:]]
-            )  # the same without a copy
+            rows = tf.reshape(x, [self.size, known_dims(x.shape)[0] // self.size, *x.shape[1:]])  # without a copy
         else:
             rows = tf.stack(tf.split(x, self.size, axis))  # [n, ...]
         if self.nccl:
@@ -178,15 +175,15 @@ class Group:
     def _broadcast(self, x: tf.Tensor, root: int) -> tf.Tensor:
         if self.size == 1:
             return x
-        with tf.control_dependencies([x]):  # what hangs on x must not be pruned where its value is not used
+        with tf.control_dependencies([x]):  # keep the dependencies of x even where its value is unused
             out = self.put_or_take(x if self.rank == root else None, root, x.shape, x.dtype)
-        with tf.control_dependencies([out]):  # nobody else would hold on to the send, and it would be pruned
+        with tf.control_dependencies([out]):  # otherwise the send would be pruned
             return tf.identity(x) if self.rank == root else out
 
     def put_or_take(
         self, x: tf.Tensor | None, root: int, shape: tf.TensorShape | Sequence[int], dtype: tf.DType
     ) -> tf.Tensor:
-        """The bare broadcast: the root sends x, the others take a tensor of static `shape`."""
+        """The bare broadcast: the root sends x, the other ranks receive a tensor of static `shape`."""
         arguments = self._arguments("broadcast" if self.size > 2 else f"send_from_{root}")
         with self._after_the_others(), self._placed():
             if self.rank == root:
@@ -203,7 +200,7 @@ class Group:
         return with_gradient(forward, backward, x)
 
     def _arguments(self, kind: str) -> dict:
-        """The arguments that all of the operations take. The name is how an error finds its way back to the ranks."""
+        """The arguments that all operations take. The name appears in errors, and leads back to the ranks."""
         ranks = "_".join(map(str, self.ranks)) if self.size <= 64 else f"{self.ranks[0]}_to_{self.ranks[-1]}"
         number = next(self._instances)
         note(Launch(self._key, number, self.ranks, kind))
@@ -216,19 +213,19 @@ class Group:
         }
 
     def _placed(self) -> contextlib.AbstractContextManager:
-        """A context with the device of the group: TensorFlow holds it to the kind that it first met on."""
-        # With its whole name: a function's results must be in one place, and others in the cluster have a CPU, too.
+        """Context manager for the group's device: TensorFlow ties a group to the kind of device of its first call."""
+        # The full name: a function's results must be in one place, and other tasks in the cluster have a CPU, too.
         return contextlib.nullcontext() if self.nccl else tf.device(f"{self._tasks[self.index]}/device:{HOST}")
 
     def _ordering(self) -> dict:
         return {"ordering_token": [ordering_token().handle] if self.nccl else []}
 
     def _after_the_others(self) -> contextlib.AbstractContextManager:
-        """A context for operations that take no token: they wait for what was traced before with the token."""
+        """Context manager for operations that take no token: they wait for everything traced earlier with the token."""
         return tf.control_dependencies([ordering_token().assign(0.0)] if self.nccl else [])
 
     def _before_the_others(self, out: tf.Tensor) -> tf.Tensor:
-        """The same tensor, for which whatever is traced later with the token waits."""
+        """Returns the same tensor; everything traced later with the token waits for it."""
         if not self.nccl:
             return out
         with tf.control_dependencies([out]), tf.control_dependencies([ordering_token().assign(0.0)]):
@@ -240,7 +237,7 @@ class Group:
     def pair(self, source: int, to: int, salt: str = "") -> Group:
         """The group of two in which `source` sends to `to` with `put_or_take`.
 
-        Calls are counted for each direction and salt.
+        Calls are counted separately for each direction and salt.
         """
         if (source, to, salt) not in self._pairs:
             places = sorted((self.ranks.index(source), self.ranks.index(to)))

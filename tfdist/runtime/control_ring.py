@@ -1,6 +1,6 @@
-"""Messages between workers beside tensors, over authenticated connections, and whether the neighbours are there.
+"""Messages between workers other than tensors, over authenticated connections, and whether the neighbors are alive.
 
-Workers meet at the chief's TF_CONFIG address (rendezvous.py). One ring carries what is gathered, another the
+Workers meet at the chief's TF_CONFIG address (rendezvous.py). One ring carries the gathered messages, another the
 heartbeats (heartbeat.py).
 """
 
@@ -25,10 +25,10 @@ from tfdist.runtime.rounding import are_same
 
 
 class ControlRing:
-    """The control ring of one worker; made by all together.
+    """The control ring of one worker; all workers construct it together.
 
-    Attributes: patience, how long a silent neighbour is waited for, in further rings, too.
-    Raises: what rendezvous.exchange raises, and PeerLostError.
+    Attributes: patience, how long to wait for a silent neighbor, also in further rings.
+    Raises: the errors of rendezvous.exchange, and PeerLostError.
     """
 
     def __init__(self, config: Config, cluster: Cluster):
@@ -45,11 +45,11 @@ class ControlRing:
             raise user_error(str(error)) from error
 
     def is_alive(self, rank: int) -> bool:
-        """Whether a neighbour has been heard lately."""
+        """Whether a neighbor has been heard from lately."""
         return self._heartbeat is None or self._heartbeat.is_alive(rank)
 
     def exchange(self, endpoint: str) -> list[str]:
-        """Gathers an endpoint of every worker, in rank order: where further rings connect."""
+        """Gathers an endpoint from every worker, in rank order: the addresses to which further rings connect."""
         return [bytes(other).decode() for other in self._ring.all_gather(endpoint.encode(), "endpoint")]
 
     def gather(self, data: bytes, name: str, stamp: int = 0) -> Sequence[bytes | memoryview]:
@@ -58,8 +58,8 @@ class ControlRing:
             return self._ring.all_gather(data, name, stamp)
 
     def gather_batches(self, arrays: Sequence[np.ndarray], stamp: int, same: Sequence[np.ndarray]) -> list[memoryview]:
-        """The bytes of all workers' arrays, in rank order. Raises RingError where one has another stamp, or holds other
-        numbers in `same`: floating ones may differ by what the order of a sum makes of them (rounding.py).
+        """Returns the bytes of all workers' arrays, in rank order. Raises RingError if a worker has another stamp, or
+        other numbers in `same`: floating-point numbers may differ by what the order of a sum changes (rounding.py).
         """
         content = [array if array.dtype != object else _as_bytes(array) for array in same]
         stamps = np.array([zlib.crc32(to_bytes(content))], np.uint64)
@@ -72,7 +72,7 @@ class ControlRing:
         return [block[stamps.nbytes :] for block in blocks]
 
     def gather_for_user(self, data: bytes, name: str) -> Sequence[bytes | memoryview]:
-        """Gathers between steps, where nobody turns what goes wrong into a sentence later."""
+        """Gathers between steps; raises a user error at once, as no later code turns a RingError into one."""
         try:
             return self.gather(data, name)
         except RingError as error:
@@ -80,11 +80,11 @@ class ControlRing:
 
     @property
     def waiting_for(self) -> int | None:
-        """The neighbour whose bytes are waited for at the moment."""
+        """The neighbor whose bytes this worker waits for at the moment."""
         return self._ring.waiting_for
 
     def lost(self) -> str | None:
-        """Why a neighbour is not there any more, as the text of a RingError; None if all are. Any thread may ask."""
+        """Why a neighbor is gone, as the text of a RingError; None if none is. May be called from any thread."""
         ring = self._ring
         if ring.has_left():
             return ring.farewell_of_left()
@@ -96,7 +96,7 @@ class ControlRing:
         return None
 
     def say_goodbye(self) -> None:
-        """Says goodbye to the neighbours, see RingConnections."""
+        """Says goodbye to the neighbors, see RingConnections."""
         self._ring.say_goodbye()
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class ControlRing:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed the connection, even if something that it has sent is still unread."""
+    """Whether the other side has closed the connection, even if some data that it sent is still unread."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

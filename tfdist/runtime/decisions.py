@@ -1,4 +1,4 @@
-"""What one worker finds out for all, and what each tells the others."""
+"""Decisions that one worker makes for all, and flags and texts that workers tell each other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Found = TypeVar("_Found")
 
 
 def of_the_chief(runtime: Runtime, find: Callable[[], _Found]) -> _Found:
-    """What `find` returns on the chief, on every worker; the others do not call it. A collective.
+    """Returns on every worker what `find` returns on the chief; other workers do not call it. A collective call.
 
-    find: returns a value of a kind that encoding.py knows.
-    Raises: the TfdistError that `find` raises on the chief, on every worker, so that nobody waits for those that ended.
+    find: returns a value of a type that encoding.py knows.
+    Raises: the TfdistError that `find` raises on the chief, on every worker, so that nobody waits for ended workers.
     """
     message: list = []
     failure: TfdistError | None = None
@@ -36,19 +36,19 @@ def of_the_chief(runtime: Runtime, find: Callable[[], _Found]) -> _Found:
 
 
 def any_worker(runtime: Runtime, flag: bool) -> bool:
-    """Whether the flag is set on one of the workers. A collective."""
+    """Whether the flag is set on at least one worker. A collective call."""
     return bool(_flags(runtime, flag).any())
 
 
 def every_worker(runtime: Runtime, flag: bool) -> bool:
-    """Whether the flag is set on all workers. A collective."""
+    """Whether the flag is set on all workers. A collective call."""
     return bool(_flags(runtime, flag).all())
 
 
 def texts_of_all(runtime: Runtime, text: str, size: int) -> list[str]:
-    """The text of each worker, in the order of ranks, without white space at its end. A collective.
+    """Returns the text of each worker, in rank order, without trailing white space. A collective call.
 
-    size: bytes for each, the same on all workers; what is longer is cut.
+    size: bytes per text, the same on all workers; longer texts are cut off.
     """
     padded = text.encode()[:size].ljust(size)
     return [

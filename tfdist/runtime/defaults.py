@@ -1,4 +1,4 @@
-"""Defaults for most runtimes: values of the protocol's capabilities, and objects made of arrays."""
+"""Defaults for most runtimes: the protocol's capabilities, and broadcasts of objects by broadcasts of arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RuntimeDefaults:
-    """A base class for runtimes; see runtime/base.py. The rest of the protocol is the runtime's own."""
+    """A base class for runtimes; see runtime/base.py. Each runtime implements the rest of the protocol itself."""
 
     rank: int
     all_gather: Callable[[np.ndarray], np.ndarray]
@@ -39,13 +39,13 @@ class RuntimeDefaults:
         return {}
 
     def broadcast_object(self, value: Any, name: str = "broadcast") -> Any:
-        from tfdist.runtime.encoding import Malformed, decode, encode  # which imports TensorFlow
+        from tfdist.runtime.encoding import Malformed, decode, encode  # imports TensorFlow
 
         problem, data = None, b""
         if self.rank == 0:
             try:
                 data = encode([value])
-            except ConfigError as error:  # all must hear of it: they would wait
+            except ConfigError as error:  # all must learn of it: they would wait
                 problem, data = error, encode(str(error))
         try:
             found = decode(self._broadcast_bytes(data, name))
@@ -59,7 +59,7 @@ class RuntimeDefaults:
         return found[0]
 
     def _broadcast_bytes(self, data: bytes, name: str) -> bytes | memoryview:
-        """The chief's bytes, of which the other workers do not know the length."""
+        """Returns the chief's bytes, whose length the other workers do not know."""
         length = int(self.all_gather(np.array([len(data)], np.int64))[0, 0])
         mine = np.frombuffer(data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)
         return self.broadcast([mine])[0].tobytes()

@@ -1,11 +1,11 @@
-"""Values as bytes and back, for what one worker tells the others: numbers, texts, arrays, and lists, tuples and dicts
-of them.
+"""Encodes values as bytes and decodes them, for messages between workers: numbers, texts, arrays, and lists, tuples and
+dicts of them.
 
-In place of pickle: what comes back is data, whatever the bytes are. A message is
+Used instead of pickle: decoding gives only data, whatever the bytes are. A message is
 
-  magic (4), length of the tree (4), tree, the arrays' bytes one after the other
+  magic (4), length of the tree (4), tree, the arrays' bytes one after another
 
-and the tree is JSON: null, true, 1, "text" stand for themselves, all else is a list that begins with its kind.
+and the tree is JSON: null, true, 1, "text" stand for themselves; every other value is a list that begins with its kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfdist.control.exit_codes import ConfigError
 
 _MAGIC = b"TFD1"
 _HEAD = struct.Struct("!4sI")
-_NUMPY_KINDS = "biufcmMSU"  # whose memory holds no addresses
+_NUMPY_KINDS = "biufcmMSU"  # their memory holds no addresses
 _MORE_TYPES = {
     name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4")
 }
@@ -35,9 +35,9 @@ class Malformed(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes.
+    """Encodes the value as bytes. TensorFlow's tensors become NumPy arrays.
 
-    Raises ConfigError for what is none of the kinds above; TensorFlow's tensors become NumPy arrays.
+    Raises ConfigError for a value that is of none of the kinds above.
     """
     blocks: list[bytes] = []
     tree = json.dumps(_to_tree(value, blocks, 0), separators=(",", ":")).encode()
@@ -45,7 +45,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Decodes the value that `encode` was given. Raises Malformed."""
+    """Decodes the value that was given to `encode`. Raises Malformed."""
     try:
         magic, length = _HEAD.unpack_from(data)
         if magic != _MAGIC or length > len(data) - _HEAD.size:
@@ -100,7 +100,7 @@ def _array_to_tree(value: np.ndarray | np.generic, blocks: list[bytes], depth: i
         name = array.dtype.name
     else:
         raise ConfigError(f"An array of {array.dtype} cannot be sent to the other workers: use numbers or texts.")
-    if not array.dtype.itemsize:  # texts without a character
+    if not array.dtype.itemsize:  # texts without characters
         array = array.astype(f"{array.dtype.kind}1")
         name = array.dtype.str
     blocks.append(array.tobytes())
@@ -108,7 +108,7 @@ def _array_to_tree(value: np.ndarray | np.generic, blocks: list[bytes], depth: i
 
 
 class _Reader:
-    """Turns a tree back into its value; takes the bytes of arrays in the order in which they were put there."""
+    """Turns a tree back into its value; takes the arrays' bytes in the order in which they were written."""
 
     def __init__(self, blocks: memoryview):
         self.blocks, self.offset = blocks, 0

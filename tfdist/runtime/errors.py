@@ -1,4 +1,4 @@
-"""The meaning of TensorFlow's errors for a user."""
+"""Translates TensorFlow's errors into messages for the user."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PEER_ERRORS = (
     tf.errors.DeadlineExceededError,
 )
 
-# Horovod's error for all that ends its background threads, and Gloo's own where it reaches an operation.
+# Horovod's error for whatever ends its background threads, and Gloo's errors where they reach an operation.
 _HOROVOD_DOWN = re.compile(r"Horovod has been shut down|gloo/.*(Connection|[Tt]imed? ?out|peer)")
-# What our own tf.debugging.assert_equal say, and errors of ours that are raised in Python which TensorFlow calls.
+# Messages of tfdist's own tf.debugging.assert_equal, and tfdist's errors raised in Python code that TensorFlow calls.
 _OWN_ASSERTION = re.compile(r"\[tfdist: t(he [^\]]*\.)\]")
 _ROW = re.compile(
     r"(indices|segment_ids)\[[\d, ]+\] = -?\d+ is (not in|out of range) \[0, \d+\)"
@@ -38,23 +38,23 @@ _ROW = re.compile(
 )
 _OWN_ERRORS = {error.__name__: error for error in (ConfigError, DataError, StartupError)}
 _OWN_ERROR = re.compile(rf"\b({'|'.join(_OWN_ERRORS)}): (.*)")
-# How runtime/collectives.py names its operations.
+# The names that runtime/collectives.py gives its operations.
 _GROUP = re.compile(r"tfdist_(?P<kind>\w+?)_of_ranks_(?P<ranks>\d\w*?)_end")
 
 
-# What tf.io.parse_example and the image decoders say of a record.
+# Messages of tf.io.parse_example and the image decoders about a record.
 _RECORD = re.compile(r"Key: \S+\.  |Feature: \S+ \(data type: |Unknown image file format|Could not parse example input")
-# Where tf.data says that it is one of its steps that has failed.
+# Marks an error of one of tf.data's steps.
 _READING = re.compile(r"__wrapped__IteratorGetNext|Error in user-defined function passed to|\{\{node IteratorGetNext")
-_READING_IN_STEP = re.compile(r"\[\[(?:\S*/)?IteratorGetNext\]\]")  # the same, of a step with a loop
+_READING_IN_STEP = re.compile(r"\[\[(?:\S*/)?IteratorGetNext\]\]")  # the same, in a step with a loop
 _KERAS_DATA = re.compile(r"keras/src/trainers/data_adapters/\w+\.py")  # in a traceback of Python in tf.data
 _LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
-_LABEL_DETERMINISTIC = re.compile(  # the same, of what TensorFlow computes it with where operations are deterministic
+_LABEL_DETERMINISTIC = re.compile(  # the same, from the operations that TensorFlow uses if operations are deterministic
     r"indices\[[\d, ]*\] = (-?\d+) is not in \[0, (\d+)\)\s.*SparseSoftmaxCrossEntropyWithLogits/GatherV2"
 )
-# What TensorFlow's placer says (core/common_runtime/colocation_graph.cc) where soft placement is off.
 _NOT_COMPILED = re.compile(r"Detected unsupported operations when trying to compile graph .*? on \S+: (\w+)")
 _XLA_WANTS = re.compile(r"XLA compilation requires [^.\n]*|[^.\n]*must be a compile-time constant")
+# Message of TensorFlow's placer (core/common_runtime/colocation_graph.cc) if soft placement is off.
 _NO_KERNEL = re.compile(
     r"Cannot assign a device for operation (?:\{\{node )?([^\s:}]+).*no supported kernel for", re.DOTALL
 )
@@ -62,7 +62,7 @@ _NO_KERNEL = re.compile(
 
 @dataclass(frozen=True)
 class BadLabel:
-    """A label that is none of the classes 0 to `classes` - 1."""
+    """A label that is not one of the classes 0 to `classes` - 1."""
 
     value: int
     classes: int
@@ -77,7 +77,7 @@ class BadLabel:
 
 
 def bad_label(error: BaseException) -> BadLabel | None:
-    """The label that TensorFlow's error is about, if it is."""
+    """Returns the bad label if TensorFlow's error is about one, else None."""
     if not isinstance(error, tf.errors.InvalidArgumentError):
         return None
     found = _LABEL.search(str(error)) or _LABEL_DETERMINISTIC.search(str(error))
@@ -85,7 +85,7 @@ def bad_label(error: BaseException) -> BadLabel | None:
 
 
 def missing_row(error: BaseException) -> str:
-    """A sentence, if TensorFlow's error is about a row that a table does not have."""
+    """Returns a sentence if TensorFlow's error is about a row that a table does not have, else ""."""
     found = _ROW.search(str(error)) if isinstance(error, tf.errors.OpError) else None
     if not found:
         return ""
@@ -100,15 +100,15 @@ def message_of(error: tf.errors.OpError) -> str:
 
 
 def explain_own_code(error: BaseException) -> ConfigError | None:
-    """A ConfigError that names the line of the user's own code that failed, as in a layer's first call; else None."""
+    """Returns a ConfigError that names the failing line of the user's own code, as in a layer's first call, or None."""
     failure = "" if isinstance(error, (TfdistError, tf.errors.OpError)) else failure_of_own(error)
     return ConfigError(f"Code of your own {failure}") if failure else None
 
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
-    """The error as a sentence with its exit code, or None if it is not one that we know."""
+    """Returns the error as a sentence with its exit code, or None if the error is not a known one."""
     if not isinstance(error, (TfdistError, tf.errors.OpError)) and MARK in said(error):
-        return user_error(said(error))  # maybe with words of Keras' around it
+        return user_error(said(error))  # Keras may have put words around it
     if isinstance(error, MemoryError):
         return MemoryShortError(
             "Out of memory: lower --micro_batch (tfdist.fit: a smaller batch_size), or keep less data in memory. Python"
@@ -139,7 +139,7 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return ConfigError(f"T{found[1]}".replace("\\'", "'"))
     if sentence := _refused_by_gpus(text):
         return ConfigError(sentence)
-    if found := _OWN_ERROR.search(text):  # as a source raises inside tf.data
+    if found := _OWN_ERROR.search(text):  # raised by a source inside tf.data
         return _OWN_ERRORS[found[1]](found[2])
     if isinstance(error, tf.errors.DataLossError) or _RECORD.search(text):
         return DataError(f"A record of the data cannot be read: {cause(text)}")
@@ -147,14 +147,14 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
         return DataError(label.sentence)
     if sentence := missing_row(error):
         return DataError(sentence)
-    if reason := failure_in_text(text):  # by code of the user's own, inside tf.data or the step
+    if reason := failure_in_text(text):  # raised by the user's own code, inside tf.data or the step
         return reading_failed(f"A function of your own, which TensorFlow called, {reason}", text)
     if _KERAS_DATA.search(text):
         return DataError(
             "The data given to tfdist.fit cannot be read; each batch must be a tuple (x, y) or (x, y, weights) of the"
             f" same structure and types. Keras says: {without_internals(what_in_text(text))}"
         )
-    # Reading is cancelled, too, when something else has failed.
+    # Reading is also cancelled when something else has failed.
     if _READING.search(text) or (_READING_IN_STEP.search(text) and not isinstance(error, _PEER_ERRORS)):
         passes = isinstance(error, (tf.errors.UnavailableError, tf.errors.DeadlineExceededError))
         return reading_failed(f"The data cannot be read, look at --source and --augment: {cause(text)}", text, passes)
@@ -164,7 +164,7 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
 
 
 def _refused_by_gpus(text: str) -> str:
-    """A sentence about what XLA, TensorFlow or NCCL do not do on these GPUs, with a way out; "": another error."""
+    """A sentence about what XLA, TensorFlow or NCCL cannot do on these GPUs, with a fix; "" for other errors."""
     if found := _NOT_COMPILED.search(text):
         return (
             f"XLA cannot compile the operation {found[1]}: train with --nojit_compile (tfdist.fit: compile the model"

@@ -1,4 +1,4 @@
-"""Starts the Runtime that a configuration means: which strategy it is, and the start.
+"""Creates the Runtime for a configuration: chooses the strategy, and starts it.
 
 TensorFlow is not imported before it is needed.
 """
@@ -32,9 +32,9 @@ def _gpus_of_this_process() -> int:
 
 
 def resolve_strategy(config: Config, cluster: Cluster, gpus: Callable[[], int] = _gpus_of_this_process) -> str:
-    """The strategy that --strategy means: its name, or with `auto` what is there.
+    """Returns the name of the strategy: the value of --strategy, or, for `auto`, what suits the cluster and devices.
 
-    gpus: how many this process sees, asked only if it matters, since TensorFlow then starts.
+    gpus: returns how many GPUs this process sees; called only if it matters, since it starts TensorFlow.
     """
     if config.strategy.strategy != "auto":
         return config.strategy.strategy
@@ -48,14 +48,14 @@ def resolve_strategy(config: Config, cluster: Cluster, gpus: Callable[[], int] =
 
 
 def replicas_of(config: Config, workers: int, local: int) -> int:
-    """Copies of the model in a run that has not begun, with `local` a worker unless a mesh says otherwise. Raises
-    ConfigError if so many workers cannot have the mesh."""
+    """Number of model copies in a run that has not begun, with `local` per worker unless a mesh defines it. Raises
+    ConfigError if the mesh does not fit this number of workers."""
     is_mesh = strategy_or_undecided(config.strategy.strategy).mesh
     return Mesh.parse(config.parallel.mesh, workers).replicas if is_mesh else workers * local
 
 
 def create_runtime(config: Config, cluster: Cluster, began: float | None) -> Runtime:
-    """Builds the runtime that --strategy means, in what is left of --startup_timeout since `began`.
+    """Builds the runtime of --strategy, in what is left of --startup_timeout since `began`.
 
     Raises: ConfigError if the name is unknown or does not fit the cluster; StartupError if a peer is lost meanwhile.
     """
@@ -99,12 +99,12 @@ def create_runtime(config: Config, cluster: Cluster, began: float | None) -> Run
 
 
 def has_started() -> bool:
-    """Whether this process has made a runtime."""
+    """Whether this process has created a runtime."""
     return _has_started
 
 
 def _class_of(name: str, strategy: Strategy) -> Any:
-    """The class that `strategy.runtime` names. Raises ConfigError if a user's own is not there."""
+    """Returns the class that `strategy.runtime` names. Raises ConfigError if a user's own class does not exist."""
     module, _, kind = strategy.runtime.partition(":")
     if not is_own(name):
         return getattr(import_module(module), kind)
@@ -116,7 +116,7 @@ def _class_of(name: str, strategy: Strategy) -> Any:
 
 
 def _check_complete(name: str, what: Any, more: Sequence[str] = ()) -> None:
-    """Raises ConfigError unless a class, or an object with its attributes, has all that the protocol wants."""
+    """Raises ConfigError unless a class, or an object with its attributes, has all that the protocol requires."""
     from tfdist.runtime.base import Runtime
 
     wanted = [*more, *(method for method in vars(Runtime) if not method.startswith("_"))]

@@ -1,5 +1,5 @@
-"""Variables with the chief's values on every worker: sent together, since each message waits for all workers, and only
-those that differ, since most programs make the same values everywhere.
+"""Gives variables the chief's values on every worker. Values are sent together, since each message waits for all
+workers, and only where they differ, since most programs make the same values everywhere.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import tensorflow as tf
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.host import host_view
 
-_BYTES_AT_ONCE = 2**24  # what travels is held several times over
+_BYTES_AT_ONCE = 2**24  # data on the way is held several times over
 
 
 class _Workers(Protocol):
-    """The part of a Runtime that is needed here."""
+    """The part of a Runtime that this module needs."""
 
     @property
     def rank(self) -> int: ...
@@ -35,12 +35,12 @@ class _Workers(Protocol):
 def chiefs_first_values(
     workers: _Workers, create: Callable[..., tf.Variable] = lambda make, **arguments: make(**arguments)
 ) -> Iterator[None]:
-    """Variables that are made inside have the chief's values afterwards; until then, each worker's own.
+    """Context manager: variables created inside have the chief's values afterwards; until then, each worker's own.
 
-    All workers must make the same variables inside, in the same order. Raises ConfigError if they do not.
+    All workers must create the same variables inside, in the same order. Raises ConfigError if they do not.
 
     Args:
-      create: how one is made, like a creator for tf.variable_creator_scope.
+      create: creates one variable, like a creator for tf.variable_creator_scope.
     """
     made: list[tf.Variable] = []
 
@@ -56,10 +56,10 @@ def chiefs_first_values(
 
 
 def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> bool:
-    """Every worker gets the chief's bits; all must call it. What has two equal checksums is taken for equal. Returns
-    whether something differed.
+    """Gives every worker the chief's values, bit for bit; all workers must call it. Variables with two equal checksums
+    count as equal. Returns whether any variable differed.
 
-    Raises ConfigError if the workers' shapes differ, or strings, which do not travel.
+    Raises ConfigError if the workers' shapes differ, or if strings differ, which cannot be sent.
     """
     must_be_alike(workers, variables)
     found = workers.all_gather(np.array([_checksums(variable) for variable in variables], np.int64).reshape(-1, 2))
@@ -83,7 +83,7 @@ def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> bool
 
 
 def _checksums(variable: tf.Variable) -> tuple[int, int]:
-    """Two checksums of a variable: one alone would be the same for one in four thousand million that differ."""
+    """Two checksums of a variable: a single one would miss one difference in four billion."""
     array = np.ascontiguousarray(host_view(variable)).reshape(-1)
     if variable.dtype == tf.string:
         array = np.frombuffer(repr(array.tolist()).encode(), np.uint8)
@@ -92,8 +92,8 @@ def _checksums(variable: tf.Variable) -> tuple[int, int]:
 
 
 def must_be_alike(workers: _Workers, variables: Sequence[Any]) -> None:
-    """Raises ConfigError unless all workers have variables of the same shapes and types, in the same order: what
-    travels between them is bytes.
+    """Raises ConfigError unless all workers have variables of the same shapes and dtypes, in the same order: only bytes
+    travel between them.
     """
     shapes = [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in variables]
     counts = workers.all_gather(np.array([len(shapes), zlib.crc32(repr(shapes).encode())], np.int64))

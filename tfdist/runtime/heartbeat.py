@@ -1,7 +1,7 @@
-"""Heartbeats: a worker sends each peer that it is connected to a byte now and then, and notices who falls silent.
+"""Heartbeats: a worker regularly sends a byte to each peer that it is connected to, and notices silent peers.
 
-A process that ends closes its connections, which the others notice at once. One that is stopped (SIGSTOP), or whose
-machine or network is gone, does not: its heartbeats stop.
+A process that ends closes its connections, which its peers notice at once. A process that is stopped (SIGSTOP), or
+whose machine or network is gone, does not: its heartbeats stop.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 
 from tfdist.runtime.ring_connections import RingConnections
 
-_BEATS = 4  # in the time after which who is silent counts as lost
+_BEATS = 4  # heartbeats within `patience`
 
 
 class Heartbeat:
-    """Sends and hears heartbeats over a ring of its own.
+    """Sends and receives heartbeats over a ring of its own.
 
-    `patience`: seconds of silence after which a rank is lost.
+    `patience`: seconds of silence after which a rank counts as lost.
     """
 
     def __init__(self, ring: RingConnections, patience: float):
@@ -35,10 +35,10 @@ class Heartbeat:
         threading.Thread(target=self._beat, name="tfdist-heartbeat", daemon=True).start()
 
     def is_alive(self, rank: int) -> bool:
-        """Whether a rank to which there is a connection has been heard lately."""
+        """Whether a rank to which there is a connection has been heard from lately."""
         now = time.monotonic()
         if now - self._looked > self._patience / 2 and not self._ended.is_set():
-            return True  # this process was stopped itself, and has not heard anybody since
+            return True  # this process itself was stopped, and has heard from nobody since
         return now - self._heard[rank] < self._patience
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Heartbeat:
             poll.register(number, select.POLLIN)
         while not self._ended.wait(self._patience / _BEATS):
             now = time.monotonic()
-            if now - self._looked > self._patience / 2:  # stopped, perhaps with all others: their silence begins now
+            if now - self._looked > self._patience / 2:  # stopped, perhaps with all others: silence counts from now
                 self._heard = dict.fromkeys(self._heard, now)
             self._looked = now
             for connection, _ in self._connections:

@@ -1,13 +1,13 @@
 """All-reduce in two levels: within a host, where links are fast, then across hosts, where they are shared and slow.
 
-    reduce-scatter within the host: each of its m members has 1 / m of the host's sum
+    reduce-scatter within the host: each of its m members gets 1 / m of the host's sum
     all-reduce across hosts, among the members that have the same part
     all-gather within the host
 
-Of S bytes and h hosts each member sends about 2 S / m * (h - 1) / h across hosts; a flat ring over all members may send
-2 S through the link of a host, and its 2 (m h - 1) hops each wait for the slowest. (The scheme is that of Jia et al.
-2018, arXiv:1807.11205, with a reduce-scatter in place of a reduction to one leader.) Where all members are on one host,
-or each is on its own, what is left is the flat all-reduce.
+For S bytes and h hosts each member sends about 2 S / m * (h - 1) / h across hosts; a flat ring over all members may
+send 2 S through the link of a host, and its 2 (m h - 1) hops each wait for the slowest. (The scheme is that of Jia et
+al. 2018, arXiv:1807.11205, with a reduce-scatter in place of a reduction to one leader.) If all members are on one
+host, or each member has its own host, only a flat all-reduce remains.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfdist.runtime.host import known_dims
 
 
 def levels(ranks: Sequence[int], rank: int, hosts: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(the members on `rank`'s host, the members at its place on every host), both in the order of `ranks`.
+    """(the members on `rank`'s host, the members with its position on every host), both in the order of `ranks`.
 
     hosts: the host of every rank of the cluster. Raises ConfigError if hosts have different numbers of members.
     """
@@ -42,7 +42,7 @@ def levels(ranks: Sequence[int], rank: int, hosts: Sequence[str]) -> tuple[tuple
 
 
 class HierarchicalGroup:
-    """The all-reduce of some ranks in two levels. `group_of`: ranks -> their Group, of which this worker is one.
+    """A two-level all-reduce among some ranks. `group_of`: ranks, which include this worker -> their Group.
 
     Raises ConfigError if hosts have different numbers of members.
     """
@@ -54,7 +54,7 @@ class HierarchicalGroup:
         self.within, self.across = group_of(within), group_of(across)
 
     def all_reduce(self, x: tf.Tensor) -> tf.Tensor:
-        """The sum over members, bitwise the same on all, with its gradient. x: any static shape, types as
+        """Returns the sum over members, bitwise the same on all; it has a gradient. x: any static shape, dtypes as in
         Group.all_reduce.
         """
         if self.within.size == 1:

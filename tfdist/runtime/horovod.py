@@ -1,7 +1,7 @@
 """Synchronous data parallelism through Horovod: one replica per process, gradients summed by its background threads.
 
-Horovod's Keras wrappers are not used: with Keras 3 its DistributedOptimizer reduces nothing, without a word. Its
-collectives work, on TensorFlow's own tensors. Installed by scripts/install_horovod.sh.
+Horovod's Keras wrappers are not used: with Keras 3 its DistributedOptimizer silently reduces nothing. Its collectives
+on TensorFlow's tensors work. Installed by scripts/install_horovod.sh.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tfdist.runtime.own_gradient import with_gradient
 from tfdist.runtime.single_replica import SingleReplica
 
 _CHUNK = 1 << 26  # bytes per host collective, to bound its memory
-# Elements: smaller tensors gain nothing, and the step's sums of weights exceed float16's range.
+# Elements: smaller tensors gain nothing, and the step's sums of weights would exceed float16's range.
 _LEAST_COMPRESSED = 1024
 
 
@@ -46,7 +46,7 @@ class Horovod(SingleReplica):
     def create(cls, config: Config, cluster: Cluster) -> Horovod:
         hvd, place = horovod_start.start(cluster, config)
         gpus = tf.config.get_visible_devices("GPU")
-        if len(gpus) > 1:  # not chosen yet
+        if len(gpus) > 1:  # no GPU chosen yet
             tf.config.set_visible_devices(gpus[place.local_rank % len(gpus)], "GPU")
         return cls(hvd, int(config.strategy.horovod_fusion_mb * 2**20), config.strategy.horovod_compression == "fp16")
 
@@ -58,7 +58,7 @@ class Horovod(SingleReplica):
         return [self._gathered(tensor) if isinstance(tensor, tf.IndexedSlices) else next(whole) for tensor in tensors]
 
     def _sum_whole(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums tensors, which travel as float16 where that is wanted and pays."""
+        """Sums tensors; they travel as float16 where that is requested and worthwhile."""
         halved = [
             self._compress and tensor.dtype == tf.float32 and math.prod(known_dims(tensor.shape)) >= _LEAST_COMPRESSED
             for tensor in tensors
@@ -76,13 +76,13 @@ class Horovod(SingleReplica):
         )
 
     def _sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums tensors in groups of one dtype: Horovod begins with a group when all of it is ready on all ranks."""
+        """Sums tensors in groups of one dtype: Horovod starts a group when all of it is ready on all ranks."""
         if self.size == 1:
             return list(tensors)
         reduced: list = [None] * len(tensors)
         sizes = [math.prod(known_dims(tensor.shape)) * tensor.dtype.size for tensor in tensors]
         for members in in_buckets(sizes, self._group_bytes, [tensor.dtype for tensor in tensors]):
-            # Horovod does not know bfloat16.
+            # Horovod does not support bfloat16.
             group = [
                 tf.cast(tensors[index], tf.float32) if tensors[index].dtype == tf.bfloat16 else tensors[index]
                 for index in members
@@ -94,7 +94,7 @@ class Horovod(SingleReplica):
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         if self.size == 1:
             return row[tf.newaxis]
-        # Horovod's own gradient of this is a mean over ranks.
+        # Horovod's own gradient of allgather is a mean over ranks.
         return with_gradient(
             lambda row: tf.ensure_shape(self._hvd.allgather(row[tf.newaxis]), [self.size, row.shape[0]]),
             lambda upstream: self._sum([upstream])[0][self.rank],

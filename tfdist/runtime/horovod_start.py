@@ -1,8 +1,8 @@
-"""Starting Horovod: its settings, the rendezvous in which its processes find each other, hvd.init().
+"""Starts Horovod: its settings, the rendezvous in which its processes find each other, and hvd.init().
 
-Horovod reads everything from the environment, once, in hvd.init(). When that fails because a peer is missing, it says
-so after a time-out in terms of its own; so all processes meet first in the same rendezvous server under our own keys,
-where a missing one can be named.
+Horovod reads everything from the environment, once, in hvd.init(). If a peer is missing, it fails after a time-out with
+a message in its own terms. So all processes first meet on the same rendezvous server under tfdist's own keys, where a
+missing process can be named.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tfdist.control.user_errors import first_line
 _PAUSE_SECONDS = 0.1
 # Horovod 0.28.1 writes past the end of a vector when it is started again in a process in which these were set.
 _ONCE_IN_A_PROCESS = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME")
-_LONGEST_STALL_CHECK = 60.0  # seconds until Horovod warns of a stalled tensor, and between two looks
+_LONGEST_STALL_CHECK = 60.0  # seconds until Horovod warns of a stalled tensor, and between two checks
 
 
 def load() -> ModuleType:
-    """The module horovod.tensorflow. Raises UnsupportedError if it is not there, or not made for this TensorFlow."""
+    """Imports horovod.tensorflow. Raises UnsupportedError if it is missing, or was not built for this TensorFlow."""
     try:
         import horovod.tensorflow as hvd  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
@@ -43,7 +43,7 @@ def load() -> ModuleType:
             "--strategy=horovod, but Horovod is not installed: run scripts/install_horovod.sh, which builds it for the"
             " installed TensorFlow."
         ) from None
-    except Exception as error:  # whatever the loader says of a library of another TensorFlow
+    except Exception as error:  # any error of the loader, if the library is for another TensorFlow
         raise UnsupportedError(
             "--strategy=horovod: the installed Horovod does not fit this TensorFlow"
             f" ({(first_line(error) or type(error).__name__)[:200]}): run scripts/install_horovod.sh --force, which"
@@ -53,12 +53,12 @@ def load() -> ModuleType:
 
 
 def start(cluster: Cluster, config: Config) -> tuple[ModuleType, Placement]:
-    """hvd.init() with all peers; returns Horovod and where this process stands.
+    """Calls hvd.init() with all peers; returns Horovod and the placement of this process.
 
     Raises: UnsupportedError without Horovod, ClusterError or StartupError if the peers cannot be found.
     """
     hvd = load()
-    if hvd.is_initialized():  # a process that was in another group of workers before
+    if hvd.is_initialized():  # this process was in another group of workers before
         hvd.shutdown()
     if not cluster.started_by:
         for name in WRITTEN:
@@ -83,14 +83,14 @@ def start(cluster: Cluster, config: Config) -> tuple[ModuleType, Placement]:
 
 
 def settings(config: Config, size: int) -> dict[str, str]:
-    """Our flags as Horovod's variables, for a job of `size` processes.
+    """tfdist's flags as Horovod's environment variables, for a job of `size` processes.
 
-    Horovod's background threads talk in every cycle, also while Python saves or evaluates. So their silence can be
-    judged by --heartbeat_timeout, and a collective that some rank never enters by --collective_timeout.
+    Horovod's background threads communicate in every cycle, also while Python saves or evaluates. So
+    --heartbeat_timeout can limit their silence, and --collective_timeout a collective that some rank never enters.
     """
     stall = config.strategy.collective_timeout
-    # What shares a buffer depends on what is ready; where a tensor lies in it, on the other hand, decides in which
-    # order the ranks' parts are added. Two parts have only one sum.
+    # Which tensors share a buffer depends on which are ready; and a tensor's place in the buffer decides in which order
+    # the ranks' parts are added. The sum of two parts does not depend on their order.
     fuse = not config.run.deterministic or size <= 2
     return {
         "HOROVOD_FUSION_THRESHOLD": str(int(config.strategy.horovod_fusion_mb * 2**20) if fuse else 0),
@@ -105,8 +105,8 @@ def settings(config: Config, size: int) -> dict[str, str]:
 
 
 def wait_for_all(server: tuple[str, int], cluster: Cluster, timeout: float) -> None:
-    """Returns when every rank is there. Raises StartupError that names who is missing after `timeout` seconds,
-    PeerLostError when one is known to have died."""
+    """Returns when every rank has arrived. Raises StartupError, which names the missing ranks, after `timeout` seconds,
+    and PeerLostError when a rank is known to have died."""
     deadline = time.monotonic() + timeout
     missing = list(range(cluster.size))
     is_broken = cluster.is_broken or (lambda: False)
@@ -143,9 +143,9 @@ def _request(server: tuple[str, int], method: str, rank: int) -> bool:
 
 @contextlib.contextmanager
 def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
-    """Answers at this worker's own port until hvd.init() has returned, and so all have found all.
+    """Answers on this worker's own port until hvd.init() has returned, when all workers have found each other.
 
-    Rank 0: the rendezvous server, if it is ours. The others: probes of peers that are still in the preflight.
+    Rank 0: the rendezvous server, if tfdist runs it. Other ranks: probes of peers that are still in the preflight.
     """
     if place.serve and place.server and cluster.rank == 0:
         server = _rendezvous_server(place.server[1], bind_address(cluster.address, cluster.peers))
@@ -163,7 +163,7 @@ def _open_port(cluster: Cluster, place: Placement) -> Iterator[None]:
 
 
 def _rendezvous_server(port: int, host: str):
-    """Horovod's server on a port that a launcher may hold for us."""
+    """Starts Horovod's server on a port that a launcher may hold for this process."""
     import threading
 
     from horovod.runner.http.http_server import (  # pyright: ignore[reportMissingImports]
@@ -181,7 +181,7 @@ def _rendezvous_server(port: int, host: str):
             self.server_name, self.server_port = self.server_address = self.socket.getsockname()[:2]
 
         def handle_error(self, request, client_address) -> None:
-            """A probe of the preflight is a connection without a request: no reason for a traceback."""
+            """Ignores errors: a preflight probe is a connection without a request, which needs no traceback."""
 
     try:
         server = Server(("", port), RendezvousHandler, verbose=0)
@@ -199,7 +199,7 @@ def _interface(host: str, port: int) -> str:
 
     Gloo would look up this machine's name, which is often 127.0.1.1.
     """
-    import psutil  # which Horovod needs
+    import psutil  # a requirement of Horovod
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

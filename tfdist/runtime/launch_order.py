@@ -1,9 +1,9 @@
 """Records the order in which a worker launches its collectives.
 
-NCCL hangs where two devices launch what they share in different orders. TensorFlow keeps to the traced order among
-operations that use the same variable, their ordering token: all collectives of a device share one, over all groups.
-That suits everybody if one order of all collectives exists that contains the order of each rank: what is recorded here
-is compared by tests/gpu/launch_order.py.
+NCCL hangs if two devices launch their common collectives in different orders. TensorFlow keeps the traced order among
+operations that use the same variable, their ordering token: all collectives of a device share one token, over all
+groups. This works if there is one order of all collectives that contains the order of each rank:
+tests/gpu/launch_order.py compares the orders recorded here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _token: tf.Variable | None = None
 
 
 class Launch(NamedTuple):
-    """A collective as it was traced. Its members give it the same group and number."""
+    """A collective as it was traced. All its members give it the same group and number."""
 
     group: int
     number: int
@@ -28,14 +28,14 @@ class Launch(NamedTuple):
 
 
 def note(launch: Launch) -> None:
-    """Records that a collective is traced."""
+    """Records that a collective has been traced."""
     for recording in _recordings:
         recording.append(launch)
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Gives a list of all collectives that are traced within it, in order."""
+    """Context manager that returns a list of all collectives traced inside it, in order."""
     _recordings.append([])
     try:
         yield _recordings[-1]

@@ -1,8 +1,8 @@
-"""Keeps what layers write down while a model is traced apart for each replica of one process.
+"""Separates the records that layers make while a model is traced, for each replica of one process.
 
-tf.distribute calls the model once for each replica, each in a thread of its own, and goes on with another one wherever
-a collective needs all of them: in the middle of a forward pass, if BatchNormalization is synchronised. All of them
-record in the same layer: the losses of one replica were counted with another's, or cleared by it.
+tf.distribute calls the model once per replica, each in its own thread, and switches to another thread wherever a
+collective needs all replicas: in the middle of a forward pass, if BatchNormalization is synchronized. All threads
+record in the same layers: the losses of one replica would be counted with another's, or cleared by it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfdist.control.exit_codes import UnsupportedError
 
 
 class _Own:
-    """A value for each thread, made when it is asked for."""
+    """A value per thread, made on first use."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make, self._local = make, threading.local()
@@ -31,7 +31,7 @@ class _Own:
 
 
 class _ListPerThread(UserList):
-    """A list that every thread has for itself."""
+    """A list with separate content in every thread."""
 
     def __init__(self) -> None:
         self._own = _Own(list)
@@ -45,7 +45,7 @@ class _ListPerThread(UserList):
 
 
 class _SetPerThread(MutableSet):
-    """A set that every thread has for itself."""
+    """A set with separate content in every thread."""
 
     def __init__(self) -> None:
         self._own = _Own(set)
@@ -67,7 +67,7 @@ class _SetPerThread(MutableSet):
 
 
 def separate_replicas(model: keras.Model) -> None:
-    """Gives every thread that calls the model its own records in all of its layers."""
+    """Gives every thread that calls the model separate records in all of its layers."""
     for layer in keras_layers.all_layers(model):
         losses, loss_ids = keras_layers.loss_records(layer)
         if not isinstance(losses, list | _ListPerThread) or not isinstance(loss_ids, set | _SetPerThread):

@@ -1,13 +1,13 @@
-"""The mesh: named axes over all workers, rank <-> coordinates, and who is in a group. Pure arithmetic, no TensorFlow.
+"""The mesh: named axes over all workers, rank <-> coordinates, and groups of ranks. Pure arithmetic, no TensorFlow.
 
-    pipe    stages of the model, one after the other: each holds some of the layers
+    pipe    stages of the model, one after another: each holds some of the layers
     data    copies of the model, each with its own part of every batch (and, with --zero, its own part of the state)
     expert  like data, but the experts of a mixture are spread over it
     model   parts of single layers (tensor parallelism)
 
-An axis has a *degree*, the number of coordinates along it; the degrees multiply to the number of workers. Ranks count
-through the coordinates in the order of AXES, the last axis fastest: ranks that differ in `model` only, which talk most,
-are neighbours, and so share a machine if its number of workers is a multiple of that degree.
+An axis has a *degree*, the number of coordinates along it; the product of the degrees is the number of workers. Ranks
+count through the coordinates in the order of AXES, the last axis fastest: ranks that differ only in `model`, which
+communicate most, are neighbors, and so share a machine if its number of workers is a multiple of that degree.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str, size: int) -> Mesh:
-        """Reads --mesh, for example "data=2,model=2", for `size` workers. `data`, if left out, takes what remains.
+        """Parses --mesh, for example "data=2,model=2", for `size` workers. `data`, if left out, takes what remains.
 
-        Raises: ConfigError if it is malformed or does not multiply to `size`; the message says what would fit.
+        Raises: ConfigError if the text is malformed or does not multiply to `size`; the message says what would fit.
         """
         degrees = _read(text)
         others = math.prod(degree for axis, degree in degrees.items() if axis != "data")
@@ -66,14 +66,14 @@ class Mesh:
         return dict(zip(AXES, self.degrees, strict=True))
 
     def stride(self, *axes: str) -> int:
-        """The distance of neighbouring ranks in a group along these axes, which stand side by side in AXES."""
+        """The distance of neighboring ranks in a group along these axes, which must be adjacent in AXES."""
         places = sorted(AXES.index(axis) for axis in axes)
         assert places == list(range(places[0], places[-1] + 1)), axes
         return math.prod(self.degrees[places[-1] + 1 :])
 
     @property
     def replicas(self) -> int:
-        """Copies of the model, which read different samples."""
+        """The number of model copies, which read different samples."""
         return self.degree(*REPLICA_AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -84,18 +84,18 @@ class Mesh:
         return {axis: result[axis] for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The inverse of `coordinates`; axes left out are 0."""
+        """The inverse of `coordinates`; axes left out have coordinate 0."""
         result = 0
         for axis, degree in zip(AXES, self.degrees, strict=True):
             result = result * degree + coordinates.get(axis, 0)
         return result
 
     def index(self, rank: int, *axes: str) -> int:
-        """The place of a rank within its group along `axes`, counting as ranks do."""
+        """The position of a rank within its group along `axes`, in rank order."""
         return self.group(rank, *axes).index(rank)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks, in order, that share all coordinates with `rank` but those along `axes`; none: itself alone."""
+        """The ranks, in order, that share all coordinates with `rank` except along `axes`; without axes: `rank`."""
         place = self.coordinates(rank)
         free = [range(self.degree(axis)) if axis in axes else (place[axis],) for axis in AXES]
         return tuple(self.rank(dict(zip(AXES, at, strict=True))) for at in itertools.product(*free))
@@ -105,7 +105,7 @@ class Mesh:
         return sorted({self.group(rank, *axes) for rank in range(self.size)})
 
     def describe(self) -> str:
-        """The axes that are more than 1, for logs: "data=2,model=2"."""
+        """The axes with a degree above 1, for logs: "data=2,model=2"."""
         return (
             ",".join(f"{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1)
             or "data=1"
@@ -140,7 +140,7 @@ def _read(text: str) -> dict[str, int]:
 
 
 def _fitting(degrees: Mapping[str, int], others: int, wanted: int, size: int) -> str:
-    """A hint at numbers of workers or axes that would fit, as the end of a sentence."""
+    """Suggests numbers of workers or axes that would fit, as the end of a sentence."""
     start = f"start {wanted}, or " if "data" in degrees else f"start {-(-size // others) * others}, or "
     if size % others == 0:
         return (

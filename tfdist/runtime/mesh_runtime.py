@@ -1,8 +1,8 @@
 """The mesh as a Runtime: one process is one coordinate of named axes (mesh.py), with a Group per axis or set of axes.
 
-MultiWorkerMirroredStrategy starts the cluster, watches its health, and carries what is exchanged between steps. Inside
-a step it takes no part: variables are plain ones, `run` is a plain call, and sums go over the groups. So ranks along
-`model` and `pipe` may hold different variables, which no tf.distribute strategy allows.
+MultiWorkerMirroredStrategy starts the cluster, watches its health, and exchanges data between steps. It takes no part
+inside a step: variables are plain variables, `run` is a plain call, and sums go over the groups. So ranks along `model`
+and `pipe` may hold different variables, which no tf.distribute strategy allows.
 
 A replica is a coordinate of the data and expert axes; all ranks of a replica read the same samples.
 """
@@ -34,7 +34,7 @@ class MeshRuntime(SingleReplica):
     name = "mesh"
     mesh: Mesh
     holds_whole_model = False
-    compiles_updates = False  # collectives are in them
+    compiles_updates = False  # they contain collectives
     sums_slices = False
 
     def __init__(self, mesh: Mesh, cluster: Cluster, world: MultiWorker, timeout: float):
@@ -52,11 +52,11 @@ class MeshRuntime(SingleReplica):
         return cls(mesh, cluster, MultiWorker.create(config, cluster), config.strategy.collective_timeout)
 
     def group(self, *axes: str) -> Group:
-        """The group of this rank along some axes; none: itself alone. The first call for an axis is a collective."""
+        """The group of this rank along these axes; without axes: itself. The first call for an axis is collective."""
         return self.group_of(self.mesh.group(self.rank, *axes))
 
     def group_of(self, ranks: Sequence[int]) -> Group:
-        """The group of any ranks, of which this worker is one. The same object for the same ranks."""
+        """The group of the given ranks, which include this worker. Returns the same object for the same ranks."""
         ranks = tuple(ranks)
         if ranks not in self._groups:
             tasks = [self._cluster.task(rank) if self.size > 1 else "" for rank in ranks]
@@ -65,7 +65,7 @@ class MeshRuntime(SingleReplica):
         return self._groups[ranks]
 
     def hierarchical(self, group: Group, workers_per_host: int) -> HierarchicalGroup:
-        """The all-reduce of `group` in two levels. workers_per_host: see the flag. A collective.
+        """Returns the two-level all-reduce of `group`. workers_per_host: see the flag. A collective call.
 
         Raises: ConfigError if hosts have different numbers of members.
         """
@@ -81,7 +81,7 @@ class MeshRuntime(SingleReplica):
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
     def scope(self) -> contextlib.AbstractContextManager:
-        """All ranks must create the same variables here, and cut them afterwards."""
+        """Context manager in which all ranks must create the same variables; they cut them afterwards."""
         return chiefs_first_values(self)
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
@@ -115,7 +115,7 @@ def on_mesh(runtime: Runtime) -> TypeGuard[MeshRuntime]:
 
 
 class _Replica(tf.distribute.ReplicaContext):
-    """The context where layers that speak to other replicas by themselves (BatchNormalization) find them."""
+    """The context in which layers that communicate with other replicas themselves (BatchNormalization) find them."""
 
     def __init__(self, group: Group):
         super().__init__(tf.distribute.get_strategy(), 0)

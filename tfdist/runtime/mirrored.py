@@ -1,4 +1,4 @@
-"""Synchronous data parallelism through tf.distribute: what its strategies have in common as runtimes, and
+"""Synchronous data parallelism through tf.distribute: the common base of its strategies' runtimes, and
 MirroredStrategy, for the devices of one process."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tfdist.runtime.defaults import RuntimeDefaults
 from tfdist.runtime.reducer import RingReducer, suits
 
 _CHUNK = 1 << 23  # words (64 MiB) per collective between steps, to bound its memory
-# As what 32 bits travel between steps: exact, and not for our ring, which is set up with it. On GPUs TensorFlow neither
-# sums int32, by NCCL or by its own ring, nor splits int64.
+# The dtype that carries 32 bits between steps: exact, and not handled by our ring, whose setup uses it. On GPUs
+# TensorFlow neither sums int32, by NCCL or by its own ring, nor splits int64.
 CARRIER = tf.float64
 
 
@@ -31,7 +31,7 @@ class StrategyRuntime(RuntimeDefaults):
     """A tf.distribute.Strategy as a Runtime; see runtime/base.py."""
 
     name = "tf.distribute"
-    compiles_updates = False  # those of Keras' optimizers leave the replica
+    compiles_updates = False  # updates by Keras' optimizers leave the replica context
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class StrategyRuntime(RuntimeDefaults):
         return tensorflow_replicas.order_tokens(self.strategy)
 
     def watched(self, run: Callable, fn: Callable, args: Sequence) -> Any:
-        """`run(fn, args)`, under the watch over collectives that do not end, if there is one."""
+        """Returns `run(fn, args)`, watched for collectives that do not end, if such a watch is set."""
         return self._overdue.watched(run, fn, args) if self._overdue else run(fn, tuple(args))
 
     def per_replica(self, values: Sequence) -> Any:
@@ -88,7 +88,7 @@ class StrategyRuntime(RuntimeDefaults):
         if self._reducer and all(suits(tensor) for tensor in tensors):
             return self._reducer(tensors)
         reduced: list = [None] * len(tensors)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # it joins tensors of one type only
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # all_reduce joins tensors of one dtype only
             places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
             # Arguments of `run` that pass straight through fail with "destinations can not be empty" without the
             # identity.
@@ -102,14 +102,14 @@ class StrategyRuntime(RuntimeDefaults):
         return reduced
 
     def assign(self, variable: tf.Variable, value: Any) -> None:
-        # `variable.assign` inside `run` would combine the replicas' values, in the way that the variable was made with.
+        # `variable.assign` inside `run` would combine the replicas' values by the variable's aggregation.
         if isinstance(variable, tf.distribute.DistributedValues):
             self.strategy.extended.update(variable, lambda copy, new: copy.assign(new), args=(value,))
         else:
             variable.assign(self.local(value)[0])
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
-        # Each adds its row to zeros. Not through the ring, which takes what it sums in the order of the backward pass.
+        # Each replica adds its row to zeros. Not through the ring, which expects the order of the backward pass.
         replica = tf.distribute.get_replica_context()
         placed = tf.scatter_nd([[self.replica_id()]], row[tf.newaxis], [self.replicas, row.shape[0]])
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, placed)
@@ -142,7 +142,7 @@ class StrategyRuntime(RuntimeDefaults):
         pass
 
     def _sum(self, words: np.ndarray) -> np.ndarray:
-        """Sum of uint32 [n] over workers, of which all but one pass zeros."""
+        """Sums uint32 [n] over workers; at each place all workers but one pass zeros."""
         if self.size == 1:
             return words
         chunks = [
@@ -184,8 +184,8 @@ class Mirrored(StrategyRuntime):
 
 
 def communication_options(config: StrategyConfig) -> tf.distribute.experimental.CommunicationOptions:
-    """The flags of the strategy component as TensorFlow's options; of time-outs collective_timeout.py says why there is
-    none.
+    """The flags of the strategy component as TensorFlow's options; collective_timeout.py explains why no time-out is
+    set.
     """
     kinds = tf.distribute.experimental.CommunicationImplementation
     return tf.distribute.experimental.CommunicationOptions(
@@ -202,8 +202,8 @@ def _to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _with_short_indices(tensor: Any) -> Any:
-    """Slices of a table of fewer than 2^31 rows: TensorFlow pads the indices of a single replica, and
-    cannot pad int64 on GPUs."""
+    """Casts the indices of slices to int32 if the table has fewer than 2^31 rows: TensorFlow pads the indices of a
+    single replica, and cannot pad int64 on GPUs."""
     rows = tensor.shape[0] if isinstance(tensor, tf.IndexedSlices) else None
     if rows is None or rows >= 2**31:
         return tensor

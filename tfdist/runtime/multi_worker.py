@@ -1,6 +1,6 @@
 """Synchronous data parallelism of several processes through MultiWorkerMirroredStrategy, each with one or more devices.
 
-On CPUs gradients travel through our own ring (ring.py) instead of TensorFlow's collectives, if --communication lets it.
+On CPUs gradients travel through tfdist's ring (ring.py) instead of TensorFlow's collectives, if --communication allows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MultiWorker(StrategyRuntime):
             yield
 
     def use_ring(self, cluster: Cluster, config: Config) -> None:
-        """Lets float32 tensors be reduced by runtime/ring.py from now on."""
+        """Makes runtime/ring.py reduce float32 tensors from now on."""
         patience = config.cluster.heartbeat_timeout
 
         def exchange(endpoint: str) -> list[str]:
@@ -83,9 +83,9 @@ class MultiWorker(StrategyRuntime):
         return bool(tf.config.list_logical_devices("GPU")) and self.options.implementation != ring
 
     def collectives(self) -> dict[str, Collective]:
-        """all_reduce and all_gather go through tf.distribute, or through the ring where gradients do.
+        """all_reduce and all_gather use tf.distribute, or the ring where gradients travel through it.
 
-        tf.distribute has no others; the others are TensorFlow's bare operations, which know one replica per worker.
+        tf.distribute has no others; the rest are TensorFlow's bare operations, which support one replica per worker.
         """
         found = {}
         if self.local_replicas == 1:
@@ -103,7 +103,7 @@ class MultiWorker(StrategyRuntime):
         }
 
     def watch_for_stuck_peers(self, timeout: float) -> None:
-        """Makes it an error, from now on, if a collective does not end in `timeout` seconds; 0: never."""
+        """Makes it an error, from now on, if a collective does not end within `timeout` seconds; 0: never."""
 
         def give_up() -> None:
             tensorflow_cluster.abort_collectives(overdue(self.rank, self.size, timeout))

@@ -1,4 +1,4 @@
-"""Weights of samples below 0, which are refused where samples are read: a mean by such weights is none. TensorFlow
+"""Refuses negative weights of samples where samples are read, because a mean with such weights is no mean. TensorFlow
 stops, and runtime/errors.py says why."""
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _FOUND = re.compile(rf"\[{_MARK}\] \[(.*?)\] \[(\d+)\] \[(-[^\]]+)\]")
 
 
 def refused(w: Any, name: str, numbers: tf.Tensor) -> Any:
-    """The same weights, checked: what uses them fails if one is negative. numbers: [n], of the samples of a split."""
+    """Returns the same weights, checked: their use fails if one is negative. numbers: [n], of a split's samples."""
 
     def checked(part: tf.Tensor) -> tf.Tensor:
         if not (part.dtype.is_floating or part.dtype.is_integer):
             return part
-        lowest = tf.reduce_min(part, tf.range(1, tf.rank(part)))  # of each sample
+        lowest = tf.reduce_min(part, tf.range(1, tf.rank(part)))  # per sample
         below = lowest < 0
         at = tf.argmax(tf.cast(below, tf.int32))
         found = [_MARK, name, tf.gather(numbers, at), tf.gather(lowest, at)]
@@ -32,7 +32,7 @@ def refused(w: Any, name: str, numbers: tf.Tensor) -> Any:
 
 
 def refuse(w: Any, name: str) -> None:
-    """Raises DataError if one of a split's weights, arrays with a row a sample, is negative."""
+    """Raises DataError if any of a split's weights, arrays with one row per sample, is negative."""
     for part in tf.nest.flatten(w):
         if (below := np.argwhere(np.asarray(part) < 0)).size:
             at = tuple(below[0])

@@ -1,4 +1,4 @@
-"""One replica on one device: no tf.distribute, no overhead. The baseline every other runtime is compared with."""
+"""One replica on one device: no tf.distribute, no overhead. All other runtimes are compared with this baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives of a runtime, one name each, so that communication/measure.py can time them."""
+"""The collectives of a runtime, each under a name, so that communication/measure.py can time them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUR_RING = "our ring"  # over TCP, and with --communication=auto through memory 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective to be timed. One of `in_graph` and `on_host` is set."""
+    """A collective to be timed. Exactly one of `in_graph` and `on_host` is set."""
 
     through: str  # what carries the bytes
     # Takes a replica's tensor, float32 [k], inside the `fn` of `run`.
@@ -25,7 +25,7 @@ class Collective:
 
 
 def of_group(group: Group) -> dict[str, Collective]:
-    """TensorFlow's operations, as the mesh uses them."""
+    """TensorFlow's collective operations, as the mesh uses them."""
     through = through_tensorflow(group.nccl)
     return {
         "all_reduce": Collective(through, group.all_reduce),
@@ -37,5 +37,5 @@ def of_group(group: Group) -> dict[str, Collective]:
 
 
 def through_tensorflow(nccl: bool) -> str:
-    """The name of what carries the bytes of TensorFlow's own collectives."""
+    """The name of the transport of TensorFlow's own collectives."""
     return "TensorFlow, NCCL" if nccl else "TensorFlow, gRPC"

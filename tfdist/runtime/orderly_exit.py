@@ -1,9 +1,10 @@
-"""The end of a run whose workers TensorFlow connects: nobody leaves while another still needs it.
+"""The end of a run whose workers are connected by TensorFlow: nobody leaves while another worker still needs it.
 
-A worker that has received the last piece of the last collective may be gone before another has: that one would lose its
-peer, or find the chief's coordination service gone, although all the work is done. So first everyone says, through that
-service, that it has received all, and then waits for nothing but that all others have said so. Then all end but the
-chief, in whose process the service is; the chief ends when nobody answers at their addresses any more.
+A worker that has received the last piece of the last collective may exit before another has received its piece. The
+other would then lose its peer, or find the chief's coordination service gone, although all the work is done. So first
+every worker says, through that service, that it has received everything, and waits only until all others have said so.
+Then all workers except the chief exit; the chief, whose process runs the service, exits when nobody answers at the
+other addresses any more.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from tfdist.compat import tensorflow_cluster
 from tfdist.control.cluster import Cluster
 from tfdist.control.preflight import answers
 
-_LAST_WORDS_SECONDS = 120.0  # until all others are done as well: what trackers upload at the end is within it
-_GONE_SECONDS = 10.0  # that the chief gives the others' processes to end
+_LAST_WORDS_SECONDS = 120.0  # for all others to finish as well, including the last uploads of trackers
+_GONE_SECONDS = 10.0  # the time that the chief gives the other processes to end
 _LOOK_SECONDS = 0.02
 _AT_ONCE = 32
 
 
 def say_goodbye(cluster: Cluster, strategy: tf.distribute.Strategy) -> None:
-    """Leaves when no collective is to come; end the process soon. Raises nothing: the work is done, come what may."""
+    """Leaves after the last collective call; end the process soon. Raises nothing: the work is done in any case."""
     tensorflow_cluster.stop_watching_peers(strategy)
     with contextlib.suppress(tf.errors.OpError):
         tensorflow_cluster.wait_at_barrier("tfdist/farewell", _LAST_WORDS_SECONDS)

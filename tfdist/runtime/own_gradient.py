@@ -1,4 +1,4 @@
-"""Functions whose gradient is not that of their operations."""
+"""Functions whose gradient is not the gradient of their operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 def with_gradient(
     forward: Callable[[tf.Tensor], tf.Tensor], backward: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor
 ) -> tf.Tensor:
-    """forward(x), of which `backward` makes the gradient with respect to x from that with respect to the result."""
+    """forward(x); `backward` turns the gradient with respect to the result into that with respect to x."""
 
     @tf.custom_gradient
     def function(t: tf.Tensor):
@@ -20,5 +20,5 @@ def with_gradient(
 
 
 def dense(upstream: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
-    """The gradients given to a tf.custom_gradient as tensors: they are rows where only some rows are looked up."""
+    """Converts the gradients given to a tf.custom_gradient to tensors: for row look-ups they are tf.IndexedSlices."""
     return [tf.convert_to_tensor(gradient) for gradient in upstream]

@@ -1,7 +1,7 @@
-"""Parameter servers through tf.distribute: the chief's side as a Runtime, and what workers and servers run.
+"""Parameter servers through tf.distribute: the chief's side as a Runtime, and the program of workers and servers.
 
-The chief alone composes, evaluates and saves; so as a Runtime it is one worker with one replica. Its extra methods send
-functions to the workers (`call`) and tell who is lost.
+Only the chief composes, evaluates and saves; so as a Runtime it is one worker with one replica. Extra methods send
+functions to the workers (`call`) and report lost processes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tfdist.control.terminal import say_at_once
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.one_device import OneDevice
 
-_LOST_SECONDS = 5.0  # after an error of TensorFlow: how long to look for a parameter server that is gone
+_LOST_SECONDS = 5.0  # after an error of TensorFlow: how long to look for a missing parameter server
 
 
 class ParameterServer(OneDevice):
-    """The chief. `devices`: of the parameter servers."""
+    """The chief. `devices`: the devices of the parameter servers."""
 
     name = "parameter_server"
 
@@ -39,8 +39,8 @@ class ParameterServer(OneDevice):
         self.devices = [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(len(cluster.spec["ps"]))]
         await_all(cluster.others("ps", "worker"), config.cluster.startup_timeout)
         self._watch = Prober(cluster.others("ps", "worker"))
-        self._missing: set[str] = set()  # workers
-        tf.get_logger().setLevel("CRITICAL")  # who is lost is told in a sentence; TensorFlow would add pages
+        self._missing: set[str] = set()  # lost workers
+        tf.get_logger().setLevel("CRITICAL")  # a sentence names lost processes; TensorFlow would add pages
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             _spec(cluster), task_type="chief", task_id=0, rpc_layer="grpc"
         )
@@ -53,15 +53,15 @@ class ParameterServer(OneDevice):
         return cls(cluster, config)
 
     def call(self, function: tf.types.experimental.ConcreteFunction, arguments: Sequence) -> Callable[[], tuple | None]:
-        """Gives a call to the next worker that is free, and to another one if that dies.
+        """Schedules a call on the next free worker, and on another worker if that one dies.
 
-        Returns what waits for its result, NumPy arrays; None if the call was made, but its worker died before the
-        result was here. Raises TensorFlow's errors; see `lost`.
+        Returns a function that waits for the result and returns it as NumPy arrays, or None if the call was made, but
+        its worker died before the result arrived. Raises TensorFlow's errors; see `lost`.
         """
         value = self._coordinator.schedule(function, args=tuple(arguments))
 
         def fetch() -> tuple | None:
-            wait_until_computed(value)  # apart from the fetch, whose errors mean something else
+            wait_until_computed(value)  # separate from the fetch, whose errors mean something else
             try:
                 return value.fetch()
             except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.InvalidArgumentError) as error:
@@ -86,7 +86,7 @@ class ParameterServer(OneDevice):
         return sentences
 
     def lost(self, error: BaseException) -> PeerLostError | None:
-        """The parameter server that is the cause of an error of TensorFlow, or None."""
+        """Returns an error about the lost parameter server that caused an error of TensorFlow, or None."""
         if not isinstance(error, tf.errors.OpError):
             return None
         text = str(getattr(error, "message", ""))
@@ -114,12 +114,12 @@ def has_servers(runtime: Runtime) -> TypeGuard[ParameterServer]:
 
 
 def prepare(config: Config, cluster: Cluster) -> Config:
-    """The configuration with enough threads for all calls; also sets the environment, so call it before TensorFlow
-    starts.
+    """Returns the configuration with enough threads for all calls; also sets the environment, so call it before
+    TensorFlow starts.
 
     Each call that a TensorFlow server answers blocks a thread until its answer is complete. With one thread, two calls
-    that wait for each other's process hang for ever; these threads wait most of the time.
-    Raises ConfigError for a cluster or a configuration that is none of a parameter-server run.
+    that wait for each other's process would hang forever; the threads are idle most of the time.
+    Raises ConfigError if the cluster or the configuration does not suit a parameter-server run.
     """
     workers = len(cluster.spec.get("worker", ()))
     if not (cluster.spec.get("chief") and cluster.spec.get("ps") and workers):
@@ -139,10 +139,10 @@ def prepare(config: Config, cluster: Cluster) -> Config:
 
 
 def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> ExitCode:
-    """Runs a worker or a parameter server: works for the chief until that is gone.
+    """Runs a worker or a parameter server: works for the chief until the chief is gone.
 
-    is_finished: whether the run has come to its end.
-    Returns OK if it then has, PREEMPTED if this process had been asked to end, else PEER_LOST.
+    is_finished: tells whether the run has ended.
+    Returns PREEMPTED if this process was asked to end, OK if the run has ended; otherwise raises PeerLostError.
     Raises StartupError if the chief does not appear in time.
     """
     config = prepare(config, cluster)
@@ -185,7 +185,7 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
 
 
 def _addresses(cluster: Cluster) -> tuple[str, list[str]]:
-    """Returns (this process's address, those of all)."""
+    """Returns (this process's address, the addresses of all processes)."""
     return cluster.spec[cluster.role][cluster.index], [
         address for addresses in cluster.spec.values() for address in addresses
     ]

@@ -1,4 +1,4 @@
-"""Decides by which way the tensors of plain processes travel: once, by all workers together, from what each one has.
+"""Chooses how tensors travel between plain processes: once, by all workers together, from the facts about each worker.
 
 socket    our own ring over TCP, through host memory (sockets.py)
 ring      TensorFlow's collectives over gRPC, through host memory (tensorflow_peers.py)
@@ -32,15 +32,15 @@ class Worker(NamedTuple):
 
     asked: str  # --communication
     has_gpu: bool
-    has_computed: bool  # so that TensorFlow's collectives cannot be started any more
+    has_computed: bool  # then TensorFlow's collectives cannot be started any more
 
 
 class ConnectedPeers:
-    """Makes the runtime of --strategy=sockets; see config/strategies.py."""
+    """Creates the runtime of --strategy=sockets; see config/strategies.py."""
 
     @staticmethod
     def create(config: Config, cluster: Cluster) -> Peers:
-        """Meets the other workers. Raises ConfigError where they do not agree, and what ControlRing raises."""
+        """Meets the other workers. Raises ConfigError if their settings differ, and the errors of ControlRing."""
         if not cluster.peers:
             raise ConfigError(
                 "--strategy=sockets is for several workers, but TF_CONFIG lists none: start them with tfdist.launch, or"
@@ -60,7 +60,7 @@ class ConnectedPeers:
 
 
 def choose(workers: Sequence[Worker]) -> tuple[str, str]:
-    """(socket, ring or nccl; what the user should know of it, or nothing).
+    """Returns (socket, ring or nccl; a remark for the user, or "").
 
     Raises ConfigError, the same on all workers.
     """

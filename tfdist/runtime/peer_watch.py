@@ -1,7 +1,7 @@
-"""Ends collectives of TensorFlow whose other workers are gone.
+"""Ends TensorFlow's collectives if other workers in them are gone.
 
-A collective over gRPC may not notice for long, one of NCCL never does. The ring of connections beside them
-(control_ring.py) does: it is asked now and then.
+A collective over gRPC may not notice for a long time, and one over NCCL never does. The separate ring of connections
+(control_ring.py) notices: it is asked regularly.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-_PAUSE = 0.2  # seconds between two looks
+_PAUSE = 0.2  # seconds between two checks
 
 
 class PeerWatch:
-    """A thread that calls `end(sentence)`, once, when `lost()` gives a sentence and `is_waiting()`.
+    """A thread that calls `end(sentence)`, once, when `lost()` returns a sentence while `is_waiting()` is true.
 
-    A neighbour that has come to its end while nothing waits for it is none of its business.
+    A neighbor that ends while nothing waits for it is ignored.
     """
 
     def __init__(self, lost: Callable[[], str | None], is_waiting: Callable[[], bool], end: Callable[[str], None]):
@@ -24,7 +24,7 @@ class PeerWatch:
         threading.Thread(target=self._watch, name="tfdist-peer-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the watch: nobody needs to be there any more."""
+        """Ends the watch: the other workers may leave from now on."""
         self._stopped.set()
 
     def _watch(self) -> None:

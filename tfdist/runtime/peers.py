@@ -1,7 +1,7 @@
 """The common part of all runtimes of plain processes, however their tensors travel: see PeerRuntime in base.py.
 
-They need no tf.distribute. What is not a tensor of a step goes over a ring of connections (control_ring.py), which does
-not ask whether TensorFlow has been used before. One replica per process, on its first device.
+They need no tf.distribute. Everything except the tensors of a step goes over a ring of connections (control_ring.py),
+which works whether or not TensorFlow has been used before. One replica per process, on its first device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALIKE = "all workers must make the same calls"
 
 
 class Peers(SingleReplica):
-    """A base class. The rest of the protocol, what is done with tensors, is the runtime's own."""
+    """A base class. Each runtime implements the rest of the protocol, the operations on tensors, itself."""
 
     name = "sockets"
 
@@ -53,7 +53,7 @@ class Peers(SingleReplica):
         return with_gradient(self.stacked, self._own_row_of_sum, row)
 
     def _own_row_of_sum(self, rows: tf.Tensor) -> tf.Tensor:
-        """The gradient of gather_row, whose gradient is gather_row: [workers, k] of each worker -> [k]."""
+        """The gradient of gather_row; its gradient is gather_row again. [workers, k] on each worker -> [k]."""
         return with_gradient(lambda rows: tf.reduce_sum(self.stacked(rows), 0)[self.rank], self.gather_row, rows)
 
     def gather(
@@ -62,7 +62,7 @@ class Peers(SingleReplica):
         raise NotImplementedError
 
     def stacked(self, tensor: tf.Tensor) -> tf.Tensor:
-        """[workers, *tensor.shape]: that of every worker, of one shape, bit for bit, without a gradient."""
+        """[workers, *tensor.shape]: the tensors of all workers, of one shape, bit for bit; without a gradient."""
         raise NotImplementedError
 
     # -- between steps ---------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Peers(SingleReplica):
         self._gathered(b"", "barrier")
 
     def agree_on(self, call: str) -> None:
-        """Raises ConfigError if not all workers are about to do the same; otherwise returns when all are."""
+        """Returns when all workers are about to make the same call. Raises ConfigError if their calls differ."""
         for rank, other in enumerate(self._gathered(call.encode(), "call")):
             if bytes(other) != call.encode():
                 raise ConfigError(
@@ -102,22 +102,22 @@ class Peers(SingleReplica):
             ) from None
 
     def end_call(self) -> None:
-        """Does nothing: no worker that goes on takes anything away from one that is not done yet."""
+        """Does nothing: a worker that continues takes nothing away from a worker that is not done yet."""
 
     def leave(self) -> None:
-        """Tells the neighbour that this script has come to its end, in case it waits for this worker."""
+        """Tells the neighbor that this script has ended, in case the neighbor waits for this worker."""
         self._control.say_goodbye()
 
     def waiting_for(self) -> int | None:
         return self._control.waiting_for
 
     def close(self) -> None:
-        self.barrier()  # nobody closes a connection on which another still waits
+        self.barrier()  # nobody closes a connection on which another worker still waits
         self._control.close()
 
 
 def warn_about_gpus(rank: int) -> None:
-    """Says that a worker uses one GPU only."""
+    """Tells the user, on rank 0, if a worker sees several GPUs: it uses only one."""
     gpus = tf.config.list_physical_devices("GPU")
     if len(gpus) > 1 and rank == 0:
         say(

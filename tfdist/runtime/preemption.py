@@ -1,4 +1,4 @@
-"""Notices of a coming preemption from the platform itself, where it gives them before it sends SIGTERM."""
+"""Watches for preemption notices from the platform itself, where it gives them before it sends SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ASK_EVERY_SECONDS = 1.0  # as TensorFlow's PreemptionCheckpointHandler does
 
 
 def watch(platform: str, on_notice: Callable[[], None]) -> None:
-    """Calls `on_notice` once, in a thread of its own, when the platform announces the end of this machine.
+    """Calls `on_notice` once, in a separate thread, when the platform announces the end of this machine.
 
     platform: "gce" asks Google Compute Engine's metadata server through TensorFlow's own watcher (host maintenance that
     terminates GPU machines is announced an hour ahead); "none" does nothing.
@@ -28,5 +28,5 @@ def _ask_always(announced: Callable[[], bool], on_notice: Callable[[], None]) ->
             if announced():
                 on_notice()
                 return
-        except OSError:  # the metadata server does not answer now
+        except OSError:  # the metadata server does not answer at the moment
             continue

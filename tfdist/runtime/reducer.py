@@ -1,6 +1,6 @@
-"""Sums of gradients over workers inside a tf.function, by a Ring: in buckets, while the backward pass goes on.
+"""Sums gradients over workers inside a tf.function, through a Ring: in buckets, while the backward pass continues.
 
-Of a table of which few rows were looked up those rows travel (tf.IndexedSlices), not the table.
+If few rows of a table were looked up, only those rows travel (tf.IndexedSlices), not the table.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from tfdist.runtime.host import as_list, on_host
 from tfdist.runtime.ring import Ring
 
 _SUM, _HALVED, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"
-_ALIGN = 16  # float32 elements: 64 bytes, what TensorFlow needs to take an array without a copy
-_TWICE_BYTES = 64 << 20  # of tensors whose sums may have buffers of their own, which saves waiting
+_ALIGN = 16  # float32 elements: 64 bytes, the alignment that TensorFlow needs to take an array without a copy
+_TWICE_BYTES = 64 << 20  # calls with tensors up to this size may use separate buffers for the sums, which saves waiting
 _UNUSED_REFERENCES = 3  # the pool's list, the loop variable, and getrefcount's argument
 
 
 class RingReducer:
     """`Ring.all_reduce`, and for slices `Ring.gather`, for lists of tensors inside a tf.function: in buckets, by a
-    thread of its own.
+    separate thread.
 
-    A start operation per bucket copies its gradients into a buffer and returns at once; one finish operation waits for
-    all. The thread takes the buckets in one fixed order, so it does not matter in which order TensorFlow on each
-    worker happens to run the start operations.
+    One start operation per bucket copies its gradients into a buffer and returns at once; one finish operation waits
+    for all buckets. The thread takes the buckets in one fixed order, so it does not matter in which order TensorFlow
+    runs the start operations on each worker.
     """
 
     def __init__(self, ring: Ring, bucket_bytes: int):
         self.ring, self.bucket_bytes = ring, max(bucket_bytes, 1)
         self.travel_s = self.wait_s = (
-            # in which a bucket was under way; in which all own gradients were handed over and a result was waited for
+            # seconds with a bucket under way; seconds of waiting for a result after all own gradients were handed over
             0.0
         )
         self._sites = 0
@@ -50,9 +50,9 @@ class RingReducer:
         threading.Thread(target=self._serve, name="tfdist-ring", daemon=True).start()
 
     def __call__(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
-        """The sum over all workers of each tensor, if it `suits`.
+        """Returns the sum over all workers of each tensor; each must pass `suits`.
 
-        Called while tracing; every worker traces the same.
+        Called while tracing; every worker must trace the same calls.
         """
         wire = [_on_wire(tensor) for tensor in tensors]
         kinds = [
@@ -64,8 +64,8 @@ class RingReducer:
         return [_off_wire([next(sums) for _ in parts], tensor) for parts, tensor in zip(wire, tensors, strict=True)]
 
     def _combine(self, tensors: list[tf.Tensor], kinds: list[str]) -> list[tf.Tensor]:
-        """For each tensor, float32: the sum, the sum of what travels as bfloat16, or the rows of all workers, in order
-        of rank."""
+        """Returns for each tensor, float32: the sum, the sum of values that travel as bfloat16, or the rows of all
+        workers, in rank order."""
         site = _Site(
             self._sites,
             [tuple(tensor.shape) for tensor in tensors],
@@ -93,7 +93,7 @@ class RingReducer:
         for index, array in zip(site.buckets[number], arrays, strict=True):
             site.own(buffer, index)[...] = array
         site.started[number].put(buffer)
-        if number == 0:  # nothing can be sent before the first bucket is there
+        if number == 0:  # nothing can be sent before the first bucket is ready
             self._work.put(site)
         return np.int32(0)
 
@@ -127,17 +127,17 @@ class RingReducer:
                                 halved=site.kinds[number] == _HALVED,
                                 spare=self._free_buffer if site.bytes <= _TWICE_BYTES else None,
                             )
-                except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
+                except Exception as error:  # noqa: BLE001 - raised again where the result is awaited
                     self._failure = error
                 self.travel_s += time.monotonic() - begun
                 site.done.put(buffer if self._failure is None else None)
 
     def _free_buffer(self, length: int) -> np.ndarray:
-        """A zeroed or used float32 [length], aligned. TensorFlow takes results without a copy and holds on to them, so
-        a buffer is free when nobody but the pool refers to it.
+        """Returns an aligned float32 [length], zeroed or used before. TensorFlow takes results without a copy and keeps
+        references to them, so a buffer is free when only the pool refers to it.
 
-        It must not be a slice of another array: NumPy lets views of a slice refer to the whole, so they would not
-        count.
+        It must not be a slice of another array: NumPy lets views of a slice refer to the whole array, so these
+        references would not be counted.
         """
         with self._pool_lock:
             pool = self._pool.setdefault(length, [])
@@ -149,10 +149,10 @@ class RingReducer:
 
 
 class _Site:
-    """One call of the reducer in the program: how its tensors are laid out in buckets, and the queues of a round.
+    """One call of the reducer in the program: the layout of its tensors in buckets, and the queues of a round.
 
-    The tensors of a bucket are of one kind. A bucket whose rows are gathered has a part for each rank, `length / size`
-    long.
+    All tensors of a bucket are of one kind. A bucket whose rows are gathered has a part for each rank, of length
+    `length / size`.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class _Site:
         self.done: queue.SimpleQueue = queue.SimpleQueue()
 
     def own(self, buffer: np.ndarray, index: int) -> np.ndarray:
-        """The part of its bucket's buffer into which this worker's tensor `index` goes."""
+        """The part of its bucket's buffer that holds this worker's tensor `index`."""
         start = self._offsets[index] + self.rank * self._parts.get(index, 0)
         return buffer[start : start + math.prod(self.shapes[index])].reshape(self.shapes[index])
 
     def result(self, buffer: np.ndarray, index: int) -> np.ndarray:
-        """The result of tensor `index`: the sum, in place, or a copy of the rows of all workers."""
+        """The result for tensor `index`: the sum, in place, or a copy of the rows of all workers."""
         if index not in self._parts:
             return self.own(buffer, index)
         start = self._offsets[index]
@@ -203,14 +203,14 @@ class _Site:
         )
 
     def result_shape(self, index: int) -> tuple:
-        """The shape that `result` returns."""
+        """The shape of the array that `result` returns."""
         shape = self.shapes[index]
         return (self.size * shape[0], *shape[1:]) if index in self._parts else shape
 
 
 def suits(tensor: tf.Tensor | tf.IndexedSlices) -> bool:
-    """Whether the reducer takes it: float32 or bfloat16 of a static shape; float32 slices of a table of fewer than 2^31
-    rows.
+    """Whether the reducer takes the tensor: float32 or bfloat16 of a static shape; float32 slices of a static shape
+    (their table must have fewer than 2^31 rows, which is not checked).
     """
     sparse = isinstance(tensor, tf.IndexedSlices)
     values = tensor.values if sparse else tensor
@@ -218,8 +218,8 @@ def suits(tensor: tf.Tensor | tf.IndexedSlices) -> bool:
 
 
 def _on_wire(tensor: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
-    """A tensor to be summed, or two whose rows are to be gathered: only copied, so that any 32 bits may travel as
-    float32.
+    """Returns the tensor to be summed, or, for slices, two tensors whose rows are gathered: that only copies, so any 32
+    bits may travel as float32.
     """
     if isinstance(tensor, tf.IndexedSlices):
         return [

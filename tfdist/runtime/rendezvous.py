@@ -1,7 +1,7 @@
 """Lets plain processes find each other: at the chief's TF_CONFIG address, over TCP, by control/wire.py.
 
-A worker connects to the chief, says who it is and where its ring listens; when all have, the chief answers each with
-the endpoints of all, as JSON. Connections that say nothing are the probes of control/preflight.py, and are dropped.
+A worker connects to the chief and says who it is and where its ring listens; once all have connected, the chief answers
+each with the endpoints of all, as JSON. Silent connections are probes of control/preflight.py, and are dropped.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tfdist.control.preflight import bind_shared
 from tfdist.control.reception import Reception
 from tfdist.control.terminal import printable
 
-_PATIENCE = 5.0  # seconds for an attempt to be let in, and for an answer to leave
+_PATIENCE = 5.0  # seconds for an attempt to be accepted, and for an answer to be sent
 _PAUSE = 0.1  # seconds between attempts
 
 
 def exchange(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
-    """The endpoint of every worker in rank order, once all have called this.
+    """Returns the endpoint of every worker in rank order, once all have called this.
 
-    Raises: StartupError if someone does not appear within `timeout` seconds or this worker's port is taken;
+    Raises: StartupError if a worker does not appear within `timeout` seconds or this worker's port is taken;
     ClusterError if the workers' TF_CONFIGs list different addresses, or their job tokens differ.
     """
-    # Every worker answers at its own port meanwhile, for peers that still probe there.
+    # Meanwhile every worker answers at its own port, for peers that still probe it.
     with _listen(cluster) as listener:
         if cluster.is_chief:
             return _collect(cluster, listener, endpoint, timeout)
@@ -55,7 +55,7 @@ def _listen(cluster: Cluster) -> socket.socket:
 
 
 def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: float) -> list[str]:
-    """Collects the endpoints of all, and answers with them: the chief's part."""
+    """The chief's part: collects the endpoints of all workers, and sends all of them to each."""
     deadline = time.monotonic() + timeout
     endpoints, connections = {0: endpoint}, {}
     with contextlib.ExitStack() as stack:
@@ -84,7 +84,7 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
                 hello = _parse_hello(arrival.message)
                 if hello is None:
                     continue
-                if arrival.rank in connections:  # if it has only tried again, nobody listens there any more
+                if arrival.rank in connections:  # a worker that merely retries no longer listens on its old connection
                     _answer(
                         {arrival.rank: connections[arrival.rank]},
                         {
@@ -109,7 +109,7 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
 
 
 def _parse_hello(message: bytes) -> tuple[list[str], str] | None:
-    """(the addresses that a worker's TF_CONFIG lists, its endpoint), or None for anything else."""
+    """Returns (the addresses in a worker's TF_CONFIG, its endpoint), or None for any other message."""
     with contextlib.suppress(ValueError):
         hello = wire.parse_object(message)
         peers, endpoint = hello.get("peers"), hello.get("endpoint")
@@ -123,7 +123,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _report(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
-    """Sends this worker's endpoint to the chief, and receives those of all."""
+    """Sends this worker's endpoint to the chief, and receives the endpoints of all."""
     deadline = time.monotonic() + timeout
     key = wire.SharedKey.of(cluster.secret, "rendezvous")
     hello = json.dumps({"peers": list(cluster.peers), "endpoint": endpoint}).encode()
@@ -141,7 +141,7 @@ def _report(cluster: Cluster, endpoint: str, timeout: float) -> list[str]:
             raise ClusterError(f"The chief, {cluster.name(0)}, {mismatch}") from None
         except ClusterError:
             raise
-        except (OSError, ValueError):  # nobody there yet, or nobody of ours
+        except (OSError, ValueError):  # nobody answers there yet, or it is a stranger
             pass
         time.sleep(_PAUSE)
     raise StartupError(

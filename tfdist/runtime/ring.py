@@ -1,26 +1,26 @@
 """All-reduce over plain TCP, and shared memory between ranks on one host, for gradients on the CPU.
 
-TensorFlow's own CPU collectives pass every tensor through gRPC, which costs three to four times what the same bytes
-cost on a bare socket (scripts/bench_ring.py). Here each worker has connections to some others (ring_connections.py).
+TensorFlow's own CPU collectives pass every tensor through gRPC, which takes three to four times as long as the same
+bytes over a bare socket (scripts/bench_ring.py). Here each worker has connections to some others (ring_connections.py).
 There are four ways. All add up each chunk of an array in ring order, and so give the same bits:
 
-    ring         what is large, between hosts: the bandwidth-optimal one (Patarasu & Yuan 2009). Each of the n ranks
+    ring         large arrays between hosts: the bandwidth-optimal way (Patarasu & Yuan 2009). Each of the n ranks
                  owns one of n chunks; n - 1 steps pass partial sums around until every rank holds the complete sum of
                  its own chunk, n - 1 more pass the complete chunks on: 2 (n - 1) waits, 2 (n - 1) / n of the bytes.
-    by doubling  what is small, between hosts: a gather of all arrays, and each rank adds them up: log2(n) waits, but
-                 n - 1 times the bytes. all_reduce_choice.py says up to which size.
+    by doubling  small arrays between hosts: all arrays are gathered, and each rank adds them up: log2(n) waits, but
+                 n - 1 times the bytes. all_reduce_choice.py decides up to which size.
     in place     all ranks on one host: each sums its own chunk of everyone's arrays, where they are, and then copies
                  the others' sums: two times log2(n) waits, and nothing is sent.
-    of two       each reads all of the other's array and adds it up itself: each waits for the other once.
+    of two       each reads the other's whole array and adds it up itself: each waits for the other once.
 
-In a ring, where the left neighbour's array can be read in place, a byte over the connection says that a chunk is ready,
-and no copy is sent. That needs no locks: a chunk changes again only when the sum of which it was a part has come back
-around the ring, and so has been read; and an all-reduce ends only when the right neighbour has said that it has read
-everything. Where all read in place, an array that is given away is free when all have come to the next meeting.
+In a ring, if the left neighbor's array can be read in place, one byte over the connection announces that a chunk is
+ready, and no copy is sent. That needs no locks: a chunk changes again only when the sum that includes it has come back
+around the ring, so it has been read; and an all-reduce ends only when the right neighbor has reported that it has read
+everything. If all ranks read in place, an array that is given away is free when all have come to the next meeting.
 
-With `halved`, what is sent is rounded to bfloat16, half the bytes; sums are made in float32 (in a ring), and what is
-read in place is not rounded on its way. The complete sums are, so that all ranks have the same bits whichever way they
-came.
+With `halved`, data is sent rounded to bfloat16, half the bytes; sums are computed in float32 (in a ring), and data that
+is read in place is not rounded on its way. The complete sums are rounded, so that all ranks have the same bits
+whichever way they came.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from tfdist.runtime.array_meeting import ArrayMeeting, bucket_name, other_progra
 from tfdist.runtime.ring_connections import TOKEN, Outgoing
 from tfdist.runtime.shared_memory import NOT_SHARED
 
-# Site, bucket, bytes: checked, so that ranks can never mix up their gradients; where to read them: serial, descriptor.
+# Site, bucket, bytes: checked, so that ranks never mix up their gradients; where to read them: serial, descriptor.
 _HEADER = struct.Struct("!IIQqq")
 _NOTHING = memoryview(b"")
 
 
 class _Round(NamedTuple):
-    """The arrays that take part in an exchange of one array."""
+    """The arrays in one exchange."""
 
     chunks: list[np.ndarray]  # of the array, one for each rank
-    left: Sequence[np.ndarray | None]  # of the left neighbour's, where they are read in place
-    read_by_right: int  # the serial number under which the right neighbour reads the array in place; NOT_SHARED
-    read_here: int  # that of the left neighbour's
+    left: Sequence[np.ndarray | None]  # the left neighbor's chunks, where they are read in place
+    read_by_right: int  # serial number under which the right neighbor reads the array in place, or NOT_SHARED
+    read_here: int  # the same for the left neighbor's array, read here
 
 
 class Ring(ArrayMeeting):
     """The all-reduce of all ranks. See ArrayMeeting."""
 
-    _scratch, _halves = np.empty(0, np.float32), np.empty(0, ml_dtypes.bfloat16)  # longer ones when they are needed
+    _scratch, _halves = np.empty(0, np.float32), np.empty(0, ml_dtypes.bfloat16)  # replaced by longer ones as needed
 
     def gradient_path(self) -> GradientPath:
-        """The way that sums take, in words."""
+        """How sums travel, in words."""
         if self.all_read:
             return GradientPath("are read in place")
         if not self.link:
@@ -73,11 +73,11 @@ class Ring(ArrayMeeting):
         halved: bool = False,
         spare: Callable[[int], np.ndarray] | None = None,
     ) -> np.ndarray:
-        """Sums a contiguous float32 [k] over all ranks. Returns where the sum is: in `array` itself, or in another.
+        """Sums a contiguous float32 [k] over all ranks. Returns the array with the sum: `array` itself, or another one.
 
-        spare: length -> an array that `empty` has made, for the sum. With it, `array` is given away: it must not change
-        as long as this object refers to it. `site`, `bucket`, `halved`, and whether there is a `spare`, must agree on
-        all ranks.
+        spare: length -> an array made by `empty`, for the sum. With it, `array` is given away: it must not change as
+        long as this object refers to it. `site`, `bucket`, `halved`, and whether there is a `spare`, must agree on all
+        ranks.
         """
         if self.size == 2 and spare and not halved:
             return self._sum_of_two(array, site, bucket, spare)
@@ -112,7 +112,7 @@ class Ring(ArrayMeeting):
 
     def _sum_in_place(self, arrays: list[np.ndarray], is_given: bool) -> np.ndarray:
         array, cuts = arrays[self.rank], self._cuts(arrays[0].size)
-        own_chunk = (self.rank + 1) % self.size  # the chunk of which a ring, too, would have the complete sum here
+        own_chunk = (self.rank + 1) % self.size  # the chunk whose complete sum would be here in a ring, too
         start, stop = cuts[own_chunk]
         total = self._scratch_of(stop - start)
         self._add_up([each[start:stop] for each in arrays], own_chunk, out=total)
@@ -127,13 +127,13 @@ class Ring(ArrayMeeting):
         return array
 
     def _add_up(self, chunks: list[np.ndarray], index: int, out: np.ndarray) -> None:
-        """Sums the ranks' chunks number `index` into `out`, in the order of a ring."""
+        """Sums chunk number `index` of all ranks into `out`, in ring order."""
         np.copyto(out, chunks[index])
         for step in range(1, self.size):
             np.add(chunks[(index + step) % self.size], out, out=out)
 
     def _cuts(self, length: int) -> list[tuple[int, int]]:
-        """The beginning and end of each rank's chunk."""
+        """The start and end of each rank's chunk."""
         cuts = [index * length // self.size for index in range(self.size + 1)]
         return list(zip(cuts, cuts[1:], strict=False))
 
@@ -149,7 +149,7 @@ class Ring(ArrayMeeting):
             theirs = self._scratch_of(array.size)
             self._pass_on(outgoing, _bytes(theirs))
         self._pass_on(outgoing, _NOTHING)
-        # In one order on both ranks: of two NaNs the sum is the first.
+        # In the same order on both ranks: the sum of two NaNs is the first one.
         first, second = (array, theirs) if self.rank == 0 else (theirs, array)
         total = np.add(first, second, out=spare(array.size) if serial else array)
         if their_serial:
@@ -159,7 +159,7 @@ class Ring(ArrayMeeting):
         return total
 
     def _wait_until_read(self) -> None:
-        """Waits for the word of the other ranks that they have read what was left to them, before anything else."""
+        """Waits, before anything else, until the other ranks report that they have read the arrays left to them."""
         if self._unread and self.size > 2:
             self._all_come()
         else:
@@ -173,8 +173,8 @@ class Ring(ArrayMeeting):
         return self._scratch[:length]
 
     def gather(self, array: np.ndarray, site: int = 0, bucket: int = 0) -> None:
-        """Fills in the other ranks' parts of a contiguous float32 [size * k], in which part `rank` is this rank's, bit
-        for bit."""
+        """Fills in the other ranks' parts of a contiguous float32 [size * k], bit for bit; part `rank` is this
+        rank's."""
         if arrays := self._arrays_of_all(array, site, bucket):
             parts = [each.reshape(self.size, -1) for each in arrays]
             for rank, part in enumerate(parts):
@@ -188,7 +188,7 @@ class Ring(ArrayMeeting):
         self._finish(now)
 
     def _meet_with(self, array: np.ndarray, site: int, bucket: int) -> _Round:
-        """Makes sure that all ranks are about to exchange the same array."""
+        """Ensures that all ranks are about to exchange the same array."""
         cuts = self._cuts(array.size)
         chunks = [array[start:stop] for start, stop in cuts]
         self._wait_until_read()
@@ -204,7 +204,7 @@ class Ring(ArrayMeeting):
         return _Round(chunks, left, serial, their_serial)
 
     def _met(self, outgoing: Outgoing, mine: tuple[int, int, int]) -> tuple[int, int]:
-        """The serial number and the descriptor that the left neighbour says. Some of `outgoing` may not be sent yet."""
+        """Returns the left neighbor's serial number and descriptor. A part of `outgoing` may still be unsent."""
         theirs = bytearray(_HEADER.size)
         self._pass_on(outgoing, memoryview(theirs), all_sent=False)
         *their_what, serial, descriptor = _HEADER.unpack(theirs)
@@ -213,9 +213,9 @@ class Ring(ArrayMeeting):
         return serial, descriptor
 
     def _hand_around(self, now: _Round, own_chunk: int, halved: bool = False, is_ready: bool = False) -> None:
-        """Passes complete chunks on until every rank has all.
+        """Passes complete chunks on until every rank has all of them.
 
-        own: the number of the one that this rank has. is_ready: it was when the ranks met.
+        own_chunk: the number of the chunk that this rank has. is_ready: whether it was complete when the ranks met.
         """
         for step in range(self.size - 1):
             sent, index = (own_chunk - step) % self.size, (own_chunk - 1 - step) % self.size
@@ -224,7 +224,7 @@ class Ring(ArrayMeeting):
                 np.copyto(now.chunks[index], received)
 
     def _finish(self, now: _Round) -> None:
-        """Returns when the right neighbour has read everything that it reads in place; tells the left one the same."""
+        """Returns when the right neighbor has read all that it reads in place; tells the left neighbor the same."""
         answer = memoryview(bytearray(1)) if now.read_by_right else _NOTHING
         self._pass_on(TOKEN if now.read_here else _NOTHING, answer, backwards=True)
         self._shared.has_been_read(now.read_by_right, [(self.rank + 1) % self.size])
@@ -232,8 +232,8 @@ class Ring(ArrayMeeting):
     def _next(self, now: _Round, sent: int, index: int, into: np.ndarray, halved: bool, is_ready: bool) -> np.ndarray:
         """Passes chunk `sent` on.
 
-        Returns the left neighbour's chunk `index`: its own array, read in place, or what was received `into`. is_ready:
-        that they have met says already that chunks can be read in place.
+        Returns the left neighbor's chunk `index`: its array, read in place, or the data received `into`. is_ready: the
+        meeting of the ranks has already announced that chunks can be read in place.
         """
         mine, theirs = now.chunks[sent], now.left[index]
         if halved and not now.read_by_right:

@@ -1,9 +1,9 @@
-"""A worker's connections to others in a ring of all workers, and what is gathered over them: bytes of any length.
+"""A worker's connections to others in a ring of all workers, and gathers of bytes of any length over them.
 
-Each worker has connections to the ranks 1, 2, 4, ... places to its right and to its left. Over those at a distance of 1
-a ring passes on what is large. A gather by doubling needs all of them: with every exchange a rank knows twice as many
-ranks' bytes, so that all know all after log2(n) waits in place of n - 1, and no byte is sent more often (Bruck et al.
-1997, "Efficient algorithms for all-to-all communications", the concatenation).
+Each worker has connections to the ranks 1, 2, 4, ... places to its right and to its left. A ring passes large data on
+over the connections at distance 1. A gather by doubling needs all of them: with every exchange a rank knows twice as
+many ranks' bytes, so that all know everything after log2(n) waits instead of n - 1, and no byte is sent more often
+(Bruck et al. 1997, "Efficient algorithms for all-to-all communications", the concatenation).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from tfdist.control.preflight import bind_shared
 from tfdist.runtime import ring_meeting
 from tfdist.runtime.ring_error import MARK, RingError, held_differently
 
-# What a gathered block is, its stamp, its bytes: the first two must agree on all ranks.
+# Name of the gathered block, its stamp, its number of bytes: the first two must agree on all ranks.
 _BLOCK = struct.Struct("!12sIQ")
-_LOOKS = 4  # at a neighbour that is silent, in the time after which it counts as dead
+_LOOKS = 4  # checks of a silent neighbor within the time after which it counts as dead
 _SEND_BYTES = 1 << 20
 _LARGEST_BLOCK = 1 << 36
 TOKEN = memoryview(b".")
-_GOODBYE = "end"  # in the place of what is gathered
+_GOODBYE = "end"  # sent as the name of a block
 
 
 @dataclass(frozen=True)
 class Patience:
-    """The time for which a silent neighbour is waited for.
+    """How long to wait for a silent neighbor.
 
-    `timeout`: seconds after which one that sends nothing is an error; 0: never. `is_alive`: asked about its rank
-    whenever it has been silent for `ask_after` seconds. A process that has ended closes its connections, but one that
-    is stopped, or whose machine is gone, does not.
+    `timeout`: seconds without data after which it is an error; 0: never. `is_alive`: asked about a silent neighbor's
+    rank, several times within `ask_after` seconds. A process that has ended closes its connections, but one that is
+    stopped, or whose machine is gone, does not.
     """
 
     timeout: float = 0.0
@@ -50,7 +50,7 @@ class Patience:
 
 
 class Outgoing:
-    """Pieces that are sent one after the other, over several calls of `_pass_on` if need be."""
+    """Pieces that are sent one after another, over several calls of `_pass_on` if needed."""
 
     def __init__(self, *pieces: memoryview):
         self._pieces = [piece for piece in pieces if len(piece)]
@@ -59,7 +59,7 @@ class Outgoing:
         return sum(map(len, self._pieces))
 
     def send(self, connection: socket.socket) -> None:
-        """Sends as much as fits. Raises BlockingIOError if that is nothing."""
+        """Sends as much as fits. Raises BlockingIOError if nothing fits."""
         rest = self._pieces[0][connection.send(self._pieces[0][:_SEND_BYTES]) :]
         self._pieces[:1] = [rest] if len(rest) else []
 
@@ -69,8 +69,8 @@ class RingConnections:
 
     Attributes: rights, lefts, distance -> connection; waiting_for, the rank whose bytes are waited for at the moment.
     Args:
-      cluster: this worker's place among the others, and the secret by which they know each other.
-      exchange: hands this worker's endpoint to all and returns all endpoints in rank order (a collective).
+      cluster: this worker's place among the others, and the secret by which they recognize each other.
+      exchange: sends this worker's endpoint to all and returns all endpoints in rank order (a collective call).
     """
 
     def __init__(self, cluster: Cluster, exchange: Callable[[str], Sequence[str]], patience: Patience):
@@ -87,21 +87,21 @@ class RingConnections:
 
     @property
     def right(self) -> socket.socket:
-        """The connection to the right neighbour."""
+        """The connection to the right neighbor."""
         return self.rights[1]
 
     @property
     def left(self) -> socket.socket:
-        """The connection to the left neighbour."""
+        """The connection to the left neighbor."""
         return self.lefts[1]
 
     def all_gather(self, data: bytes, name: str, stamp: int = 0) -> list[bytes | memoryview]:
-        """Every rank's bytes, in rank order; their lengths may differ.
+        """Returns every rank's bytes, in rank order; their lengths may differ.
 
-        Args: name, what is gathered (12 ASCII characters at most), and stamp (32 bits), must agree on all ranks: so a
-        rank that is elsewhere in the program, or holds other samples, is noticed at once, by all.
+        Args: name, of the gathered data (12 ASCII characters at most), and stamp (32 bits), must agree on all ranks: so
+        all ranks notice at once if a rank is elsewhere in the program, or holds other samples.
         """
-        blocks: list[bytes | memoryview] = [data]  # of this rank, of the one before it, ...
+        blocks: list[bytes | memoryview] = [data]  # of this rank, of the previous rank, ...
         headers = [_BLOCK.pack(name.encode(), stamp, len(data))]
         for distance in self.distances if self.size > 1 else ():
             count = min(len(blocks), self.size - len(blocks))
@@ -110,12 +110,12 @@ class RingConnections:
             self._pass_on(outgoing, memoryview(theirs), all_sent=False, distance=distance)
             found = [bytes(theirs[start : start + _BLOCK.size]) for start in range(0, len(theirs), _BLOCK.size)]
             lengths = [self._length_of(header, name, distance) for header in found]
-            received = np.empty(sum(lengths), np.uint8).data  # not zeroed before, as a bytearray is
+            received = np.empty(sum(lengths), np.uint8).data  # not zeroed first, unlike a bytearray
             self._pass_on(outgoing, received, distance=distance)
             ends = list(itertools.accumulate(lengths))
             headers += found
             blocks += [received[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        for distance, header in enumerate(headers):  # now that nothing is on its way any more
+        for distance, header in enumerate(headers):  # only now that nothing is on its way any more
             self._compare(header, name, stamp, (self.rank - distance) % self.size)
         return [blocks[(self.rank - rank) % self.size] for rank in range(self.size)]
 
@@ -125,7 +125,7 @@ class RingConnections:
             self._pass_on(TOKEN, memoryview(bytearray(1)), distance=distance)
 
     def _length_of(self, header: bytes, name: str, distance: int) -> int:
-        """The length of a block that comes from `distance` to the left. Raises RingError if there is none."""
+        """The length of a block that comes from `distance` to the left. Raises RingError if no valid block comes."""
         *_, length = _BLOCK.unpack(header)
         if _name_of(header) == _GOODBYE:
             raise RingError(self.farewell_of_left(name, distance))
@@ -137,7 +137,7 @@ class RingConnections:
         return length
 
     def _compare(self, header: bytes, name: str, stamp: int, other: int) -> None:
-        """Raises RingError if the block of a rank is not of what this one gathers."""
+        """Raises RingError if another rank's block has another name or stamp than this rank's."""
         _, their_stamp, _ = _BLOCK.unpack(header)
         their_name = _name_of(header)
         if their_name != name:
@@ -149,20 +149,20 @@ class RingConnections:
             raise held_differently(self.rank, other, name)
 
     def say_goodbye(self) -> None:
-        """Leaves word for those to the right that nothing will come any more; never waits."""
+        """Tells the ranks to the right that nothing more will come; never waits."""
         for connection in self.rights.values():
             with contextlib.suppress(OSError):
                 connection.send(_BLOCK.pack(_GOODBYE.encode(), 0, 0))
 
     def has_left(self) -> bool:
-        """Whether the left neighbour's goodbye is what it has sent next."""
+        """Whether the next message from the left neighbor is its goodbye."""
         with contextlib.suppress(OSError):
             header = self.left.recv(_BLOCK.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             return len(header) == _BLOCK.size and _name_of(header) == _GOODBYE
         return False
 
     def farewell_of_left(self, at: str = "a step", distance: int = 1) -> str:
-        """The text of a RingError: the rank so far to the left has left while this one is `at` something."""
+        """The text of a RingError: the rank at `distance` to the left has left while this one is `at` something."""
         return (
             f"{MARK}ConfigError: Rank {(self.rank - distance) % self.size} has come to the end of its script, while"
             f" rank {self.rank} is at {at!r}: all workers must make the same calls of tfdist, also evaluate and"
@@ -177,11 +177,11 @@ class RingConnections:
         all_sent: bool = True,
         distance: int = 1,
     ) -> None:
-        """Sends so far to the right and receives from so far to the left at the same time: neither may wait for the
-        other.
+        """Sends to the right and receives from the left, each over `distance`, at the same time: neither may wait for
+        the other.
 
-        backwards: to the left and from the right. Without all_sent it returns when all is received; the rest of
-        `outgoing` is for the next call.
+        backwards: sends to the left and receives from the right. Without all_sent it returns once everything is
+        received; the rest of `outgoing` is left for the next call.
         """
         received = 0
         out = outgoing if isinstance(outgoing, Outgoing) else Outgoing(outgoing)
@@ -227,8 +227,8 @@ class RingConnections:
         start = time.monotonic()
         self.waiting_for = silent
         timeout, ask_after = self.patience.timeout, self.patience.ask_after
-        # Looked at more than once in that time, or a neighbour that is silent since a moment after the last look, or
-        # whose last heartbeat came late, would be found out after twice as long.
+        # More than one check in that time: otherwise a neighbor that fell silent just after the last check, or whose
+        # last heartbeat came late, would be noticed only after twice as long.
         look = 1000 * min(ask_after / _LOOKS, timeout or ask_after)
         while not poll.poll(look):
             if timeout and time.monotonic() - start >= timeout:

@@ -1,6 +1,6 @@
-"""Errors of a ring (ring.py), and what they mean to a user.
+"""Errors of a ring (ring.py), and their meaning for a user.
 
-Such an error travels through TensorFlow as text.
+Such an error passes through TensorFlow as text.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ MARK = "tfdist ring: "  # in the text of every RingError
 
 
 class RingError(RuntimeError):
-    """A neighbour is gone, silent, or doing something else."""
+    """A neighbor is gone, silent, or doing something else."""
 
 
 def user_error(text: str) -> TfdistError:
-    """The error for the user that the text of a RingError, perhaps within another, stands for: of the kind with whose
-    name it begins, or else a lost peer."""
+    """Converts the text of a RingError, perhaps inside another text, to the error for the user: of the kind whose name
+    it begins with, or else a lost peer."""
     sentence = text[text.index(MARK) + len(MARK) :].splitlines()[0]
     for kind in (ConfigError, DataError):
         if sentence.startswith(f"{kind.__name__}: "):
@@ -25,7 +25,7 @@ def user_error(text: str) -> TfdistError:
 
 
 def overdue(rank: int, size: int, timeout: float) -> str:
-    """The text of the error, on this rank of `size`, about a collective that has not ended in so many seconds."""
+    """The text of the error, on this rank of `size`, for a collective that has not ended within `timeout` seconds."""
     others = ", ".join(str(other) for other in range(size) if other != rank)
     return (
         f"{MARK}rank {rank} has waited for more than --collective_timeout={timeout:g} s for one of ranks {others},"
@@ -34,7 +34,7 @@ def overdue(rank: int, size: int, timeout: float) -> str:
 
 
 def held_differently(rank: int, other: int, what: str) -> RingError:
-    """The error about data that all ranks must hold alike."""
+    """The error for data that should be the same on all ranks but differs."""
     return RingError(
         f"{MARK}DataError: Rank {rank} and rank {other} hold different {what}: the data must come in the same order on"
         " all workers; seed what shuffles it."

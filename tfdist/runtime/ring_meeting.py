@@ -20,9 +20,9 @@ _MEETING_SECONDS, _ATTEMPT_SECONDS = 60.0, 20.0
 def meet(
     cluster: Cluster, listener: socket.socket, endpoints: Sequence[str], distances: Sequence[int]
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """distance -> connection: to the ranks so far to the right, and from those so far to the left.
+    """distance -> connection: to the ranks at these distances to the right, and from those to the left.
 
-    Both at the same time, since each side waits for the other's proof. Raises ClusterError, RingError.
+    Both are made at the same time, since each side waits for the other's proof. Raises ClusterError, RingError.
     """
     key = wire.SharedKey.of(cluster.secret, "ring", *endpoints)
     rights = {distance: (cluster.rank + distance) % cluster.size for distance in distances}
@@ -69,7 +69,7 @@ def _connect(endpoint: str, key: wire.SharedKey, rank: int, expected: int, deadl
 def _accept(
     listener: socket.socket, key: wire.SharedKey, rank: int, expected: set[int], is_over: Callable[[], bool]
 ) -> dict[int, socket.socket]:
-    """rank -> its connection; of one that tries again, the last."""
+    """rank -> its connection; the last one of a rank that tries again."""
     found: dict[int, socket.socket] = {}
     with Reception(listener, key, rank, lambda other: other in expected) as reception:
         while len(found) < len(expected):

@@ -1,7 +1,7 @@
 """Whether two workers hold the same numbers, up to the order in which sums were taken.
 
-Of what each worker computes for itself bits may differ: Grappler makes one sum of x + (a + b + c), and takes its terms
-in another order in another process (seen where TensorFlow does not know all dims).
+Bits may differ in values that each worker computes for itself: Grappler makes one sum of x + (a + b + c), and takes its
+terms in another order in another process (seen where TensorFlow does not know all dims).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_ROUNDINGS = 64  # of a number, that may differ
-_HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # -> the largest step from a number to the next, in parts of it
-_STEPPED = 0.02  # the part of numbers in half precision that may be one step apart
+_ROUNDINGS = 64  # allowed difference, in rounding errors of a number
+_HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # -> the largest relative step from a number to the next
+_STEPPED = 0.02  # the fraction of numbers in half precision that may be one step apart
 
 
 def are_same(own: Sequence[np.ndarray], other: bytes | memoryview) -> bool:
-    """Whether the arrays whose bytes are `other` hold the numbers of `own`. Both workers find the same."""
+    """Whether the arrays with the bytes `other` hold the numbers of `own`. Both workers get the same answer."""
     if len(other) != sum(array.nbytes for array in own):
         return False
     offset = 0
@@ -38,10 +38,10 @@ def _are_near(one: np.ndarray, other: np.ndarray) -> bool:
         return False
     a, b = a[finite], b[finite]
     apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
-    # A number near 0 may be what is left of terms as large as most others.
+    # A number near 0 may be the difference of terms as large as most other numbers.
     usual = np.median(size[size > 0]) if size.any() else 0.0
     rounding = _ROUNDINGS * np.finfo(np.float32 if half else one.dtype).eps
-    if half:  # of what was summed in float32; rounded to these it seldom changes
+    if half:  # values summed in float32: rounded to half precision they seldom differ
         near = apart <= half * size + rounding * usual
         return bool(near.all() and (apart > 0).sum() <= max(2, _STEPPED * a.size))
     return bool((apart <= rounding * np.maximum(size, usual)).all())

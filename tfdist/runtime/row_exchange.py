@@ -1,9 +1,9 @@
-"""Gathers rows of which each worker has another number, and another one each time, by collectives of TensorFlow.
+"""Gathers rows through TensorFlow's collectives, where the number of rows differs between workers and between calls.
 
-These want the same shape from all workers, and the same each time: TensorFlow holds a collective to the shape that it
-had first. So workers first tell each other how many rows they have, over the ring of connections; then all fill theirs
-up to the longest; and a call has a number of its own for each length. As lengths may never come twice (rows of a table
-that a condition has chosen), those after the first few are rounded up.
+The collectives need the same shape from all workers, and the same each time: TensorFlow requires a collective to keep
+its first shape. So workers first tell each other how many rows they have, over the ring of connections. Then all pad
+their rows to the longest; and a call has a separate number for each length. As lengths may never repeat (rows of a
+table chosen by a condition), lengths after the first few are rounded up.
 
 Legend. k: tensors that are gathered together; R: workers.
 """
@@ -24,20 +24,20 @@ from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.host import on_host
 from tfdist.runtime.wire_types import joined, of_one_type, off_wire, on_wire
 
-_EXACT = 8  # shapes of a call, before lengths are rounded up by at most an eighth
+_EXACT = 8  # shapes per call, before lengths are rounded up by at most an eighth
 _WIRE_TYPES = 3
 
 
 class Rows(NamedTuple):
-    """The numbers that workers have agreed on for one gather; all on the host."""
+    """The values that workers have agreed on for one gather; all on the host."""
 
     counts: tf.Tensor  # int32 [R, k]: rows of each worker
-    longest: tf.Tensor  # int32 [k]: rows that travel of each worker
+    longest: tf.Tensor  # int32 [k]: number of rows that each worker sends
     number: tf.Tensor  # int32 []: the first of _WIRE_TYPES numbers for collectives of these shapes
 
 
 class RowExchange:
-    """Gathers different numbers of rows. All workers make the same calls in the same order. `group`: for this alone."""
+    """Gathers varying numbers of rows. All workers make the same calls in the same order. `group`: for this alone."""
 
     def __init__(self, control: ControlRing, group: Group):
         self._control, self._group = control, group
@@ -52,9 +52,9 @@ class RowExchange:
         stamp: Callable[[], int],
         after: Sequence[tf.Operation],
     ) -> Rows:
-        """Agrees on rows, see PeerRuntime.gather. Holds a thread until all have come; `after` these operations."""
+        """Agrees on rows, see PeerRuntime.gather. Blocks a thread until all have come; runs after `after`."""
         k = len(tensors)
-        # Those that are called one by one, outside of a graph, are told apart by their types only.
+        # Eager calls, outside of a graph, are distinguished by their dtypes only.
         site = tuple(tensor.dtype for tensor in tensors) if tf.executing_eagerly() else (next(self._sites),)
         with tf.control_dependencies(list(after)), on_host():
             shapes = [tf.shape(tensor, tf.int64) for tensor in tensors]
@@ -65,7 +65,7 @@ class RowExchange:
             return Rows(tf.reshape(counts, [self._group.size, k]), longest, number[0])
 
     def gather(self, tensors: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
-        """The rows of all workers of each tensor, in order of rank."""
+        """Returns the rows of all workers for each tensor, in rank order."""
         with on_host():
             of_ranks = [tf.unstack(counts) for counts in tf.unstack(rows.counts, axis=1)]
             longest = tf.unstack(rows.longest)
@@ -76,7 +76,7 @@ class RowExchange:
             with on_host():
                 number = rows.number + index
             lengths = [tf.size(padded[place]) for place in places]
-            # The element more: there may be no other.
+            # One extra element, as there may be no other.
             flat = joined([*(padded[place] for place in places), tf.zeros([1], wire[places[0]].dtype)])
             all_flat = self._group.all_gather_numbered(flat[tf.newaxis], number)
             for place, part in zip(places, tf.split(all_flat, [*lengths, 1], axis=1), strict=False):
@@ -105,7 +105,7 @@ def _rounded_up(length: int) -> int:
 
 
 def _padded(rows: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
-    """The rows, with rows of zeros at the end, so that there are `length`."""
+    """Pads the rows with rows of zeros at the end to `length` rows."""
     more = tf.stack([[0, length - tf.shape(rows)[0]], *([0, 0] for _ in rows.shape[1:])])
     padded = tf.pad(rows, more)
     padded.set_shape([None, *rows.shape[1:]])

@@ -1,4 +1,4 @@
-"""Contexts that say what the code inside them is part of."""
+"""Context managers that mark the code inside them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager
 
 
 class ThreadScope:
-    """A context of the thread that enters it: others may prepare data meanwhile, or trace another replica. May be
-    entered inside itself."""
+    """A reentrant context manager for the thread that enters it only: other threads may prepare data meanwhile, or
+    trace another replica."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     @property
     def is_here(self) -> bool:
-        """Whether the thread that asks is inside."""
+        """Whether the calling thread is inside."""
         return getattr(self._local, "entries", 0) > 0
 
     @contextlib.contextmanager
@@ -31,7 +31,7 @@ class ThreadScope:
 
 
 class Once:
-    """A context that may be entered inside itself; only the outermost entry counts."""
+    """A reentrant context manager; only the outermost entry enters `context`."""
 
     def __init__(self, context: Callable[[], AbstractContextManager]):
         self._context, self._entries = context, 0

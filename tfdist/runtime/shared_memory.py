@@ -1,8 +1,8 @@
-"""Arrays that a process on the same host can read where they are, instead of being sent a copy.
+"""Arrays that a process on the same host can read in place, instead of receiving a copy.
 
-An array lives in an anonymous file (memfd_create) that the other process opens through /proc/PID/fd: nothing has a name
-that could be left behind, however the two end. Processes that cannot do so (other hosts, other PID namespaces, other
-users, other systems than Linux) find out when they try to read each other's token.
+An array lives in an anonymous file (memfd_create) that the other process opens through /proc/PID/fd: there is no name
+that could be left behind, however the two processes end. Processes that cannot do this (other hosts, other PID
+namespaces, other users, systems other than Linux) find out when they try to read each other's token.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (*[ctypes.c_void_p, ctypes.c_size_t], *[ctypes.c_int] * 3, ctypes.c_long)
 _FAILED = ctypes.c_void_p(-1).value
-NOT_SHARED, KNOWN = 0, -1  # in place of a serial number; of a descriptor
+NOT_SHARED, KNOWN = 0, -1  # special values of a serial number and of a descriptor
 
 
 class SharedArrays:
-    """Arrays of this process, for others to read. Each is known by a serial number.
+    """Arrays of this process that others can read. Each is identified by a serial number.
 
     Attributes: readers, the ranks that can read them.
     """
@@ -38,15 +38,15 @@ class SharedArrays:
     def __init__(self) -> None:
         self.readers: frozenset[int] = frozenset()
         self._token = secrets.token_bytes(16)
-        self._readers_of: dict[int, set[int]] = {}  # serial -> the ranks that have it open
-        self._descriptors: dict[int, int] = {}  # serial -> descriptor, until all have it open
+        self._readers_of: dict[int, set[int]] = {}  # serial -> the ranks that have the array open
+        self._descriptors: dict[int, int] = {}  # serial -> descriptor, until all ranks have the array open
         self._serials: dict[int, int] = {}  # address -> serial
         self._numbers = itertools.count(NOT_SHARED + 1)
 
     def offer(self) -> bytes:
-        """The token by which a process finds out whether it can read these arrays; OFFER_BYTES long.
+        """Returns the token, of OFFER_BYTES, by which a process finds out whether it can read these arrays.
 
-        Call `withdraw` when it has.
+        Call `withdraw` once all processes have found out.
         """
         descriptor = 0
         with contextlib.suppress(AttributeError, OSError):  # not Linux; no memory
@@ -56,13 +56,13 @@ class SharedArrays:
         return _OFFER.pack(os.getpid(), descriptor, self._token)
 
     def withdraw(self) -> None:
-        """Ends the offer, which all have looked at."""
+        """Ends the offer, once all processes have checked it."""
         self._close(NOT_SHARED)
 
     def empty(self, length: int) -> np.ndarray:
         """A zeroed float32 [length], on a page boundary.
 
-        To be kept as long as this object, which knows it by its address.
+        Keep it as long as this object, which identifies the array by its address.
         """
         descriptor = os.memfd_create("tfdist-array")
         os.ftruncate(descriptor, max(4 * length, 4))
@@ -72,13 +72,13 @@ class SharedArrays:
         return array
 
     def where(self, array: np.ndarray) -> tuple[int, int]:
-        """(serial number or NOT_SHARED, descriptor or KNOWN) of an array as `empty` gave it."""
+        """(serial number or NOT_SHARED, descriptor or KNOWN) of an array made by `empty`."""
         serial = self._serials.get(array.ctypes.data, NOT_SHARED)
         return serial, self._descriptors.get(serial, KNOWN)
 
     def has_been_read(self, serial: int, by: Collection[int]) -> None:
-        """Notes that these ranks keep the array open from now on. When all do, its descriptor need not be: a process
-        may have 1024."""
+        """Records that these ranks keep the array open from now on. Once all readers do, its descriptor is closed, as a
+        process may have only 1024."""
         if serial in self._descriptors:
             known = self._readers_of.setdefault(serial, set())
             known |= set(by)
@@ -93,7 +93,7 @@ class SharedArrays:
 
 
 class OthersArrays:
-    """The arrays of the process that made `offer`."""
+    """The arrays of the process that made `offer`, read from here."""
 
     def __init__(self, offer: bytes):
         self._pid, descriptor, token = _OFFER.unpack(offer)
@@ -103,14 +103,14 @@ class OthersArrays:
             self.readable = file.read(len(token) + 1) == token
 
     def _file(self, descriptor: int) -> BinaryIO:
-        """Raises OSError unless it is such an array: to open anything else may wait, or have effects."""
+        """Opens a file. Raises OSError unless it is a tfdist array: opening others may block, or have side effects."""
         path = f"/proc/{self._pid}/fd/{descriptor}"
         if not os.readlink(path).startswith("/memfd:tfdist-"):
             raise OSError(f"{path} is no array of tfdist")
         return open(path, "rb")
 
     def get(self, serial: int, descriptor: int, length: int) -> np.ndarray:
-        """The array, read-only float32 [length]. Raises OSError if its process has ended."""
+        """Returns the array, read-only float32 [length]. Raises OSError if its process has ended."""
         if serial not in self._open:
             with self._file(descriptor) as file:
                 if os.fstat(file.fileno()).st_size < 4 * length:
@@ -120,10 +120,10 @@ class OthersArrays:
 
 
 def _mapped(descriptor: int, length: int, protection: int) -> np.ndarray:
-    """float32 [length] in the memory behind a descriptor, until nobody refers to it. Raises OSError.
+    """Maps float32 [length] from the memory behind a descriptor, until nobody refers to it. Raises OSError.
 
-    Not through Python's mmap, which keeps a descriptor of its own: eight workers with a hundred buckets would need
-    thousands of them.
+    Does not use Python's mmap, which keeps a descriptor of its own: eight workers with a hundred buckets would need
+    thousands of descriptors.
     """
     size = max(4 * length, 4)
     address = _LIBC.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)

@@ -1,7 +1,7 @@
-"""What is the same for all runtimes whose workers hold one replica each: a per-replica value is just the value.
+"""The common part of all runtimes whose workers hold one replica each: a per-replica value is just the value.
 
-A file with a strategy's entry may import it: that is read before TensorFlow is set up, and TensorFlow is not imported
-here before it is needed.
+A file with a strategy's entry may import this module. Such a file is read before TensorFlow is set up, so TensorFlow is
+not imported here before it is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SingleReplica(RuntimeDefaults):
-    """To inherit from; see runtime/base.py for each method."""
+    """A base class; runtime/base.py documents each method."""
 
     local_replicas = 1
     first_replica: int

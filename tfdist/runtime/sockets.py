@@ -2,8 +2,8 @@
 
 For programs that have used TensorFlow before they ask for a runtime: tf.distribute's multi-worker strategy, and
 TensorFlow's collectives (tensorflow_peers.py), must be started before anything else, while these sockets can be opened
-at any time, around a model that exists. Beside the rings that all runtimes of plain processes have (control_ring.py)
-there is one for gradients (RingReducer). Tensors of a GPU pass through host memory.
+at any time, for an existing model. In addition to the rings of all runtimes of plain processes (control_ring.py) there
+is one for gradients (RingReducer). GPU tensors pass through host memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tfdist.runtime.ring_error import RingError, user_error
 
 
 class Sockets(Peers):
-    """A runtime over sockets, see PeerRuntime in runtime/base.py. Made by peer_choice.py."""
+    """A runtime over sockets, see PeerRuntime in runtime/base.py. Created by peer_choice.py."""
 
     def __init__(self, config: Config, cluster: Cluster, control: ControlRing):
         super().__init__(cluster, control)
-        self._last: tf.Operation | None = None  # of the last gather that was traced
+        self._last: tf.Operation | None = None  # of the gather that was traced last
         try:
             self._gradients = Ring(
                 cluster, control.exchange, control.patience, share=config.strategy.communication == "auto"
@@ -72,7 +72,7 @@ class Sockets(Peers):
         return rows
 
     def _previous(self) -> list[tf.Operation]:
-        """The gather before, if it is of the graph that is being traced."""
+        """The previous gather, if it is in the graph that is being traced."""
         last = None if tf.executing_eagerly() else self._last
         return [last] if last is not None and last.graph is tf.compat.v1.get_default_graph() else []
 

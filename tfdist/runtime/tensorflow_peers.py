@@ -1,13 +1,14 @@
-"""Synchronous data parallelism of plain processes whose tensors travel by TensorFlow's own collectives.
+"""Synchronous data parallelism of plain processes whose tensors travel through TensorFlow's own collectives.
 
 These are NCCL's from GPU to GPU, or go over gRPC between CPUs.
 
 What workers must agree on before a tensor travels (how many rows each has, that all hold the same batch) goes over the
 ring of connections that all runtimes of plain processes have. So a traced step has two kinds of operations that wait
-for other workers: collectives, and exchanges on that ring, which hold a thread. An exchange waits for all collectives
-that were traced before it: a thread that waits in it can keep none of them from starting, also where there is but one.
+for other workers: collectives, and exchanges on that ring, which block a thread. An exchange waits for all collectives
+that were traced before it: so a thread that is blocked in it cannot keep any of them from starting, even if it is the
+only thread.
 
-Gradients travel in buckets, the last layers' first, each as soon as its own are there.
+Gradients travel in buckets, the last layers' first, each as soon as its gradients are ready.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from tfdist.runtime.ring_error import overdue
 from tfdist.runtime.row_exchange import RowExchange
 from tfdist.runtime.wire_types import joined, of_one_type, off_wire, on_wire
 
-_SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)  # by the collective itself
+_SUMMED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)  # summed by the collective itself
 
 
 class TensorflowPeers(Peers):
-    """Plain processes over TensorFlow's collectives; see PeerRuntime in runtime/base.py. Made by peer_choice.py, before
-    TensorFlow has computed anything.
+    """Plain processes over TensorFlow's collectives; see PeerRuntime in runtime/base.py. Created by peer_choice.py,
+    before TensorFlow has computed anything.
 
-    nccl: whether tensors live on GPUs; all are in host memory else.
+    nccl: whether tensors live on GPUs; otherwise all are in host memory.
     """
 
     def __init__(self, config: Config, cluster: Cluster, control: ControlRing, nccl: bool):
@@ -97,30 +98,30 @@ class TensorflowPeers(Peers):
         return found
 
     def _watched(self, run: Callable[[Sequence[Any]], list], tensors: Sequence[Any]) -> list[Any]:
-        """`run(tensors)`, which waits for other workers: under the watch, and before all exchanges that come later."""
+        """Returns `run(tensors)`, which waits for other workers: under the watch, and before all later exchanges."""
         with contextlib.nullcontext() if self._nccl else on_host():
             found = self._overdue.watched(lambda fn, args: fn(args), run, tensors)
         self._waits_from_here(found)
         return found
 
     def _here(self, run: Callable[[Sequence[Any]], list]) -> Callable[[Sequence[Any]], list]:
-        """Makes `run` a graph outside of graphs, one for all calls with these shapes: TensorFlow keeps what it knows of
-        a collective for good, which would add up if each call were another."""
+        """In eager mode, makes `run` a graph, one for all calls with the same shapes: TensorFlow keeps a record of each
+        collective forever, and these would accumulate if each call made a new one."""
         if not tf.executing_eagerly():
             return run
         if run.__name__ not in self._functions:
             self._functions[run.__name__] = tf.function(run, autograph=False)
         function = self._functions[run.__name__]
-        # A tape that saw it would ask for its gradient, which it does not have: whoever calls has one of his own.
+        # Hidden from gradient tapes, which would ask for its gradient: it has none, and every caller defines its own.
         return lambda tensors: function(tf.nest.map_structure(tf.stop_gradient, list(tensors), expand_composites=True))
 
     def _previous(self) -> list[tf.Operation]:
-        """The operation of the graph that is being traced for which an exchange must wait, if there is one."""
+        """The operation in the graph being traced that an exchange must wait for, if there is one."""
         last = self._last
         return [last] if last is not None and not tf.executing_eagerly() and last.graph is _graph() else []
 
     def _waits_from_here(self, found: Sequence[Any]) -> None:
-        """Makes what comes later wait for this, too."""
+        """Makes later exchanges wait for these tensors as well."""
         if not tf.executing_eagerly():
             tensors = tf.nest.flatten(found, expand_composites=True)
             with tf.control_dependencies([*self._previous(), *tensors]), on_host():
@@ -140,7 +141,7 @@ class TensorflowPeers(Peers):
         return found
 
     def _sums(self, tensors: Sequence[Any]) -> list[tf.Tensor]:
-        """Sums tensors in buckets. Every operation of a bucket depends on its own tensors alone."""
+        """Sums tensors in buckets. Every operation of a bucket depends only on that bucket's tensors."""
         sums: list[Any] = list(tensors)
         sizes = [tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors]
         for members in in_buckets(sizes, self._pack_bytes, [tensor.dtype for tensor in tensors]):
@@ -165,7 +166,7 @@ class TensorflowPeers(Peers):
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def end_call(self) -> None:
-        """Returns when no worker waits for a part of a collective that this one still has."""
+        """Returns when no worker waits for a part of a collective that this worker still has."""
         self.barrier()
 
     def leave(self) -> None:

@@ -1,5 +1,5 @@
-"""Do all replicas hold the same weights? Data parallelism rests on it, and nothing else would tell: a worker that
-missed one reduction goes on training, with losses that look right."""
+"""Checks that all replicas hold the same weights. Data parallelism depends on it, and nothing else would show a
+difference: a worker that missed one reduction continues to train, with losses that look right."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ _ABSENT = -1
 
 @dataclass(frozen=True)
 class Held:
-    """The value of one variable that `is_compared`, as this worker holds it.
+    """The value of one variable for which `is_compared` is true, as this worker holds it.
 
-    `piece`: who holds the same piece must hold the same bits.
+    `piece`: all holders of the same piece must hold the same bits.
     """
 
     name: str
-    variable: tf.Variable | None  # None: nothing
+    variable: tf.Variable | None  # None: not held here
     piece: int = 0
 
 
 def is_compared(variable: Any) -> bool:
-    """Whether a variable of a model must be the same on all workers. The states of seed generators differ by
-    intention."""
+    """Whether a variable of a model must be the same on all workers. The states of seed generators differ
+    intentionally."""
     return tf.as_dtype(variable.dtype) != tf.string and not is_seed_state(variable)
 
 
 def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
-    """Compares a CRC-32C of every weight and state over all workers, and over the replicas of each. All must call it.
+    """Compares a CRC-32C of every weight and state over all workers, and over each worker's replicas. All must call it.
 
-    Moving statistics that are not synchronised differ by nature: make them the same before.
+    Moving statistics that are not synchronized differ naturally: make them the same first.
 
     Args:
       held: the same variables in the same order on all workers.
-      when: for the sentence, for example "at step 300".
-    Raises: DivergedError on all workers, which names who differs from the first that holds the same, and the first
-    variable.
+      when: for the message, for example "at step 300".
+    Raises: DivergedError on all workers. It names who differs from the first holder of the same piece, and the first
+    such variable.
     """
     checksums = np.full((runtime.local_replicas, len(held), 2), _ABSENT, np.int64)
     for place, each in enumerate(held):
         for replica, copy in enumerate(runtime.local(each.variable) if each.variable is not None else ()):
             content = np.ascontiguousarray(host_view(copy)).reshape(-1).view(np.uint8)
             checksums[replica, place] = each.piece, google_crc32c.extend(0, content)  # three times as fast as zlib's
-    found = runtime.all_gather(checksums).reshape(-1, len(held), 2)  # of every replica or, on a mesh, rank
+    found = runtime.all_gather(checksums).reshape(-1, len(held), 2)  # for every replica or, on a mesh, every rank
     different: dict[int, set[int]] = {}  # place of a variable -> who differs
     for place in range(len(held)):
         first: dict[int, int] = {}

@@ -1,1 +1,1 @@
-"""Parallelism beyond data parallelism: each a few lines over runtime/collectives.py."""
+"""Parallelism beyond data parallelism: each kind takes a few lines on top of runtime/collectives.py."""

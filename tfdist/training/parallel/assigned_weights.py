@@ -1,9 +1,9 @@
-"""Weights that a layer sets in its own forward pass, as keras.layers.SpectralNormalization does, and state, as
+"""Refuses layers that set weights in their own forward pass, as keras.layers.SpectralNormalization does, or state, as
 keras.layers.BatchNormalization does.
 
-Where a weight lies in shards, in parts, on two stages or on parameter servers, or is computed with again, the layer
-would set a copy that nobody looks at: the run would go on with other weights than it should, and nothing would tell. So
-such a layer is refused, by name, when it first sets one of them, which is while the step is traced.
+Where a weight is sharded, cut into parts, held by two pipeline stages or by parameter servers, or used again in a
+recomputation, the layer would set a copy that nothing reads: training would continue silently with wrong weights. So
+such a layer is refused, by name, when it first sets one of these variables, which is while the step is traced.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SETTERS = ("assign", "assign_add", "assign_sub")
 def refuse_assigned(
     model: keras.Model, variables: Iterable[keras.Variable | tf.Variable], flag: str, why_and_fix: str = WHOLE
 ) -> None:
-    """Makes it a ConfigError, which names `flag`, if a layer of `model` sets one of these `variables` while it is
-    called. Trainable ones, or state, which may be TensorFlow's variables that a layer keeps by itself."""
+    """Makes it a ConfigError, which names `flag`, if a layer of `model` sets one of `variables` while the layer is
+    called. `variables` may be trainable, or state, including TensorFlow variables that only the layer itself keeps."""
     for variable in variables:
         name, like = _owner(model, variable), _like(variable)
         sentence = (
@@ -44,7 +44,7 @@ def refuse_assigned(
 
 
 def refuse_rules_with_state(model: keras.Model, flag: str, why_and_fix: str) -> None:
-    """Raises ConfigError if a regularizer or constraint, which is called beside the layers, keeps a variable."""
+    """Raises ConfigError if a regularizer or constraint, which runs outside of the layers' calls, keeps a variable."""
     if found := variables_of_rules(model):
         raise ConfigError(
             f"{flag}, but a regularizer or constraint of the model keeps a variable of its own ({found[0].name}),"
@@ -59,7 +59,7 @@ def _like(variable: keras.Variable | tf.Variable) -> str:
 def _owner(model: keras.Model, variable: keras.Variable | tf.Variable) -> str:
     """The name of the layer that keeps the variable."""
     layers = keras_layers.all_layers(model, include_self=False)
-    if isinstance(variable, tf.Variable):  # known to the layers around it, too, which come first
+    if isinstance(variable, tf.Variable):  # outer layers, which come first, know it as well
         return next(layer.name for layer in [*reversed(layers), model] if _holds(layer, variable))
     for layer in layers:
         seeds = [generator.state for generator in keras_layers.own_seed_generators(layer)]

@@ -1,4 +1,4 @@
-"""Buckets: gradients of one type that travel together over one group of workers."""
+"""Buckets: gradients of one dtype that travel together over one group of workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bucket:
-    """A part of a list of variables. The methods take and fill lists in the order of all variables."""
+    """A subset of a list of variables. The methods take and fill lists in the order of all variables."""
 
-    places: tuple[int, ...]  # in that list, from the last
+    places: tuple[int, ...]  # indices in that list, from the last
     shapes: tuple[tuple[int, ...], ...]
     group: Group
 
     def take(self, values: Sequence[T]) -> list[T]:
-        """The values of this bucket's places."""
+        """Returns the values at this bucket's places."""
         return [values[place] for place in self.places]
 
     def put(self, values: Sequence[T], into: dict[int, T]) -> None:
@@ -33,15 +33,15 @@ class Bucket:
         into.update(zip(self.places, values, strict=True))
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], over: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
-        """`over` of one vector of the bucket's tensors, which are in its order, and taken apart again."""
+        """Applies `over` to the concatenation of the bucket's tensors, given in its order; splits the result again."""
         total = over(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
         parts = tf.split(total, [math.prod(shape) for shape in self.shapes])
         return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 def make_buckets(variables: Sequence[keras.Variable], groups: Sequence[Group], most: int) -> list[Bucket]:
-    """All variables in buckets of about `most` elements, each summed over its group. Those of one group and dtype are
-    put together from the last: the backward pass makes the last gradients first.
+    """Divides all variables into buckets of about `most` elements, each summed over its group. Variables of one group
+    and dtype are put together starting from the last, because the backward pass computes the last gradients first.
     """
     kinds = [(group, variable.dtype) for group, variable in zip(groups, variables, strict=True)]
     shapes = [tuple(variable.shape) for variable in variables]

@@ -1,4 +1,4 @@
-"""What --strategy=mesh does to a model that the registry built, in this order:
+"""Applies --strategy=mesh to a model that the registry built, in this order:
 
 mesh -> parts of layers (tensor.py, expert.py) -> stages and recomputation (segments.py) -> shards of state (zero.py),
 compression -> pipeline -> step
@@ -43,10 +43,10 @@ class MeshModel(NamedTuple):
 
 
 class _Layers(NamedTuple):
-    """The layers and outputs after they were cut along `model` and `expert`."""
+    """The layers and outputs after layers were cut along `model` and `expert`."""
 
     objective: Objective
-    width: int  # of the outputs' last dim on this rank; 0: not known, of a model that is no graph of layers
+    width: int  # of the outputs' last dim on this rank; 0: not known, the model is no graph of layers
     parts: Mapping[int, VariablePart]
     summed_over_model: frozenset[int]
 
@@ -60,10 +60,10 @@ def compose_mesh(
     plan: BatchPlan,
     rows: Callable[[int], Any] | None,
 ) -> MeshModel:
-    """Distributes `model` over the mesh, in place, and builds `optimizer` on what is left.
+    """Distributes `model` over the mesh, in place, and builds `optimizer` on the variables that remain here.
 
-    rows: (number) -> x of so many samples, the same on all workers: a model of the user's own is tried with them.
-    Raises ConfigError on what does not fit.
+    rows: (number) -> x of so many samples, the same on all workers; a user's own model is tried with them.
+    Raises ConfigError if the model or the optimizer does not fit the mesh.
     """
     if refusal := mesh_rules.refusal(config, runtime.mesh, plan):
         raise ConfigError(refusal)
@@ -142,8 +142,8 @@ def _check_width(width: int, model: keras.Model, group: Group) -> None:
 
 
 def _width(model: keras.Model) -> int:
-    """The last dim of its one output; 0 of another model, which is neither cut into stages nor has its logits
-    divided."""
+    """The last dim of the model's one output; 0 for other models, which are neither cut into stages nor have their
+    logits divided."""
     shape = getattr(model, "output_shape", None) or [0]  # subclassed models have none
     return shape[-1] if isinstance(shape[-1], int) else 0
 
@@ -174,7 +174,7 @@ def _update(
 
 
 def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[list[segments.Segment]]:
-    """The parts of the pipeline; none without one."""
+    """The pieces of the pipeline; empty without a pipeline."""
     degree, chunks = runtime.mesh.degree("pipe"), config.parallel.pipe_chunks
     if degree == 1:
         if config.parallel.pipe_cut:
@@ -197,7 +197,7 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
 
 
 def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRuntime) -> None:
-    """Refuses state of no variable's shape (Adafactor's sums over rows): it would be of another size on each stage."""
+    """Refuses state without a variable's shape (Adafactor's sums over rows): its size would differ between stages."""
     if any(len(variable.shape) and id(variable) not in update.owners for variable in optimizer.variables):
         raise ConfigError(
             f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name}"

@@ -1,4 +1,4 @@
-"""Gradient compression: what travels between replicas, in fewer bytes, at the price of an error that may be carried on.
+"""Gradient compression: gradients travel between replicas in fewer bytes, with an error that may be carried over.
 
     --compression   a tensor of n float32 (4 n bytes) travels as          error
     fp16, bf16      2 n bytes, summed in that type                        rounding; not carried
@@ -6,24 +6,25 @@
     topk            2 bytes for each of the n / 5 largest, n bits         carried
     powersgd        4 r (rows + columns) bytes, rank r = 8                carried
 
-Carried (error feedback, Karimireddy et al. 2019, arXiv:1901.09847): what a worker could not send is kept and added to
-its next gradient, so that nothing is lost, only late. A step that is skipped carries nothing on: all stays as it was
-before. Top-k sparsification: Aji and Heafield 2017, arXiv:1704.05021. PowerSGD: Vogels et al. 2019, arXiv:1905.13727:
-the gradient as a matrix M is replaced by P Q^T, one step of power iteration from the Q of the step before. Vectors
-(biases, norms) travel whole under topk and powersgd: they are few, and matter.
+Carried (error feedback, Karimireddy et al. 2019, arXiv:1901.09847): the part of a gradient that a worker could not send
+is kept and added to its next gradient, so that nothing is lost, only delayed. A skipped step leaves this state as it
+was before. Top-k sparsification: Aji and Heafield 2017, arXiv:1704.05021. PowerSGD: Vogels et al. 2019,
+arXiv:1905.13727: replaces the gradient, as a matrix M, by P Q^T, one step of power iteration that starts from the Q of
+the previous step. Vectors (biases, norms) are sent whole under topk and powersgd: they are few, and matter.
 
-What is late does harm while weights change fast, most of all where the optimizer divides by what it saw. So topk and
-powersgd begin after --compression_after steps (PyTorch's hook for PowerSGD has 1000, too); until then gradients travel
-whole. Final losses of 2 workers (tests/multi/compression.py), begun after 40 and 100 steps:
+Delayed gradients do harm while weights change fast, most of all where the optimizer divides by statistics of past
+gradients. So topk and powersgd begin after --compression_after steps (PyTorch's hook for PowerSGD also uses 1000);
+until then gradients are sent whole. Final losses of 2 workers (tests/multi/compression.py), with compression begun
+after 40 and 100 steps:
 
                                        whole    fp16     bf16     int8     topk     without feedback   powersgd
     digits, momentum, 200 steps        0.1264   0.1264   0.1265   0.1263   0.1268   0.1376             0.1265
     text, adamw, 300 steps             2.2313   2.2313   2.2313   2.2285   2.2451   2.2728             2.2439
 
-Begun at once, with 4 + 4 bytes for each of the n / 10 largest, topk ended at 0.1284 and 2.507, powersgd at 0.1266 and
-2.328; a higher learning rate made that worse, not better.
+When compression began at once, with 4 + 4 bytes for each of the n / 10 largest, topk ended at 0.1284 and 2.507,
+powersgd at 0.1266 and 2.328; a higher learning rate made that worse, not better.
 
-float16 has no range to spare: the sum is divided before, and multiplied after, by the number of workers.
+float16 overflows easily: tensors are divided by the number of workers before the sum, which is multiplied by it again.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Compression:
     """A lossy sum over a group. `variables` is its state, which must be saved: each worker has its own.
 
     Args:
-      kind: a choice of --compression but none.
+      kind: any choice of --compression except none.
       variables: of the model; the tensors of a call have their shapes and order.
-      after: steps in which topk and powersgd leave gradients whole.
+      after: number of steps in which topk and powersgd leave gradients whole.
       feedback: False drops the error instead of carrying it on (for comparison only).
     """
 
@@ -62,7 +63,7 @@ class Compression:
             if self.carries and not self._whole(shape):
                 self.variables[f"{CARRIED}{index:04d}"] = tf.Variable(tf.zeros(shape), trainable=False)
             if kind == "powersgd" and not self._whole(shape):
-                # The same on all workers: they must span the same space.
+                # The same on all workers: their matrices must span the same space.
                 start = np.random.default_rng(index).normal(size=(_matrix(shape)[1], POWERSGD_RANK)).astype("float32")
                 self.variables[f"{BASIS}{index:04d}"] = tf.Variable(tf.constant(start), trainable=False)
         self._sum = {
@@ -74,7 +75,7 @@ class Compression:
         }[kind]
 
     def bytes(self) -> int:
-        """The bytes that one worker sends of one step's gradients, before the collective's own overhead."""
+        """The bytes that one worker sends for one step's gradients, without the collective's own overhead."""
         total = 0
         for shape in self.shapes:
             n = math.prod(shape)
@@ -103,8 +104,8 @@ class Compression:
         return found | ({"compression/carried_norm": float(tf.linalg.global_norm(errors))} if errors else {})
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict[str, tf.Tensor]]:
-        """(the sum of each tensor over the group, about: every worker gets the same bits; what `variables` are to hold,
-        once the step is made)."""
+        """Returns (the approximate sum of each tensor over the group, bit for bit the same on every worker; the new
+        values of `variables`, to be kept once the step is made)."""
         ends = self.unchanged()
         return [self._one(index, tensor, ends) for index, tensor in enumerate(tensors)], ends
 
@@ -131,8 +132,8 @@ class Compression:
     def _whole(self, shape: tuple[int, ...]) -> bool:
         return self.kind in ("topk", "powersgd") and (math.prod(shape) < _LEAST or len(shape) < 2)
 
-    # -- each: (index, this worker's tensor, what `variables` are to hold) -> (sum over workers, what this worker
-    # contributed to it)
+    # -- each takes (index, this worker's tensor, new values of `variables`) and returns (the sum over workers, this
+    # worker's contribution to it)
 
     def _cast(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         n = float(self.group.size)
@@ -150,7 +151,7 @@ class Compression:
     def _topk(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         flat, n = tf.reshape(tensor, [-1]), math.prod(self.shapes[index])
         _, places = tf.math.top_k(tf.abs(flat), _kept(n), sorted=False)
-        places = tf.sort(places)  # as a mask gives them back
+        places = tf.sort(places)  # the order in which a mask lists them
         values = tf.cast(tf.gather(flat, places), tf.bfloat16)
         mask = tf.tensor_scatter_nd_update(
             tf.zeros([32 * _words(n)], tf.bool), places[:, tf.newaxis], tf.ones_like(places, tf.bool)
@@ -161,9 +162,8 @@ class Compression:
         )
         every_value = tf.reshape(tf.cast(self.group.all_gather(values), tf.float32), [self.group.size, -1])
         total = tf.zeros([n])
-        for member in range(
-            self.group.size
-        ):  # one after the other: a GPU takes places that are there twice in any order
+        # In turn: a GPU would add up repeated places in any order.
+        for member in range(self.group.size):
             total = tf.tensor_scatter_nd_add(total, every_place[member], every_value[member])
         sent = tf.scatter_nd(places[:, tf.newaxis], tf.cast(values, tf.float32), [n])
         return tf.reshape(total, tensor.shape), tf.reshape(sent, tensor.shape)
@@ -220,7 +220,7 @@ def _orthonormal(p: tf.Tensor) -> tf.Tensor:
 def _gather_bytes(levels: tf.Tensor, n: int, group: Group) -> tf.Tensor:
     """int8 [members, n] of every member's tensor of n elements.
 
-    The collectives know no int8: four travel as an int32.
+    The collectives do not support int8: four elements travel as one int32.
     """
     flat = tf.reshape(levels, [-1])
     words = tf.bitcast(tf.reshape(tf.pad(flat, [[0, -n % 4]]), [-1, 4]), tf.int32)

@@ -1,11 +1,11 @@
-"""Whether a model of the user's own computes the same once its layers are cut, found out by trying.
+"""Tests whether a user's own model still computes the same once its layers are cut.
 
-tensor.py and expert.py cut layers by their names. They count on what stands between two of them in the models of
-tfdist: what treats every channel on its own. A softmax, a norm or a gate between the `mlp_up` and the `mlp_down` of
-somebody else sees a part of the channels, and computes another number, without a word. So the model is called with
-some rows while it is whole, and once it is cut: outputs, added losses and gradients must be the same, but for rounding
-(trial_results.py); in inference, and as in training, where constants take the place of what is drawn, and moving
-moments of a batch's. It computes in float32, with weights that are disturbed (trial_attempts.py).
+tensor.py and expert.py cut layers by name. They assume that everything between two cut layers treats every channel
+separately, as in the models of tfdist. A softmax, a norm or a gate between the `mlp_up` and the `mlp_down` of another
+model sees only a part of the channels, and silently computes something else. So the model is called with some rows
+while it is whole, and again once it is cut: outputs, added losses and gradients must be the same up to rounding
+(trial_results.py). It runs once as in inference and once as in training, where constants replace random draws, and
+moving moments replace batch moments. It computes in float32, with perturbed weights (trial_attempts.py).
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ ROWS = 2
 
 
 class _Tried(NamedTuple):
-    """What a model gives while it is whole, and by which attempt."""
+    """The results of the whole model, and the attempt that gave them."""
 
     attempt: Attempt
     comparison: Comparison
 
 
 class CutTrial:
-    """Looks at a model while it is whole, when made, and once it is cut, in `check`. Both are collectives.
+    """Records what a whole model computes, at construction; `check` compares the cut model. Both are collective calls.
 
     Args:
       rows: (number) -> x of so many samples, the same on all workers.
-      micro_batch: how many rows the model is trained with. Some run with no other number.
-      sequence_parallel: whether positions are shared out, too.
+      micro_batch: number of rows the model is trained with; some models run with no other number.
+      sequence_parallel: whether positions are divided among workers, too.
 
     Raises ConfigError on all workers if the model cannot be tried.
     """
@@ -70,15 +70,15 @@ class CutTrial:
         self._also = " with --sequence_parallel" if sequence_parallel else ""
         self._variables = list(model.trainable_variables)
         tried = attempts(model, *(keras.tree.map_structure(tf.convert_to_tensor, rows(n)) for n in (ROWS, micro_batch)))
-        # training -> of the whole model; none if it is random: it is not tried
+        # training -> results of the whole model; no entry if it is random: then it is not compared
         self._whole: dict[bool, _Tried] = {}
         for training in (False, True):
             if whole := self._first_usable(training, tried):
                 self._whole[training] = whole
 
     def _first_usable(self, training: bool, tried: Sequence[Attempt]) -> _Tried | None:
-        """By the first of the attempts that gives the same numbers again; None if the model is random. Raises
-        ConfigError on all workers if it cannot be run.
+        """Returns the results of the first attempt that gives the same numbers twice, or None if the model is random.
+        Raises ConfigError on all workers if the model cannot be run.
         """
         problem = ""
         for all_finite in (True, False):
@@ -87,7 +87,7 @@ class CutTrial:
                 try:
                     whole = self._repeatable(training, attempt, all_finite)
                     is_random = whole is None
-                except Exception as error:  # noqa: BLE001 - of the user's own making
+                except Exception as error:  # noqa: BLE001 - raised by the user's own code
                     problem = _said(error)
                 if any_worker(self._runtime, is_random):
                     return None
@@ -103,7 +103,7 @@ class CutTrial:
         )
 
     def _repeatable(self, training: bool, attempt: Attempt, all_finite: bool) -> _Tried | None:
-        """None if the model is random. Raises whatever it raises, and ValueError if its numbers tell nothing."""
+        """Returns None if the model is random. Raises the model's errors, and ValueError if its numbers are useless."""
         traced = self._traced(training, attempt)
         whole = self._computed(traced, attempt, {})
         if not whole.is_usable(all_finite):
@@ -119,16 +119,16 @@ class CutTrial:
         return _Tried(attempt, comparison)
 
     def check(self, parts: Mapping[int, VariablePart], partial: frozenset[int]) -> int | None:
-        """The last dim of the one output if workers have a part of it each, 0 if it is whole; None if the model could
-        not be tried.
+        """Returns the last dim of the one output if each worker has a part of it, 0 if it is whole, and None if the
+        model could not be tried.
 
-        parts: id of a variable -> what is here of it; partial: ids of whole variables, of whose gradients a part is
-        here. Raises ConfigError on all workers if the model computes something else than it did.
+        parts: id of a variable -> the part that is here; partial: ids of whole variables of whose gradients only a part
+        is here. Raises ConfigError on all workers if the cut model computes something else than the whole one.
         """
         found = None
         for training, (attempt, comparison) in self._whole.items():
             computed = self._cut(training, attempt, parts)
-            # On all workers, whatever each of them finds then: the sum is a collective.
+            # On all workers, whatever each of them finds afterwards: the sum is a collective call.
             summed = computed._replace(
                 gradients=self._with_sums(computed.gradients, parts, partial),
                 gradients_of_added=self._with_sums(computed.gradients_of_added, parts, partial),
@@ -144,25 +144,25 @@ class CutTrial:
         traced, problem = None, ""
         try:
             traced = self._traced(training, attempt)
-        except ConfigError:  # of a layer that is refused on all workers
+        except ConfigError:  # from a layer that is refused on all workers
             raise
-        except Exception as error:  # noqa: BLE001 - of Keras, where a shape does not fit
+        except Exception as error:  # noqa: BLE001 - from Keras, where a shape does not fit
             problem = f"its layers no longer fit ({_said(error)})"
         self._refuse(problem, _when(training))
         assert traced is not None
         try:
             return self._computed(traced, attempt, parts)
-        except Exception as error:  # alone: others may wait for this worker inside the model, and not in a collective
+        except Exception as error:  # no vote: others may wait for this worker inside the model, not in a collective
             if isinstance(error, tf.errors.OpError) and not isinstance(error, tf.errors.InvalidArgumentError):
-                raise  # as on those others, when this one ends
+                raise  # the error that waiting workers get when another one ends
             raise self._refusal(f"it fails ({_said(error)})", _when(training)) from error
 
     # -- running the model -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _disturbed(self, attempt: Attempt, parts: Mapping[int, VariablePart], nearby: float) -> Iterator[None]:
-        """A context in which weights are disturbed; all variables are restored at the end. parts: see `check`. nearby:
-        by so much of itself each is another, too."""
+        """Context manager that perturbs the weights and restores all variables at exit. parts: see `check`. nearby:
+        relative size of an additional perturbation of each weight."""
         states = [(variable, variable.numpy()) for variable in (*self._model.variables, *hidden_state(self._model))]
         try:
             for variable, value in states:
@@ -176,8 +176,8 @@ class CutTrial:
                 variable.assign(value)
 
     def _traced(self, training: bool, attempt: Attempt, other_seeds: bool = False) -> Any:
-        """The model's forward and backward pass, as a graph: all workers fail to make it, or none waits for another.
-        Layers draw nothing by keras.random, and compute in float32. other_seeds: see constant_draws.
+        """Traces the model's forward and backward pass into a graph. Nothing runs yet, so no worker waits for one that
+        fails. Constants replace draws by keras.random; layers compute in float32. other_seeds: see constant_draws.
         """
 
         def forward_and_backward() -> Any:
@@ -223,7 +223,7 @@ class CutTrial:
         return Results(numbers(outputs), numbers(added), numbers(gradients), numbers(of_added), half)
 
     def _upstream(self, place: int, output: tf.Tensor, training: bool) -> tf.Tensor:
-        """The weights of an output's numbers; where there is a part of it here, theirs."""
+        """Random weights for the elements of an output, or for those of the part that is here."""
         own_shape = known_dims(output.shape)
         whole = self._whole.get(training)
         shape = whole.comparison.whole.outputs[place].shape if whole else own_shape
@@ -233,7 +233,7 @@ class CutTrial:
     # -- comparing -------------------------------------------------------------------------------------------------
 
     def _own(self, whole: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """The part of `whole` that is here, of this shape; its last dim may be cut over `model`."""
+        """The part of `whole` that is here and has this shape; its last dim may be cut over `model`."""
         if list(whole.shape) == list(shape):
             return whole
         first, last = share(whole.shape[-1], self._runtime.group("model"))
@@ -242,8 +242,8 @@ class CutTrial:
     def _with_sums(
         self, gradients: Sequence[np.ndarray], parts: Mapping[int, VariablePart], partial: frozenset[int]
     ) -> list[np.ndarray]:
-        """The gradients as the update has them: of those in `partial` the sums over `model`, and of what is no expert's
-        the means over `expert`, where each has what comes back through its own experts. A collective."""
+        """Combines gradients as the update does: sums over `model` for `partial`, means over `expert` for all variables
+        of no expert, as each member has the gradient through its own experts. A collective call."""
 
         def summed(variable: keras.Variable, gradient: np.ndarray) -> np.ndarray:
             if id(variable) in partial:
@@ -262,7 +262,7 @@ class CutTrial:
         return self._runtime.group(axis).all_reduce(tf.constant(gradient, tf.float32)).numpy()
 
     def _refuse(self, problem: str, when: str) -> None:
-        """Raises ConfigError on all workers if one of them has a problem. when: the end of a phrase."""
+        """Raises ConfigError on all workers if one of them has a problem. when: the end of a phrase in the message."""
         if any_worker(self._runtime, bool(problem)):
             raise self._refusal(problem, when)
 
@@ -281,13 +281,13 @@ class CutTrial:
 
 
 def _when(training: bool) -> str:
-    """The end of a phrase."""
+    """The end of a phrase in a message."""
     return " in training" if training else ""
 
 
 def _said(error: Exception) -> str:
-    """The line of an error that says what is wrong: Keras puts it between stars, behind where, TensorFlow in front of
-    the operations that it names."""
+    """The line of an error message that says what is wrong. Keras prints it in bold, after the location; TensorFlow
+    puts it before the operations that it names."""
     if isinstance(error, tf.errors.OpError):
         return next(reversed(message_of(error).partition("[[")[0].strip().splitlines()), type(error).__name__)
     lines = str(error).strip().splitlines() or [type(error).__name__]

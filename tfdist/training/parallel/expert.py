@@ -1,13 +1,13 @@
-"""Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): the experts of a mixture, spread over the `expert` axis.
+"""Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): spreads the experts of a mixture over the `expert` axis.
 
-Along this axis workers read different samples, as along `data`, but each holds only E / n of the experts of each block
-(models/experts.py); all else is whole. In a block every member routes its own sequences; one all-to-all brings what is
-meant for an expert to the member that holds it, and one brings the results back:
+Workers along this axis read different samples, as along `data`, but each holds only E / n of the experts of each block
+(models/experts.py); everything else is whole. In a block every member routes its own sequences; one all-to-all sends
+each expert's inputs to the member that holds it, and another brings the results back:
 
     [B, E, C, D] -> all-to-all -> [n B, E / n, C, D] -> up, GELU, down -> all-to-all -> [B, E, C, D]
 
-The backward pass takes the same way, and so brings each expert the gradient of all members' samples: a sum over
-`expert` that ordinary variables have to make by themselves. So experts are summed over `data` alone (mesh_update.py).
+The backward pass takes the same path, and so brings each expert the gradient of all members' samples: a sum over
+`expert`, which ordinary variables need an all-reduce for. So experts are summed over `data` alone (mesh_update.py).
 
 Legend. B sequences of one member, E experts, C places, D width, n members.
 """
@@ -29,7 +29,7 @@ _EXPERTS = re.compile(r"^block_\d+_experts_")
 
 
 def to_experts(x_BECD: tf.Tensor, group: Group) -> tf.Tensor:
-    """[B, E, C, D], what this member has for all experts -> [n B, E / n, C, D], what all members have for its own."""
+    """[B, E, C, D], this member's inputs of all experts -> [n B, E / n, C, D], all members' inputs of its experts."""
     _, experts, places, width = static_dims(x_BECD)
     x = tf.reshape(x_BECD, [-1, group.size, experts // group.size, places, width])
     rows = group.all_to_all(tf.transpose(x, [1, 0, 2, 3, 4]))
@@ -60,7 +60,7 @@ RULES: tuple[tuple[str, Rule], ...] = ((r"^block_\d+_experts_up$", _first), (r"^
 
 
 def has_experts(model: keras.Model) -> bool:
-    """Whether some layer is a mixture of experts."""
+    """Whether any layer is a mixture of experts."""
     return any(_EXPERTS.match(layer.name) for layer in keras_layers.all_layers(model, include_self=False))
 
 

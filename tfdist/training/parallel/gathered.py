@@ -1,11 +1,11 @@
-"""Stage 3 of ZeRO in the model: layers hold shards, and put their variables together while they are called.
+"""Stage 3 of ZeRO in the model: layers hold shards, and gather their full variables while they are called.
 
 Each layer with trainable variables of its own gathers them when it is called, and frees them afterwards; in the
-backward pass it gathers once more, and the gradients leave it as reduce-scattered shards. TensorFlow would start all
-gathers at once, as none waits for data. So the gather of a layer waits for the input of the layer called
-before it: one layer's parameters are on the way while another's are in use, and no more are held. The backward pass
-does the same in reverse, and there a gather also waits for the shards of the gradients of the layer before last, lest a
-pass that runs ahead of the network fill memory with whole gradients.
+backward pass it gathers them again, and its gradients are reduce-scattered into shards. TensorFlow would start all
+gathers at once, as they depend on no data. So the gather of a layer waits for the input of the layer called before it:
+one layer's parameters are on the way while another's are in use, and no more are held. The backward pass does the same
+in reverse. There a gather also waits for the gradient shards of the layer before last, lest a pass that runs ahead of
+the network fill memory with whole gradients.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tfdist.training.parallel.shards import ShardLayout
 def gather_layers(
     model: keras.Model, variables: Sequence[keras.Variable], shards: Sequence[keras.Variable], groups: Sequence[Group]
 ) -> None:
-    """Replaces `variables` of the model's layers by `shards`, each over its group, in place; the memory of the former
-    is set free.
+    """Replaces `variables` of the model's layers by `shards`, each over its group, in place, and frees the memory of
+    `variables`.
 
-    Variables of one layer are over one group.
+    All variables of one layer must have the same group.
     """
     shard_of = {id(variable): shard for variable, shard in zip(variables, shards, strict=True)}
     group_of = {id(variable): group for variable, group in zip(variables, groups, strict=True)}
@@ -64,7 +64,7 @@ def _gather_when_called(
     def call(*arguments: Any, **options: Any) -> Any:
         def bind(values: list[tf.Tensor], is_second: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
             with tf.control_dependencies((turns.backward if is_second else turns.forward).take(first)):
-                # In the layer's compute type: half as many bytes travel, and it would round them to it anyway.
+                # In the layer's compute dtype: half as many bytes travel, and the layer would round to it anyway.
                 values = [
                     tf.identity(keras_variables.autocast(variable, value))
                     for variable, value in zip(own_variables, values, strict=True)
@@ -85,14 +85,14 @@ def _gather_when_called(
 
 
 class _Turn:
-    """The order of gathers: one may start when the layer before has its input (or upstream gradient)."""
+    """The order of gathers: a gather may start once the previous layer has its input (or upstream gradient)."""
 
     def __init__(self) -> None:
         self._before: tf.Tensor | None = None
         self._sent: list[tf.Tensor] = []  # of the last two layers
 
     def take(self, mine: tf.Tensor) -> list[tf.Tensor]:
-        """The tensors that the gather of the layer that starts with `mine` waits for."""
+        """Returns the tensors that the gather of the layer that starts with `mine` must wait for."""
         earlier = [
             tensor for tensor in (self._before, *self._sent[:-1]) if tensor is not None and tensor.graph is mine.graph
         ]
@@ -100,20 +100,20 @@ class _Turn:
         return earlier or [mine]
 
     def note_gradients(self, shards: list[tf.Tensor]) -> None:
-        """The gradients of the layer whose turn it is."""
+        """Records the gradient shards of the layer whose turn it is."""
         self._sent = [*self._sent[-1:], shards[0]]
 
 
 class _Turns(NamedTuple):
-    """Those of the two passes."""
+    """The turns of the forward and the backward pass."""
 
     forward: _Turn
     backward: _Turn
 
 
 def forbid_use(variable: keras.Variable, sentence: str) -> None:
-    """Sets the variable's memory free; who uses it afterwards, outside of a scope that gives it a value, gets a
-    ConfigError.
+    """Frees the variable's memory. Later uses, outside of a scope that gives the variable a value, raise a ConfigError
+    with `sentence`.
     """
 
     def initializer(*_: Any, **__: Any) -> tf.Tensor:

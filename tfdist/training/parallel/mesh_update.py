@@ -1,8 +1,8 @@
-"""The update on a mesh without --zero: weights are whole along `data`, and parts of layers along `model`, `pipe` and
-`expert`.
+"""The update on a mesh without --zero: weights are whole along `data`, and cut into parts of layers along `model`,
+`pipe` and `expert`.
 
-Gradients are summed over the replicas, `data` x `expert`; gradients of experts that are spread over `expert` are
-summed over `data` alone, because their all-to-all has brought the samples of the other members already (expert.py).
+Gradients are summed over the replicas, `data` x `expert`. Gradients of experts that are spread over `expert` are summed
+over `data` alone, because their all-to-all has already brought the samples of the other members (expert.py).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from tfdist.training.update import DataParallel
 
 
 class AllReduce(Protocol):
-    """Sums tensors over a group: the group itself, or runtime/hierarchical.py."""
+    """Sums tensors over a group: the group itself, or the object of runtime/hierarchical.py."""
 
     def all_reduce(self, x: tf.Tensor) -> tf.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of the trainable variables of a model on the mesh; by default each worker has all of each.
+    """Where the trainable variables of a model are on the mesh; by default each worker has all of each variable.
 
-    parts: id of a variable -> the axis along which this worker has a part of it, `model` or `expert`; the others are
-    the same on all ranks of these axes.
-    summed_over_model: ids of variables whose gradient is another on each rank of `model`, and their sum wanted
+    parts: id of a variable -> the axis along which this worker has a part of it, `model` or `expert`; variables that
+    are not listed are the same on all ranks of these axes.
+    summed_over_model: ids of variables whose gradients differ between the ranks of `model` and must be summed over them
     (sequence.py).
-    stages: id of any variable of the model -> the stages of the pipeline that hold it; empty without a pipeline.
+    stages: id of any variable of the model -> the pipeline stages that hold it; empty without a pipeline.
     """
 
     parts: Mapping[int, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Placement:
     stages: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def axes_of_sum(self, variable: keras.Variable) -> tuple[str, ...]:
-        """The axes over which its gradient is summed."""
+        """The axes over which the variable's gradient is summed."""
         if self.parts.get(id(variable)) == "expert":
             return ("data",)
         return (*REPLICA_AXES, "model") if id(variable) in self.summed_over_model else REPLICA_AXES
@@ -61,13 +61,13 @@ class MeshUpdate(DataParallel):
     """The update on a mesh without --zero, see training/update.py. Builds the optimizer, which must not be built yet.
 
     Args:
-      bucket_bytes: gradients travel in buckets of about this size. 0: each on its own.
-      compression: how they travel (compression.py), once compression_after steps have been made.
-      summed_over: makes of a group what sums large tensors over it.
+      bucket_bytes: gradients travel in buckets of about this size. 0: each gradient travels on its own.
+      compression: how gradients are compressed (compression.py), once compression_after steps have been made.
+      summed_over: returns, for a group, the object that sums large tensors over it.
     """
 
     runtime: MeshRuntime
-    sharded_axes: tuple[str, ...] = ("pipe", "expert", "model")  # those along which workers hold other pieces
+    sharded_axes: tuple[str, ...] = ("pipe", "expert", "model")  # axes along which workers hold different pieces
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ class MeshUpdate(DataParallel):
         self.connected = Connected(self.trainable)
         self.replicas = runtime.group(*REPLICA_AXES)
         sums = [placement.axes_of_sum(variable) for variable in self.trainable]
-        self.groups = [runtime.group(*axes) for axes in sums]  # over which each is summed
+        self.groups = [runtime.group(*axes) for axes in sums]  # over which each gradient is summed
         self._sums = {group: summed_over(group) for group in dict.fromkeys(self.groups)}
         self.buckets = make_buckets(self.trainable, self.groups, bucket_bytes // 4)
         self._copies = [
             self._count_copies(variable, placement.parts.get(id(variable)), axes)
             for variable, axes in zip(self.trainable, sums, strict=True)
         ]
-        # GPUs add up in another order each time, so that ranks of `model` get another gradient from the same numbers.
+        # GPUs add up in another order each time, so that ranks of `model` get different gradients from equal numbers.
         self._model_ranks = runtime.group("model")
         differ = bool(tf.config.list_logical_devices("GPU")) and self._model_ranks.size > 1
         self._to_be_alike = [
@@ -112,8 +112,8 @@ class MeshUpdate(DataParallel):
         self.build()
 
     def _count_copies(self, variable: keras.Variable, part: str | None, summed: Sequence[str]) -> int:
-        """The number of workers of a group along `sharded_axes` that hold the same piece: a part along one axis, a
-        shard along those of its sum."""
+        """Returns how many workers of a group along `sharded_axes` hold the same piece. A part differs along one axis,
+        a shard along the axes of its sum."""
         different = {"pipe", part, *(summed if self.sharded_axes == AXES else ())}
         copies = self.runtime.mesh.degree(*(axis for axis in self.sharded_axes if axis not in different))
         return copies * len(self.stages[id(variable)])
@@ -127,7 +127,7 @@ class MeshUpdate(DataParallel):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether what the optimizer updates are shards, and not the weights themselves."""
+        """Whether the optimizer updates shards, and not the weights themselves."""
         return self.optimized is not self.trainable
 
     def build(self) -> None:
@@ -136,8 +136,8 @@ class MeshUpdate(DataParallel):
         self.owners = self.build_optimizer()  # id of a slot -> number of its variable in `all`
 
     def build_optimizer(self) -> dict[int, int]:
-        """Builds the optimizer on the shards, and on an empty variable for each that is on other stages: so the slots
-        have the same places everywhere."""
+        """Builds the optimizer on the shards, with an empty variable in place of each variable of other stages: so
+        slots have the same positions on all stages."""
         held = dict(zip(map(id, self.trainable), self.optimized, strict=True))
         return build_optimizer(
             self.optimizer,
@@ -151,7 +151,7 @@ class MeshUpdate(DataParallel):
         return self.optimized if self.is_sharded else []
 
     def averages(self) -> list[keras.Variable]:
-        """The moving averages of `shards`; empty without --ema."""
+        """The moving averages of the variables that the optimizer updates; empty without --ema."""
         numbers = {id(variable): number for number, variable in enumerate(self.all)}
         every = ema_variables(self.optimizer)
         return [every[numbers[id(variable)]] for variable in self.trainable] if every else []
@@ -162,15 +162,15 @@ class MeshUpdate(DataParallel):
 
     def apply(self, pieces: list[tf.Tensor]) -> None:
         apply_connected(self.optimizer, self.connected.only(pieces), self.optimized)
-        if self.compression:  # not before: the step may be skipped
+        if self.compression:  # not earlier: the step may be skipped
             self.compression.keep(self._compression_ends)
 
     def storage_variables(self) -> dict[int, keras.Variable]:
-        """id of a trainable variable of the model -> the variable that it computes with, where that is another one."""
+        """id of a trainable variable of the model -> the variable that the model computes with, where they differ."""
         return {}
 
     def refresh_shards(self) -> None:
-        """Brings what the optimizer updates up to date with the model's variables, after a restore."""
+        """Sets the variables that the optimizer updates from the model's variables, after a restore."""
 
     def reduce(self, kept: list[tf.Tensor], sums: tf.Tensor, signals: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         everyone = self.runtime.group(*AXES)
@@ -181,7 +181,7 @@ class MeshUpdate(DataParallel):
         return self.reduce_gradients(self._alike(kept)), scalars
 
     def _alike(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The first rank's gradient of what all ranks of `model` have whole, on all of them."""
+        """Gives all ranks of `model` the first rank's gradients of the variables that all of them hold whole."""
         alike = of_each_dtype(self._of_first_rank, [kept[place] for place in self._to_be_alike])
         pieces = dict(enumerate(kept)) | dict(zip(self._to_be_alike, alike, strict=True))
         return [pieces[place] for place in range(len(kept))]
@@ -195,7 +195,7 @@ class MeshUpdate(DataParallel):
         return Bucket(tuple(places), shapes, group).all_reduce(tensors, first)
 
     def reduce_gradients(self, kept: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The pieces of the sum over replicas."""
+        """Sums gradients over the replicas; returns this worker's pieces."""
         compression = self.compression
         if not compression:
             return self._summed_whole(kept)
@@ -217,7 +217,7 @@ class MeshUpdate(DataParallel):
         return [pieces[place] for place in range(len(kept))]
 
     def norm(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        dtype = norm_dtype(self.all)  # not of this stage's alone: all sharded_axes add up in the same
+        dtype = norm_dtype(self.all)  # not only this stage's variables: all sharded_axes must add up in the same dtype
         squares = [
             tf.cast(tf.reduce_sum(tf.square(tf.convert_to_tensor(at_least_float32(piece)))) / copies, dtype)
             for piece, copies in zip(map(tf.convert_to_tensor, pieces), self._copies, strict=True)

@@ -1,10 +1,11 @@
-"""Random layers between layers that are cut: each rank sees a part of what one process sees, and must draw other
-numbers for it than the others. Ranks along `model` share the states of seed generators, as layers that are whole need
-it: on parts they would drop the same units, unit k together with k + F / m and so on, which is another distribution.
+"""Random layers between cut layers: each rank sees a part of what one process would see, and must draw different
+numbers for it than the other ranks. Ranks along `model` share the states of seed generators, as whole layers require.
+With equal draws on the parts, dropout would drop the same units on all ranks, unit k together with k + F / m and so on,
+which is another distribution.
 
-What has the same dims as in the whole model is drawn alike on all ranks: a number for each row, which all units share,
-is one number. So the model is traced before and after it is cut, and the dims of what it draws are compared, one draw
-after the other. Where they do not tell, a sentence refuses.
+Draws with the same dims as in the whole model stay the same on all ranks: for instance one number per row, shared by
+all units. So the model is traced before and after it is cut, and the dims of its draws are compared, one draw after the
+other. Where they do not tell, the layer is refused with an error.
 
 Legend. F units of a layer, m ranks along `model`.
 """
@@ -28,24 +29,24 @@ from tfdist.compat.tensorflow_graphs import draws_anew, kinds_made_here
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.collectives import Group
 
-_ROWS = (840, 1680)  # in two traces: dims that differ between them count rows; divisible by what models may ask for
+_ROWS = (840, 1680)  # of two traces: dims that differ between them count rows; divisible by what models may ask for
 
-Sizes = tuple[tuple[int | None, ...], ...]  # of each dim one in each trace
+Sizes = tuple[tuple[int | None, ...], ...]  # of each dim, one size per trace
 
 
 class Draw(NamedTuple):
-    """The dims of what a layer draws, in each trace."""
+    """The dims of a layer's random draw, in each trace."""
 
-    drawn: Sizes | None  # None: not known, as nothing of keras.random draws it
-    inputs: Sizes  # of the layer's first input, without the first
-    is_fixed: bool  # with a seed that is a whole number: the same numbers always
+    drawn: Sizes | None  # None: not known, as it is not drawn by keras.random
+    inputs: Sizes  # dims of the layer's first input, without the first dim
+    is_fixed: bool  # whether the seed is an integer: always the same numbers
 
 
 @dataclass
 class Draws:
-    """What the layers of a model draw, and inputs of those that draw by tf.random.
+    """The draws of a model's layers, and the inputs of those that draw by tf.random.
 
-    of_layer: (id of the layer, whether in training) -> one after the other.
+    of_layer: (id of the layer, whether in training) -> its draws in order.
     """
 
     of_layer: dict[tuple[int, bool], list[Draw]] = field(default_factory=dict)
@@ -54,10 +55,10 @@ class Draws:
 
 
 def own_noise(layer: keras.Layer, group: Group, is_part: Callable[[Dims | None], bool] = lambda drawn: True) -> dict:
-    """A layer whose draws are of a part: other ranks draw other numbers. is_part: takes the dims of a draw, None if
-    they are not known. Returns {}: no variable is cut.
+    """Makes other ranks draw other numbers in a layer whose draws are for a part. is_part: takes the dims of a draw,
+    None if they are not known. Returns {}: no variable is cut.
 
-    The states of generators are the same on all ranks behind it.
+    The states of seed generators stay the same on all ranks.
     """
     inner = layer.call
 
@@ -77,11 +78,11 @@ def _folded(seed: tf.Tensor, number: int) -> tf.Tensor:
     return tf.cast(fold_in(seed, number), seed.dtype)
 
 
-# -- looking at what is drawn --------------------------------------------------------------------------------------
+# -- tracing what is drawn -----------------------------------------------------------------------------------------
 
 
 def draws_of(model: keras.Model, rows: Any = None) -> Draws:
-    """The draws in inference and in training. rows: x of some samples; None: as the model's inputs. No collective."""
+    """The draws in inference and in training. rows: x of some samples; None: the model's inputs. No collective call."""
     found = Draws()
     layers = keras_layers.all_layers(model)
     for training in (False, True):
@@ -95,13 +96,13 @@ def draws_of(model: keras.Model, rows: Any = None) -> Draws:
             found.has_failed |= len(some) != len(others)
         found.by_tensorflow |= traces[0].by_tensorflow
         found.has_failed |= any(each.has_failed for each in traces)
-    for layer in layers:  # tensors of those graphs
+    for layer in layers:  # drop the losses: they are tensors of those graphs
         keras_layers.record_losses(layer, [])
     return found
 
 
 def _both(one: Draw, other: Draw) -> Draw:
-    """Of a draw in two traces."""
+    """Combines a draw of two traces."""
 
     def zipped(some: Sizes, others: Sizes) -> Sizes:
         return tuple(a + b for a, b in zip(some, others, strict=True)) if len(some) == len(others) else some + others
@@ -111,18 +112,18 @@ def _both(one: Draw, other: Draw) -> Draw:
 
 
 def _traced(model: keras.Model, layers: Sequence[keras.Layer], training: bool, count: int, rows: Any) -> Draws:
-    """Of one trace, with so many rows."""
+    """Returns the draws of one trace with `count` rows."""
     found = Draws()
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.enter_context(attribute_replaced(layer, "call", _noting(layer, training, found)))
-        stack.enter_context(functions_inline())  # which would keep what they are traced with
+        stack.enter_context(functions_inline())  # a tf.function would keep what it is traced with
         try:
             inputs = keras.tree.map_structure(
                 lambda each: tf.TensorSpec([count, *each.shape[1:]], each.dtype), model.input if rows is None else rows
             )
             tf.function(lambda x: model(x, training=training), autograph=False).get_concrete_function(inputs)
-        except Exception:  # noqa: BLE001 - whatever code of the user's raises
+        except Exception:  # noqa: BLE001 - whatever the user's code raises
             found.has_failed = True
     return found
 
@@ -161,10 +162,10 @@ def _dims_of_first(args: tuple, options: dict[str, Any]) -> Dims:
 
 
 def own_noise_on_parts(model: keras.Model, whole: Draws, cut: Draws, group: Group, known: Set[int]) -> None:
-    """Makes layers draw numbers of their own for what has other dims in the cut model than in the whole one. known: ids
-    of layers which have rules of their own.
+    """Makes layers draw different numbers on each rank where dims of draws differ between the cut and the whole model.
+    known: ids of layers that have rules of their own.
 
-    Raises ConfigError for a layer of which that cannot be told.
+    Raises ConfigError for a layer for which this cannot be decided.
     """
     if whole.has_failed and any(map(keras_layers.own_seed_generators, keras_layers.all_layers(model))):
         raise ConfigError(
@@ -188,7 +189,7 @@ def own_noise_on_parts(model: keras.Model, whole: Draws, cut: Draws, group: Grou
 
 
 def _rule(layer: keras.Layer, pairs: Sequence[tuple[Draw, Draw]]) -> Callable[[Dims | None], bool]:
-    """`is_part` of own_noise. pairs: (in the whole model, in the cut one)."""
+    """Returns the `is_part` argument of own_noise. pairs: (in the whole model, in the cut model)."""
     if any(cut.is_fixed and _differ(whole, cut) for whole, cut in pairs):
         _refuse(layer, "draws with a whole number as seed, the same numbers on every worker for its part")
     parts = [cut.drawn for whole, cut in pairs if _differ(whole, cut)]
@@ -208,8 +209,8 @@ def _differ(whole: Draw, cut: Draw) -> bool:
 
 
 def _is_shared_by_units(whole: Draw, cut: Draw) -> bool:
-    """Whether a draw of the same dims is right on a part: it has one number for all units, and others along rows and
-    dims that are whole only."""
+    """Whether a draw with unchanged dims is right on a part: it has one number for all units, and varies only along
+    rows and dims that are whole."""
     if whole.inputs == cut.inputs or cut.drawn is None:
         return True
     kept = {one for one, other in zip(whole.inputs, cut.inputs, strict=False) if one == other}
@@ -219,12 +220,12 @@ def _is_shared_by_units(whole: Draw, cut: Draw) -> bool:
 
 
 def _size(dim: tuple[int | None, ...]) -> int | None:
-    """Of a dim, the same in all traces; None if it counts rows."""
+    """The size of a dim if it is the same in all traces; None if the dim counts rows."""
     return dim[0] if len({*dim}) == 1 else None
 
 
 def _may_be_equal(one: Sizes | None, other: Sizes | None) -> bool:
-    """Whether dims may be the same for some number of rows."""
+    """Whether the two may have equal dims for some number of rows."""
     if one is None or other is None:
         return one is other
     return len(one) == len(other) and all(
@@ -233,7 +234,7 @@ def _may_be_equal(one: Sizes | None, other: Sizes | None) -> bool:
 
 
 def _fits(dims: Dims | None, pattern: Sizes | None) -> bool:
-    """Whether dims may be those of a pattern, in which rows are any number."""
+    """Whether dims may match a pattern in which rows are any number."""
     if dims is None or pattern is None:
         return dims is pattern
     return len(dims) == len(pattern) and all(

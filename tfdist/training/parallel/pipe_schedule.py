@@ -1,10 +1,10 @@
-"""The order in which the stages of a pipeline work, as data: a list of actions per stage. No TensorFlow.
+"""The order in which the stages of a pipeline work, as data: a list of actions per stage. Uses no TensorFlow.
 
 Legend. S stages, M micro-batches, C chunks per stage: stage s holds parts s, S + s, 2 S + s, ... of the S * C parts of
 the model. An action takes one micro-batch forward or backward through one part.
 
     gpipe   all forward, then all backward; M micro-batches live        Huang et al. 2019, arXiv:1811.06965
-    1f1b    as few forward as fill the pipeline, then in turn; S live   Narayanan et al. 2019, arXiv:1806.03377
+    1f1b    forward until the pipeline is full, then in turn; S live    Narayanan et al. 2019, arXiv:1806.03377
     1f1b with C > 1: interleaved; a smaller bubble, more traffic        Narayanan et al. 2021, arXiv:2104.04473
 """
 
@@ -17,7 +17,7 @@ from tfdist.control.exit_codes import ConfigError
 
 
 class Action(NamedTuple):
-    """One micro-batch that goes forward or backward through one part."""
+    """Takes one micro-batch forward or backward through one part."""
 
     forward: bool
     micro: int
@@ -25,7 +25,7 @@ class Action(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Its time: a backward pass takes twice as long as a forward pass."""
+        """Its duration: a backward pass takes twice as long as a forward pass."""
         return 1 if self.forward else 2
 
 
@@ -37,11 +37,11 @@ class Receipt(NamedTuple):
 
     forward: bool
     micro: int
-    part: int  # that sends it
+    part: int  # the part that sends it
 
 
 def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Schedule:
-    """The schedule of all stages. Raises ConfigError if interleaving does not work out."""
+    """Returns the schedule of all stages. Raises ConfigError if interleaving is impossible with these numbers."""
     if chunks > 1 and micros % stages:
         raise ConfigError(
             f"--pipe_chunks={chunks} takes micro-batches in rounds of pipe={stages}, but --accumulation={micros} is not"
@@ -65,16 +65,16 @@ def _stage(name: str, stage: int, stages: int, micros: int, chunks: int) -> list
 
 
 def _nth(k: int, stages: int, chunks: int) -> tuple[int, int]:
-    """(micro, chunk) of the k-th action of a kind: rounds of S micro-batches, through one chunk after the other."""
+    """(micro, chunk) of the k-th action of a kind: rounds of S micro-batches, through one chunk after another."""
     if chunks == 1:
         return k, 0
     return k // (stages * chunks) * stages + k % stages, k // stages % chunks
 
 
 def timeline(schedule: Schedule) -> list[list[tuple[int, Action]]]:
-    """When each action starts, if each takes its `units`.
+    """Returns when each action starts, if each takes its `units`.
 
-    Raises ValueError if stages wait for each other for ever.
+    Raises ValueError if stages wait for each other forever.
     """
     stages = len(schedule)
     parts = stages * (1 + max(action.chunk for action in schedule[0]))
@@ -106,10 +106,10 @@ def timeline(schedule: Schedule) -> list[list[tuple[int, Action]]]:
 
 
 def receipts(schedule: Schedule) -> list[list[list[Receipt]]]:
-    """The tensors that each stage receives before each of its actions. It sends the action's result after it.
+    """Returns the tensors that each stage receives before each of its actions. It sends the action's result after it.
 
-    So that one order of all transfers exists, which NCCL needs: that in which they are made if all are as quick as in
-    `timeline`. Before a stage sends, it has received all that was made before, even if it is to be used later.
+    NCCL needs one global order of all transfers: here the order in which results are made with the times of `timeline`.
+    Before a stage sends a result, it has received all tensors that were made earlier, even those that it uses later.
     """
     stages = len(schedule)
     last = stages * (1 + max(action.chunk for action in schedule[0])) - 1
@@ -135,17 +135,17 @@ def receipts(schedule: Schedule) -> list[list[list[Receipt]]]:
 
 
 def _made(start: int, action: Action, stage: int, stages: int) -> tuple[int, Receipt]:
-    """(when an action ends, what it makes)."""
+    """(when an action ends, the tensor that it makes)."""
     return start + action.units, Receipt(action.forward, action.micro, action.chunk * stages + stage)
 
 
 def _goes_to(receipt: Receipt) -> int:
-    """The part that uses it; outside of the model's: none."""
+    """The part that uses the tensor; a number outside of the model's parts means none."""
     return receipt.part + 1 if receipt.forward else receipt.part - 1
 
 
 def bubble(schedule: Schedule) -> float:
-    """The part of all stages' time in which they wait."""
+    """The fraction of all stages' time in which they wait."""
     lines = timeline(schedule)
     end = max(start + action.units for line in lines for start, action in line)
     busy = sum(action.units for line in lines for _, action in line)
@@ -153,7 +153,7 @@ def bubble(schedule: Schedule) -> float:
 
 
 def live(schedule: Schedule) -> list[int]:
-    """The most micro-batches, times chunks, whose activations each stage holds at once."""
+    """For each stage, the most (micro-batch, chunk) pairs whose activations it holds at once."""
     most = []
     for actions in schedule:
         held = peak = 0

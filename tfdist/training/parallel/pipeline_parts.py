@@ -1,4 +1,4 @@
-"""Which parts of a model a pipeline has, where they are cut, and what of the model is in which of them."""
+"""Divides a model into the parts of a pipeline, and tells which stages and parts use a variable."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from tfdist.training.parallel.segments import Cut, Segment
 
 
 def divide(model: Cut, parts: int, cut: str) -> list[list[Segment]]:
-    """The segments of a model as `parts` parts, the largest of which has as few parameters as possible.
+    """Divides a model's segments into `parts` parts, so that the largest part has as few parameters as possible.
 
-    cut: instead, the names of the segments with which parts 1, 2, ... begin, for example "block_02,block_05".
-    Raises ConfigError if there are too few segments, the names do not fit, or more than one tensor would go from part
-    to part.
+    cut: if given, the names of the segments with which parts 1, 2, ... begin instead, for example "block_02,block_05".
+    Raises ConfigError if there are too few segments, the names do not fit, or more than one tensor would cross a cut.
     """
     segments = model.segments
     names = [segment.gives[0] for segment in segments]
@@ -43,7 +42,7 @@ def divide(model: Cut, parts: int, cut: str) -> list[list[Segment]]:
 
 
 def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
-    """Raises ConfigError unless each part gives one tensor, the first output of its last segment."""
+    """Raises ConfigError unless each part passes on one tensor, the first output of its last segment."""
     if len(model.inputs) != 1 or len(model.outputs) != 1:
         raise ConfigError(
             f"--mesh has pipe=, whose stages take one tensor and give one, but the model has {len(model.inputs)} inputs"
@@ -63,8 +62,8 @@ def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
 
 
 def _balanced(sizes: list[int], parts: int) -> list[int]:
-    """Segments at which parts 1, 2, ... begin. Dynamic programming over (first segments, parts): the smallest largest
-    sum."""
+    """Returns the segments at which parts 1, 2, ... begin, with the smallest possible largest sum. Dynamic programming
+    over (number of first segments, number of parts)."""
     best: dict[tuple[int, int], tuple[int, list[int]]] = {
         (stop, 1): (sum(sizes[:stop]), []) for stop in range(1, len(sizes) + 1)
     }
@@ -81,7 +80,7 @@ def _balanced(sizes: list[int], parts: int) -> list[int]:
 
 
 def stages_of(model: keras.Model, parts: Sequence[Sequence[Segment]], stages: int) -> dict[int, tuple[int, ...]]:
-    """id of a variable -> the stages that use it, in order; all, if none does."""
+    """id of a variable -> the stages that use it, in order; all stages if none uses it."""
     users: dict[int, set[int]] = {id(variable): set() for variable in model.variables}
     for number, part in enumerate(parts):
         for segment in part:
@@ -91,8 +90,8 @@ def stages_of(model: keras.Model, parts: Sequence[Sequence[Segment]], stages: in
 
 
 def first_users(parts: Sequence[Sequence[Segment]], variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
-    """For each part, the regularized ones of `variables` that no earlier part uses; the last part also has those that
-    no part uses."""
+    """For each part, the regularized variables among `variables` that no earlier part uses; the last part also gets
+    those that no part uses."""
     left = {id(variable): variable for variable in variables if variable.regularizer is not None}
     found = [
         [

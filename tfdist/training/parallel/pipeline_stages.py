@@ -1,12 +1,12 @@
-"""Pipeline parallelism: the parts of a model on the stages of the `pipe` axis, and a step's micro-batches through them.
+"""Pipeline parallelism: puts parts of a model on the stages of the `pipe` axis, and runs micro-batches through them.
 
-The micro-batches are those of --accumulation. All of a step is one graph on each stage: its actions (pipe_schedule.py)
-one after the other, held in order by control dependencies, with activations received from the stage before and
-gradients from the stage behind, in an order that suits all stages. What a stage does not hold it sets free. A variable
-that two stages use (a tied embedding) is on both, and they sum its gradient, so that it stays the same.
+The micro-batches are those of --accumulation. A whole step is one graph on each stage. Its actions (pipe_schedule.py)
+run one after another, ordered by control dependencies; a stage receives activations from the previous stage and
+gradients from the next, in an order that suits all stages. A stage frees the variables that it does not use. A variable
+that two stages use (a tied embedding) is on both, and they sum its gradient, so that the copies stay equal.
 
-What layers add to the loss is differentiated where it is added, beside what comes from the stages behind; regularizers
-of weights where the first part that uses the weight is.
+Losses that layers add are differentiated on the stage that adds them, together with the gradients from later stages;
+weight regularizers are differentiated with the first part that uses the weight.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tfdist.training.parallel.tensor import static_dims
 
 
 class Pipeline:
-    """A model over the stages of the runtime's mesh; from now on the model's call goes over all stages.
+    """A model spread over the stages of the runtime's mesh; from now on the model's call passes through all stages.
 
-    `width`: the last dim of the model's outputs on this rank, which has but a part of them if tensor.py cuts the
+    `width`: the last dim of the model's outputs on this rank, which has only a part of them if tensor.py cuts the
     logits.
     """
 
@@ -64,7 +64,7 @@ class Pipeline:
     # -- forward only: evaluation -----------------------------------------------------------------------------------
 
     def _call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """The model's call: of one input and one output, in whatever structure they are."""
+        """The model's call: one input and one output, each in any structure."""
         return self._as_given(self._forward_only(self._one_tensor(inputs), training))
 
     def _forward_only(self, inputs: tf.Tensor, training: bool | None) -> tf.Tensor:
@@ -94,13 +94,13 @@ class Pipeline:
         added: Callable[..., tuple[tf.Tensor, tf.Tensor]],
         sums: int,
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """(gradients of this stage's variables, the sums of all micro-batches), as a model on one device has them.
+        """Returns (gradients of this stage's variables, sums of all micro-batches), as a model on one device has them.
 
         Args:
-          batches: (x, y, w) of each micro-batch; x and y are used on the first and the last stage only.
-          begin: called before each forward pass with the number of its micro-batch: seeds the dropout masks.
-          total: (outputs, y, w, losses that the last part adds) -> (what is differentiated, float32 [sums]).
-          added: the same of (w, losses that another part adds).
+          batches: (x, y, w) of each micro-batch; x is used on the first stage only, y on the last stage only.
+          begin: called before each forward pass with the number of its micro-batch, to seed the dropout masks.
+          total: (outputs, y, w, losses that the last part adds) -> (the loss to differentiate, float32 [sums]).
+          added: the same for another part: (w, losses that the part adds) -> the same pair.
         """
         state = StageState(zero_summands(self.sources()), tf.zeros([sums]))
         batches = [(self._one_tensor(x), y, w) for x, y, w in batches]
@@ -129,7 +129,7 @@ class Pipeline:
                 tape.watch(x)
             y = _run(self.parts[number], x, True, self.storage, losses)
             losses += [variable.regularizer(variable) for variable in self._regularized[number]]
-            loss = None  # what is differentiated on this stage
+            loss = None  # the loss to differentiate on this stage
             if is_last or losses:
                 loss, sums = total(self._as_given(y), *batch[1:], losses) if is_last else added(batch[2], losses)
                 state.sums += sums
@@ -148,8 +148,8 @@ class Pipeline:
         found = tape.gradient(targets, wanted, upstream, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         of_sources = [tf.convert_to_tensor(gradient) for gradient in as_summands(found[: len(sources)], sources)]
         state.gradients = [a + b for a, b in zip(state.gradients, of_sources, strict=True)]
-        # Upstream, too: nothing may depend on it (frozen layers, stop_gradient), and the other stage waits until it is
-        # taken.
+        # `upstream` as well: maybe nothing depends on it (frozen layers, stop_gradient), but the stage that sends it
+        # waits until it is received.
         state.after = [*state.gradients, *upstream]
         if number:
             of_input = tf.convert_to_tensor(found[-1])
@@ -162,7 +162,7 @@ class Pipeline:
         number = receipt.part - 1
         return self._receive(number, "backward", state.passes[number, receipt.micro].output)
 
-    # -- what the model is called with, and gives: a tensor, or a structure around one --------------------------------
+    # -- the model's input and output: a tensor, or a structure around one ---------------------------------------------
 
     def _one_tensor(self, inputs: Any) -> tf.Tensor:
         (tensor,) = inputs_in_order(self._functional, inputs)
@@ -204,5 +204,5 @@ def _run(
     storage: Mapping[int, keras.Variable],
     added: list[tf.Tensor] | None = None,
 ) -> tf.Tensor:
-    """A part, which takes one tensor, and gives one."""
+    """Runs a part, which takes one tensor and returns one."""
     return cutting.run(part, {part[0].takes[0]: x}, training, storage, added)[part[-1].gives[0]]

@@ -1,4 +1,4 @@
-"""The state that a stage of a pipeline carries from action to action."""
+"""The state that a pipeline stage carries from action to action."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ForwardPass(NamedTuple):
     tape: tf.GradientTape
     input: tf.Tensor
     output: tf.Tensor
-    own: tf.Tensor | None  # what is differentiated on this stage
+    own: tf.Tensor | None  # the loss to differentiate on this stage
 
 
 class StageState:
@@ -25,5 +25,5 @@ class StageState:
         self.gradients, self.sums = gradients, sums
         self.passes: dict[tuple[int, int], ForwardPass] = {}  # of (part, micro-batch), until the backward pass
         self.received: dict[Receipt, tf.Tensor] = {}  # until it is used
-        self.after: list[tf.Tensor] = []  # what the next action waits for
-        self.sent: list[tf.Tensor] = []  # sends, which nobody but the end of the step waits for
+        self.after: list[tf.Tensor] = []  # tensors that the next action waits for
+        self.sent: list[tf.Tensor] = []  # sends, which only the end of the step waits for

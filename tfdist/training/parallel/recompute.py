@@ -1,9 +1,9 @@
-"""Computed again instead of kept: activation checkpointing (Chen et al. 2016, arXiv:1604.06174).
+"""Recomputation instead of storage: activation checkpointing (Chen et al. 2016, arXiv:1604.06174).
 
-`recomputed` runs a function of tensors and variables and remembers nothing but its inputs; the backward pass runs it a
-second time. tf.recompute_grad and keras.remat draw other dropout masks then, because the first pass has moved the seed
-generators on. Here the state (seeds, moving statistics) goes in as values and comes out as values, so that both passes
-see the same, and it moves once.
+`recomputed` runs a function of tensors and variables and keeps only its inputs; the backward pass runs the function a
+second time. With tf.recompute_grad and keras.remat the second run draws other dropout masks, because the first has
+advanced the seed generators. Here the state (seeds, moving statistics) enters and leaves as values, so that both passes
+see the same state, and it advances only once.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def recomputed(
     bind: Bind | None = None,
     on_gradients: OnGradients | None = None,
 ) -> Any:
-    """`function(inputs)`, of which only `inputs` is kept for the backward pass.
+    """Returns `function(inputs)`, and keeps only `inputs` for the backward pass.
 
     Args:
-      inputs: any nest; its tensors are differentiated through, the rest is passed on as it is.
-      parameters: the trainable variables that it uses; their gradients come out as usual.
-      states: the other variables that it uses or changes. Only those that it changes are written.
-      owner: the layer that takes over the losses that are added within.
+      inputs: any nest; gradients flow through its tensors, everything else is passed on unchanged.
+      parameters: the trainable variables that the function uses; their gradients are computed as usual.
+      states: the other variables that the function uses or changes. Only changed ones are written.
+      owner: the layer that receives the losses that are added inside the function.
       bind: (values of `parameters`, whether this is the second pass, the tensor that starts the pass: an input or an
-        upstream gradient) -> (variable, value) for what is to hold within. By default the parameters themselves;
-        gathered.py puts whole variables together from shards here.
-      on_gradients: gets the gradients of `parameters`, when the backward pass is traced.
+        upstream gradient) -> (variable, value) pairs that hold inside the function. Default: the parameters themselves;
+        gathered.py assembles whole variables from shards here.
+      on_gradients: receives the gradients of `parameters` when the backward pass is traced.
     Returns: what function returns, a nest of tensors.
     """
     states = [*states, *states_beside()]
@@ -62,7 +62,7 @@ def recomputed(
 
 
 def _refuse_what_comes_out_otherwise(kinds: set[str], owner: keras.Layer) -> None:
-    """Raises ConfigError for operations that give other results in the second pass, which the gradient would be of."""
+    """Raises ConfigError for operations whose results would differ in the second pass, and with them the gradient."""
     if any(map(draws_anew, kinds)):
         what = "draws by tf.random or a tf.random.Generator, which would give other numbers then: draw by keras.random"
     elif any(map(sets_state, kinds)):
@@ -81,8 +81,8 @@ def _refuse_what_comes_out_otherwise(kinds: set[str], owner: keras.Layer) -> Non
 
 
 class _Recomputed:
-    """One recomputed call. Its tensors are the inputs, then the parameters; its results are outputs, losses and changed
-    states."""
+    """One recomputed call. Its tensors are the inputs, followed by the parameters; its results are the outputs, the
+    losses and the changed states."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class _Recomputed:
         self.bind, self.on_gradients = bind, on_gradients
         self.leaves = tf.nest.flatten(inputs)
         self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
-        self.compute_dtype = autocast_dtype()  # in the backward pass Keras knows none
-        # As they are: a layer within rounds what it uses to its own compute type, and what is written back must not be
-        # rounded.
+        self.compute_dtype = autocast_dtype()  # Keras knows none in the backward pass
+        # Not rounded: a layer inside rounds to its own compute dtype anyway, and values that are written back must not
+        # be rounded.
         with autocast_to(None):
             self.starts = [tf.convert_to_tensor(state.value) for state in states]
             self.values = [tf.convert_to_tensor(parameter.value) for parameter in parameters]
         self.structure, self.losses = None, 0
-        self.changed: list[int] = []  # places of the states that the function gives another value
+        self.changed: list[int] = []  # places of the states to which the function gives another value
 
     def run(self) -> list[tf.Tensor]:
         @tf.custom_gradient
@@ -120,7 +120,7 @@ class _Recomputed:
         for place, tensor in zip(self.places, tensors[: len(self.places)], strict=True):
             filled[place] = tensor
         values = list(tensors[len(self.places) :])
-        with autocast_to(None):  # in which Keras' scope leaves values as they are
+        with autocast_to(None):  # so that Keras' scope does not round the values
             scope = keras.StatelessScope(list(zip(self.states, self.starts, strict=True)), collect_losses=True)
         before = [scope.get_current_value(state) for state in self.states]
         with autocast_to(self.compute_dtype):
@@ -128,7 +128,7 @@ class _Recomputed:
                 zip(self.parameters, values, strict=True) if self.bind is None else self.bind(values, is_second, first)
             ):
                 scope.add_update(update)
-            with functions_inline(), scope:  # a function that a layer holds would keep the first forward pass's tensors
+            with functions_inline(), scope:  # a tf.function of a layer would keep the first forward pass's tensors
                 self.structure = self.function(tf.nest.pack_sequence_as(self.inputs, filled))
         self.losses = len(scope.losses)
         ends = [scope.get_current_value(state) for state in self.states]
@@ -137,9 +137,9 @@ class _Recomputed:
         return [tf.convert_to_tensor(result) for result in results]
 
     def gradient(self, tensors: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-        with tf.control_dependencies(upstream):  # not before it is needed
+        with tf.control_dependencies(upstream):  # do not recompute earlier than needed
             second = [tf.identity(tensor) for tensor in tensors]
-        if self.bind is not None:  # which decides itself when
+        if self.bind is not None:  # `bind` itself decides when
             second[len(self.places) :] = [tf.identity(tensor) for tensor in tensors[len(self.places) :]]
         floats = [place for place, tensor in enumerate(second) if tensor.dtype.is_floating]
         with tf.GradientTape() as tape:

@@ -1,8 +1,8 @@
-"""A functional model as a sequence of segments, cut between its blocks (models/blocks.py), each of which can be treated
-on its own: computed again in the backward pass, or given to a stage of a pipeline.
+"""Cuts a functional model between its blocks (models/blocks.py) into a sequence of segments. Each can be treated
+separately: recomputed in the backward pass, or assigned to a stage of a pipeline.
 
-A block NN runs from the input of the layer block_NN_norm_1 to the output of block_NN_mlp_add; a model of the user's own
-whose layers have these names can be cut as well. The segments share the model's layers and variables.
+Block NN runs from the input of the layer block_NN_norm_1 to the output of block_NN_mlp_add; a user's own model whose
+layers have these names can be cut as well. The segments share the model's layers and variables.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tfdist.training.parallel.recompute import recomputed
 
 
 class Segment(NamedTuple):
-    """A part of the model: from the tensors called `takes` to those called `gives`."""
+    """A part of the model: computes the tensors named `gives` from those named `takes`."""
 
     part: keras.Model
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     masks: tuple[tuple[int, int], ...]  # (place of a tensor in `takes`, place of its mask)
-    recompute: bool = False  # computed a second time in the backward pass, not kept
+    recompute: bool = False  # recomputed in the backward pass, not kept
 
 
 class Cut(NamedTuple):
-    """A model as segments, and the names of what goes in and of what comes out, in the model's order."""
+    """A model as segments, and the names of its inputs and outputs, in the model's order."""
 
     segments: list[Segment]
     inputs: tuple[str, ...]
@@ -40,9 +40,9 @@ class Cut(NamedTuple):
 
 
 def blocks(model: keras.Model, flag: str) -> list[str]:
-    """The names of the model's blocks, in order: "block_00", ...
+    """Returns the names of the model's blocks, in order: "block_00", ...
 
-    Raises ConfigError, which names `flag`, if there are none, or if the model is more than its layers.
+    Raises ConfigError, which names `flag`, if there are no blocks, or if the model computes more than its layers do.
     """
     found = sorted({match[1] for layer in model.layers if (match := re.fullmatch(r"(block_\d+)_norm_1", layer.name))})
     if not found or not isinstance(model, keras.models.Model) or not hasattr(model, "inputs"):
@@ -59,7 +59,7 @@ def blocks(model: keras.Model, flag: str) -> list[str]:
 
 
 def cut_into_blocks(model: keras.Model, flag: str) -> Cut:
-    """[everything before the blocks, block 0, block 1, ..., everything after them]."""
+    """Cuts into [everything before the blocks, block 0, block 1, ..., everything after them]."""
     names = blocks(model, flag)
     ends = {"start": model.get_layer(f"{names[0]}_norm_1").input}
     return _cut(model, ends | {name: model.get_layer(f"{name}_mlp_add").output for name in names})
@@ -67,7 +67,7 @@ def cut_into_blocks(model: keras.Model, flag: str) -> Cut:
 
 def cut_out_attention(model: keras.Model, flag: str) -> Cut:
     """Cuts each block into three: up to queries, keys and values; attention itself, whose activations grow with T^2;
-    the rest."""
+    the rest of the block."""
     names = blocks(model, flag)
     ends = {"start": model.get_layer(f"{names[0]}_norm_1").input}
     for name in names:
@@ -79,9 +79,9 @@ def cut_out_attention(model: keras.Model, flag: str) -> Cut:
 
 
 def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variable]) -> None:
-    """Applies --recompute=`kind`, block or attention, to a functional model, in place: it is called segment by segment.
+    """Applies --recompute=`kind`, block or attention, to a functional model, in place: it runs by segments.
 
-    storage: id of a trainable variable -> the variable that the model computes with, if that is another one (a shard).
+    storage: id of a trainable variable -> the variable that the model computes with, if it differs (a shard).
     Raises ConfigError if the model has no blocks.
     """
     flag = f"--recompute={kind}"
@@ -101,14 +101,14 @@ def recompute(model: keras.Model, kind: str, storage: Mapping[int, keras.Variabl
 
 
 def outputs_as_given(functional: Any, tensors: Sequence[tf.Tensor]) -> Any:
-    """A functional model's outputs in the structure in which Keras gives them."""
+    """Packs a functional model's outputs into the structure in which Keras returns them."""
     return as_called(keras.tree.pack_sequence_as(functional.output, list(tensors)))
 
 
 def with_recompute(model: keras.Model, segments: Sequence[Segment], names: Sequence[str], flag: str) -> list[Segment]:
-    """Marks the segments `names` to be computed again in the backward pass.
+    """Marks the segments `names` for recomputation in the backward pass.
 
-    Weights that layers set in these are a ConfigError.
+    Makes it a ConfigError if a layer sets weights in them.
     """
     chosen = [segment._replace(recompute=segment.gives[0] in names) for segment in segments]
     refuse_assigned(
@@ -131,10 +131,10 @@ def run(
     storage: Mapping[int, keras.Variable],
     added: list[tf.Tensor] | None = None,
 ) -> dict[str, tf.Tensor]:
-    """`inputs`, and all that the segments give, by name. See `recompute` for the others.
+    """Runs the segments; returns `inputs` and all that the segments give, by name. See `recompute` for the rest.
 
-    added: gets the losses that the segments' layers add. For segments that are not called by their model: each begins a
-    record anew.
+    added: receives the losses that the segments' layers add. Only for segments that are not called by their model, so
+    that each call begins a new record of losses.
     """
     tensors = dict(inputs)
     for segment in segments:
@@ -142,7 +142,7 @@ def run(
         one = _runner(segment, training)
         if segment.recompute and training:
             parameters = [storage.get(id(variable), variable) for variable in segment.part.trainable_variables]
-            # Losses go to a layer, which shares them with the whole model: a functional model takes none.
+            # Losses are added to a layer, which shares them with the whole model: a functional model accepts none.
             given = recomputed(one, given, parameters, segment.part.non_trainable_variables, segment.part.layers[-1])
         else:
             given = one(given)
@@ -164,15 +164,15 @@ def _runner(segment: Segment, training: bool | None) -> Callable[[list[tf.Tensor
 
 
 def _cut(model: keras.Model, ends: Mapping[str, Any]) -> Cut:
-    """The model in segments, of which each ends in one of `ends`, in order, and the last in what the model gives.
+    """Cuts the model into segments: each ends at one of `ends`, in order, and the last at the model's outputs.
 
-    A segment makes all that its end needs and that none before it has made, so whatever is made before a cut and used
-    behind it goes across: the end, and also masks (of what goes across, as Keras leaves it to tensors to carry them
-    from layer to layer), inputs that come late, outputs that come early.
+    A segment computes all that its end needs and that no earlier segment has computed. So every tensor that is computed
+    before a cut and used after it crosses the cut: the end, and also masks of crossing tensors (Keras leaves it to
+    tensors to carry masks from layer to layer), inputs that are used late, and outputs that are made early.
     """
     ends = {**ends, "outputs": None}
     made_in = {id(tensor): -1 for tensor in model.inputs}  # id of a tensor -> the number of its segment
-    used: list[dict[int, Any]] = []  # of each segment, what it computes with
+    used: list[dict[int, Any]] = []  # for each segment, the tensors that it computes with
     made: list[dict[int, Any]] = []
     for number, end in enumerate(ends.values()):
         waiting, uses, makes = [*(model.outputs if end is None else [end])], {}, {}
@@ -216,17 +216,17 @@ def _cut(model: keras.Model, ends: Mapping[str, Any]) -> Cut:
 
 
 def _masks(tensors: Sequence[Any]) -> dict[int, Any]:
-    """The masks that Keras has given some of these symbolic tensors."""
+    """The masks that Keras has attached to any of these symbolic tensors."""
     return {id(mask): mask for mask in map(mask_of, tensors) if mask is not None}
 
 
 def _segment(inputs: list, outputs: list, takes: tuple[str, ...], gives: tuple[str, ...]) -> Segment:
     part = keras.Model(inputs if len(inputs) > 1 else inputs[0], outputs if len(outputs) > 1 else outputs[0])
-    part.input_spec = None  # where layers are spread, what it is called with is smaller than its symbols say
+    part.input_spec = None  # where layers are spread, actual inputs are smaller than the symbolic ones
     part.supports_masking, part.compute_mask = (
         True,
         lambda inputs, previous_mask: None,
-    )  # its layers say what masks its outputs have
+    )  # its layers set the masks of its outputs
     places = {id(tensor): place for place, tensor in enumerate(inputs)}
     masks = [(place, places[id(mask)]) for place, tensor in enumerate(inputs) if (mask := mask_of(tensor)) is not None]
     return Segment(part, takes, gives, tuple(masks))

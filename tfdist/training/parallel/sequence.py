@@ -1,15 +1,15 @@
 """Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between the layers that tensor.py spreads, each
 rank of `model` holds only T / m positions.
 
-Norms, dropout and residual sums treat every position on its own, but with tensor parallelism alone all m ranks hold and
-compute them for all T. Here the all-reduce behind a row layer is its first half, a reduce-scatter along the sequence,
-and the second half, the all-gather, stands before the next column layer: as many bytes travel, and the activations in
-between, those that recomputation keeps among them, are 1 / m.
+Norms, dropout and residual sums treat every position separately, but with tensor parallelism alone all m ranks hold and
+compute them for all T. Here the all-reduce after a row layer is split: only its first half, a reduce-scatter along the
+sequence, stays there; its second half, the all-gather, moves before the next column layer. As many bytes travel, and
+the activations in between, including those that recomputation keeps, are 1 / m as large.
 
     [B, T/m, D] -> norm -> all-gather -> [B, T, D] -> column ... row -> reduce-scatter -> [B, T/m, D] -> dropout, add
 
-What is whole but works on some of the positions (norms, the row layers' biases, learned positions) gets of its gradient
-only their part on each rank: `PARTIAL` names these variables, and mesh_update.py sums them over `model` as well.
+Variables that are whole but see only some positions (norms, the row layers' biases, learned positions) get only a part
+of their gradient on each rank: `PARTIAL` names these variables, and mesh_update.py sums them over `model` as well.
 
 Legend. B batch, T positions, D width, m ranks along `model`.
 """
@@ -41,14 +41,14 @@ def gathered(x: tf.Tensor, group: Group) -> tf.Tensor:
 
 
 def scattered(x: tf.Tensor, group: Group) -> tf.Tensor:
-    """[B, T, D], which differs from rank to rank -> this rank's [B, T/m, D] of the sum; its gradient is `gathered`."""
+    """[B, T, D], different on each rank -> this rank's [B, T/m, D] of the sum; its gradient is `gathered`."""
     batch, length, *rest = static_dims(x)
     y = group.reduce_scatter(x, 1)
     return tf.ensure_shape(y, [batch, length // group.size, *rest])
 
 
 def _own_positions(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
-    """An Embedding that is called with all positions [1, T], and returns [1, T/m, D]."""
+    """Makes an Embedding that is called with all positions [1, T] return [1, T/m, D]."""
     inner = layer.call
 
     def call(x: tf.Tensor) -> tf.Tensor:
@@ -59,7 +59,7 @@ def _own_positions(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
     return {}
 
 
-# The first pattern that matches a layer decides, so that what is not here is as in tensor.py.
+# The first pattern that matches a layer applies, so that layers not listed here are treated as in tensor.py.
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"^embed_tokens$", tensor.vocabulary(gathered, scattered)),
     (r"^embed_positions$", _own_positions),
@@ -74,8 +74,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
 def parallelize_sequence(
     model: keras.Model, group: Group, is_known: bool = False, rows: Any = None
 ) -> tuple[dict[int, VariablePart], frozenset[int]]:
-    """Cuts layers as tensor.parallelize_layers, whose arguments it takes, and positions in between. Returns (parts, ids
-    of `PARTIAL`).
+    """Cuts layers like tensor.parallelize_layers, whose arguments it takes, and positions in between. Returns (parts,
+    ids of `PARTIAL`).
 
     Raises: ConfigError if the model is not the transformer, has experts, or m does not divide its positions.
     """

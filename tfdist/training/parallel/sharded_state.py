@@ -1,13 +1,13 @@
-"""State that is distributed over a mesh, as whole arrays, and back: a snapshot knows nothing of the mesh that wrote it.
+"""Converts state that is distributed over a mesh to whole arrays, and back: snapshots do not depend on the mesh.
 
-`ShardedState` gives the variables of a run the keys, shapes and types that they have in a data-parallel run
-(artifacts/state.py), whatever they look like here: whole, a part along `model` (tensor.py) or `expert` (expert.py), a
-shard along `data` (zero.py), a shard of a part, or on another stage of a pipeline. What every replica has of its own
-(the errors that compression.py carries) goes in as one row a replica; other replicas than those that wrote them get
-equal parts of the sum. So a snapshot of any mesh resumes on any other, or on none.
+`ShardedState` gives the variables of a run the keys, shapes and dtypes that they have in a data-parallel run
+(artifacts/state.py), however they are held here: whole, as a part along `model` (tensor.py) or `expert` (expert.py), as
+a shard along `data` (zero.py), as a shard of a part, or on another stage of a pipeline. State that differs between
+replicas (the errors that compression.py carries) is stored as one row per replica; if the number of replicas has
+changed, each gets an equal part of the sum. So a snapshot of any mesh resumes on any other, or on none.
 
-It does so in two ways: the chief holds all, or (artifacts/sharded_snapshots.py) every worker writes and reads its own
-part, which is some boxes of each whole array (state_piece.py).
+There are two ways: the chief holds everything, or (artifacts/sharded_snapshots.py) every worker writes and reads its
+own part, which consists of boxes of each whole array (state_piece.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tfdist.training.parallel.tensor import VariablePart
 
 
 class ShardedState:
-    """The state of a run on a mesh. All methods but `table`, `wanted` and `read` are collectives: every worker must
-    call them.
+    """The state of a run on a mesh. All methods except `table`, `wanted` and `read` are collective calls: every worker
+    must make them.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class ShardedState:
         )
 
     def table(self) -> dict[str, tuple[str, list[int], str]]:
-        """key -> (name, whole shape, dtype), as artifacts.state.table gives for a data-parallel run."""
+        """key -> (name, whole shape, dtype), as artifacts.state.table returns for a data-parallel run."""
         return {key: (piece.name, list(piece.shape), piece.dtype.name) for key, piece in self.pieces.items()}
 
     def to_host(
         self, wanted: bool = True, into: Mapping[str, np.ndarray] | None = None, only: str | tuple[str, ...] = ""
     ) -> dict[str, np.ndarray]:
-        """key -> whole array on the chief, of keys that begin with `only`, or one of them; {} on the others.
+        """Returns key -> whole array on the chief, for keys that begin with (one of) `only`; {} on other workers.
 
-        One variable at a time is whole on every worker.
+        Only one variable at a time is whole on every worker.
         """
         whole = {}
         for key, piece in self.pieces.items():
@@ -115,13 +115,13 @@ class ShardedState:
         return self.runtime.mesh.rank({"pipe": self._stages.index})
 
     def _which(self, piece: Piece) -> int:
-        """The number of the piece of the whole; several workers may hold the same."""
+        """The number of the piece within the whole variable; several workers may hold the same piece."""
         return (piece.part.index if piece.part else 0) * self.runtime.size + (
             piece.group.index if piece.is_shard else 0
         )
 
     def check(self, stored: Mapping[str, tuple]) -> None:
-        """Raises CheckpointError if a stored table does not fit. There may be rows of another number of replicas."""
+        """Raises CheckpointError if a stored table does not fit. The stored number of rows (replicas) may differ."""
         rows = {
             key: (name, [stored[key][0][0], *shape[1:]], dtype)
             for key, (name, shape, dtype) in self.table().items()
@@ -130,14 +130,14 @@ class ShardedState:
         state.check(self.table() | rows, stored)
 
     def fitted(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """The stored arrays, with as many rows as there are replicas now."""
+        """Returns the stored arrays with as many rows as there are replicas now."""
         return {
             key: shared_out(array, self.pieces[key].group.size) if self.pieces[key].is_row else array
             for key, array in arrays.items()
         }
 
     def assign(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Gives every variable its piece of the whole arrays, which every worker must have.
+        """Sets every variable to its piece of the whole arrays, which every worker must have.
 
         Raises CheckpointError if they do not fit.
         """
@@ -150,7 +150,7 @@ class ShardedState:
     # -- in parts --------------------------------------------------------------------------------------------------
 
     def to_shards(self) -> list[Shard]:
-        """The boxes that this worker writes: every element of the state is written by exactly one."""
+        """Returns the boxes that this worker writes: every element of the state is written by exactly one worker."""
         shards = []
         for key, piece in self.pieces.items():
             if self._is_here(piece) and self._writes(piece):
@@ -167,8 +167,8 @@ class ShardedState:
         ]
 
     def read(self, prefix: str) -> None:
-        """Gives every variable its piece of the arrays in TensorFlow's checkpoint `prefix`, of which this worker reads
-        no more.
+        """Sets every variable to its piece of the arrays in TensorFlow's checkpoint `prefix`. This worker reads only
+        its pieces.
         """
         for key, piece in self.pieces.items():
             if self._is_here(piece):
@@ -176,7 +176,7 @@ class ShardedState:
         self.update.refresh_shards()
 
     def _writes(self, piece: Piece) -> bool:
-        """Whether this worker writes the piece: the first of all that hold the same does."""
+        """Whether this worker writes the piece: the first of the workers that hold the same piece writes it."""
         members = [
             self.runtime.mesh.coordinates(rank)
             for rank in (piece.group.ranks if piece.is_shard or piece.is_row else ())
@@ -197,7 +197,7 @@ class ShardedState:
     def _whole(self, piece: Piece) -> np.ndarray:
         value = tf.convert_to_tensor(piece.value)
         if piece.is_shard:
-            if piece.shard_length:  # else TensorFlow's collective would divide by 0
+            if piece.shard_length:  # an empty array would make TensorFlow's collective divide by 0
                 value = self._gather(value, piece.group.ranks)[: math.prod(piece.part_shape)]
             value = tf.reshape(value, piece.part_shape)
         if piece.is_row:

@@ -1,12 +1,12 @@
-"""Shards: each variable flattened, padded, and cut into n equal parts, of which member i of a group holds part i.
+"""Shards: each variable is flattened, padded, and cut into n equal parts; member i of a group holds part i.
 
 Legend. n: members. size: elements of a variable. length = ceil(size / n): elements of its shard; the last shards may
-end in padding, which stays 0 under element-wise updates of zero gradients, and is cut off when the variable is put
-together.
+end in padding, which stays 0 under element-wise updates with zero gradients, and is cut off when the variable is
+reassembled.
 
-Cut one by one, not as one long vector, an optimizer built on shards has one slot per variable in the order of a
-data-parallel run's, and names (for --weight_decay_exclude) still fit. Several travel together as the columns of a
-matrix [n, sum of lengths], whose row i is for member i.
+Variables are cut one by one, not as one long vector: so an optimizer built on shards has one slot per variable, in the
+order of a data-parallel run, and names (for --weight_decay_exclude) still match. Several shards travel together as the
+columns of a matrix [n, sum of lengths], whose row i is for member i.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfdist.training.dtypes import of_each_dtype
 
 
 class ShardLayout:
-    """The layout of tensors of these shapes in the matrix of a group, and how they travel."""
+    """How tensors of these shapes are laid out in the matrix of a group, and how they travel."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], group: Group):
         self.group, self.shapes = group, [tuple(shape) for shape in shapes]
@@ -47,7 +47,7 @@ class ShardLayout:
         return tf.split(row[0], lengths)
 
     def gather(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The whole tensors; `shards`: this member's. The gradient is `scatter_sum`."""
+        """Returns the whole tensors; `shards`: this member's shards. The gradient is `scatter_sum`."""
         return of_each_dtype(self._gather, [tf.convert_to_tensor(shard) for shard in shards])
 
     def _gather(self, shards: Sequence[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
@@ -61,20 +61,20 @@ class ShardLayout:
         ]
 
     def cut(self, array: np.ndarray, which: int) -> np.ndarray:
-        """Cuts this member's shard out of a whole array, which is tensor number `which`."""
+        """Cuts this member's shard out of a whole array; `which`: the number of its shape in the layout."""
         length = self.lengths[which]
         flat = np.pad(array.reshape(-1), (0, length * self.group.size - self.sizes[which]))
         return flat[self.group.index * length : (self.group.index + 1) * length]
 
 
 def _padded(vector: tf.Tensor, end: int) -> tf.Tensor:
-    return tf.pad(vector, [[0, end]]) if end else vector  # not to copy what needs no padding
+    return tf.pad(vector, [[0, end]]) if end else vector  # avoids a copy without padding
 
 
 def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]) -> list[keras.Variable]:
-    """Makes one variable [length] for each, with this member's part of its value in its group.
+    """Makes a variable [length] for each, which holds this member's shard of its value in its group.
 
-    It keeps the names.
+    The names stay the same.
     """
     return [
         named_like(variable, ShardLayout([variable.shape], group).cut(variable.numpy(), 0))
@@ -83,20 +83,20 @@ def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]
 
 
 def empty_like(variable: keras.Variable) -> keras.Variable:
-    """A variable without elements with the same names, and as many dims: some optimizers choose by these."""
+    """Makes a variable without elements, with the same names and number of dims: some optimizers choose by these."""
     return named_like(variable, np.zeros([0] * len(variable.shape), variable.dtype))
 
 
 def named_like(whole: keras.Variable, value: np.ndarray) -> keras.Variable:
-    """A variable of another value with the path of `whole`, after which slots are named, and TensorFlow's name for it,
-    at which Keras' optimizers look for what does not decay."""
+    """Makes a variable with another value. It has the path of `whole`, from which slots get their names, and its
+    TensorFlow name, by which Keras' optimizers recognize variables that do not decay."""
     folder = whole.value.name.rpartition("/")[0]
     with tf.name_scope(f"{folder}/") if folder else contextlib.nullcontext():
         return keras_variables.like(whole, value)
 
 
 def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> dict[int, int]:
-    """Builds the optimizer on `variables`. Returns id of a slot -> the number of the variable that it belongs to."""
+    """Builds the optimizer on `variables`. Returns id of a slot -> the index of the variable that it belongs to."""
     number = {id(variable): index for index, variable in enumerate(variables)}
     slots = keras_optimizers.built_with_slots(optimizer, variables)
     return {id(slot): number[id(variable)] for slot, variable, _ in slots}

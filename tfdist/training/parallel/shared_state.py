@@ -1,8 +1,9 @@
-"""What several parts of a pipeline share and a layer sets in its forward pass: moving statistics, a counter, a weight.
+"""Refuses variables that several parts of a pipeline share and that a layer sets in its forward pass: moving
+statistics, a counter, a weight.
 
-Each stage would set a copy of its own, and parts on one stage take the micro-batches in another order than one device
-does. So it is refused. What no forward pass sets may be shared: tables, frozen layers. A generator that several parts
-draw from is state, too: one device draws other numbers for each of them, stages would draw the same.
+Each stage would set a copy of its own, and several parts on one stage process micro-batches in another order than one
+device does. Variables that no forward pass sets may be shared: tables, frozen layers. A seed generator that several
+parts draw from is state, too: one device draws different numbers for each part, but stages would draw the same numbers.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from tfdist.training.row_checks.trial_scope import generators_kept
 def refuse_shared(
     model: keras.Model, parts: Sequence[Sequence[Segment]], stages: int, flag: str, micro_batch: int
 ) -> None:
-    """A layer that sets what several of the parts use, part p on stage p mod `stages`, is a ConfigError: at once if it
-    is state, so that all workers say so and none waits for another; of a trainable weight while the step is traced.
+    """Makes it a ConfigError if a layer sets a variable that several parts use; part p is on stage p mod `stages`.
+    State is refused at once, so that all workers raise the error and none waits for another; a trainable weight is
+    refused while the step is traced.
     """
     variables: dict[int, Any] = {}
     users: dict[int, set[int]] = {}
@@ -45,8 +47,8 @@ def refuse_shared(
 
 
 def refuse_hidden(model: keras.Model, flag: str) -> None:
-    """Raises ConfigError for state that a layer keeps without Keras' knowing, and changes: snapshots take it from the
-    first stage, where it may stand still."""
+    """Refuses state that a layer keeps unknown to Keras, and changes, with a ConfigError: snapshots take such state
+    from the first stage, where it may never change."""
     if hidden_generators(model):
         raise ConfigError(
             f"{flag}, but a layer draws from a tf.random.Generator, which goes on on its own stage only: draw by"
@@ -78,7 +80,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _trace(model: keras.Model, micro_batch: int) -> None:
-    """A forward pass in training, which is not run."""
+    """Traces a forward pass in training, without running it."""
     x = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec([micro_batch, *tensor.shape[1:]], tensor.dtype), functional_of(model).input
     )

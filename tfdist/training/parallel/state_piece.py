@@ -1,6 +1,6 @@
-"""What one worker holds of one variable of the state, and where in the whole array that is. No communication here.
+"""The piece of one state variable that a worker holds, and its place in the whole array. No communication here.
 
-A piece is some boxes of the whole: a shard is a range of a flattened part, and a part is some places along one dim.
+A piece is boxes of the whole: a shard is a range of a flattened part, and a part is some indices along one dim.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tfdist.training.parallel.tensor import VariablePart
 
 
 class _Region(NamedTuple):
-    """The place of this worker's part in the whole array: a shape, and the boxes that make it up."""
+    """The place of this worker's part in the whole array: its shape, and the boxes that form it."""
 
     lengths: tuple[int, ...]
-    boxes: list[Box]  # of the whole, which make it up along `dim`
+    boxes: list[Box]  # of the whole array; concatenated along `dim` they form the part
     dim: int
 
 
@@ -34,13 +34,13 @@ class _Region(NamedTuple):
 class Piece:
     """The part of one variable of the state that this worker holds."""
 
-    variable: keras.Variable | tf.Variable  # in which it is
+    variable: keras.Variable | tf.Variable  # the variable that holds the part
     shape: tuple[int, ...]  # of the whole
-    group: Group  # the replicas, or, of experts, those among them that hold the same
+    group: Group  # the replicas; for experts, the replicas among them that hold the same experts
     part: VariablePart | None  # along `model` or `expert`
     is_shard: bool = False  # over `group`
-    stages: tuple[int, ...] | None = None  # of the pipeline that hold it; None: all
-    is_row: bool = False  # every replica has its own; the whole has one row for each
+    stages: tuple[int, ...] | None = None  # pipeline stages that hold it; None: all
+    is_row: bool = False  # every replica has its own value; the whole array has one row for each
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Piece:
 
     @property
     def shard_length(self) -> int:
-        """Elements of a shard, with the padding of the last."""
+        """Number of elements of a shard, including the padding of the last."""
         return -(-math.prod(self.part_shape) // self.group.size)
 
     @property
@@ -64,7 +64,7 @@ class Piece:
         return state.tf_variable(self.variable)
 
     def own(self, whole: np.ndarray) -> np.ndarray:
-        """This worker's piece of a whole array."""
+        """Returns this worker's piece of a whole array."""
         if self.is_row:
             return whole[self.group.index]
         cut = self.part.cut(whole) if self.part else whole
@@ -73,8 +73,8 @@ class Piece:
         return ShardLayout([cut.shape], self.group).cut(cut, 0)
 
     def to_shards(self, key: str) -> list[Shard]:
-        """The piece as boxes of the array called `key`."""
-        array = np.asarray(self.value.numpy())  # a copy, which later steps do not change
+        """Returns the piece as boxes of the array called `key`."""
+        array = np.asarray(self.value.numpy())  # a copy, so that later steps do not change it
         array = array[np.newaxis] if self.is_row else array
         shards, offset = [], 0
         for region in self._regions():
@@ -87,7 +87,7 @@ class Piece:
         return shards
 
     def wanted(self, key: str, rows: int) -> list[Shard]:
-        """The boxes that `read` reads. rows: of the stored array, if every replica has its own."""
+        """The boxes that `read` reads. rows: number of rows in the stored array, if every replica has its own."""
         if not self.is_row:
             return [Shard(key, self.shape, box) for region in self._regions() for box in region.boxes]
         which = [self.group.index] if rows == self.group.size else range(rows)
@@ -95,7 +95,7 @@ class Piece:
         return [Shard(key, whole, ((row, 1), *((0, length) for length in whole[1:]))) for row in which]
 
     def read(self, prefix: str, key: str) -> np.ndarray:
-        """The piece's content from TensorFlow's checkpoint `prefix`, of which no more is read."""
+        """Reads the piece's content from TensorFlow's checkpoint `prefix`, and nothing more."""
         if self.is_row:
             return self._read_row(prefix, key)
         regions = self._regions()
@@ -129,7 +129,7 @@ class Piece:
             start, length = self.group.index * self.shard_length, self.shard_length
             if length:
                 boxes = boxes_of_range(local, start, min(start + length, math.prod(local)))
-            elif self.group.index:  # of nothing each has all; the first says so
+            elif self.group.index:  # an empty variable: only the first member reports it
                 boxes = []
         regions = []
         for box in boxes:
@@ -144,7 +144,7 @@ class Piece:
 
 
 def shared_out(rows: np.ndarray, count: int) -> np.ndarray:
-    """[n, ...] -> [count, ...] with the same sum: the same, or equal parts of it."""
+    """[n, ...] -> [count, ...] with the same sum: the same rows if n is `count`, otherwise equal parts of the sum."""
     if len(rows) == count:
         return rows
     return np.broadcast_to(rows.sum(0) / np.asarray(count, rows.dtype), (count, *rows.shape[1:]))

@@ -1,11 +1,11 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): single layers cut over the `model` axis.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): cuts single layers over the `model` axis.
 
-It is data: an ordered list of (pattern of layer names, rule); the first pattern that matches a layer decides. A rule
-cuts the layer's variables, in place, down to this rank's part, and says what travels when it is called. The model stays
-the one that the registry built; layers that no pattern matches are whole, and compute the same on every rank of the
-axis.
+The cuts are data: an ordered list of (pattern of layer names, rule); the first pattern that matches a layer applies. A
+rule cuts the layer's variables, in place, down to this rank's part, and defines what travels when the layer is called.
+The model remains the one that the registry built; layers that no pattern matches stay whole, and compute the same on
+every rank of the axis.
 
-    column   y_part = x @ W[:, part]: x is copied to all (its gradient is summed); no traffic forward
+    column   y_part = x @ W[:, part]: x is copied to all ranks (its gradient is summed); no traffic forward
     row      y = sum over ranks of x_part @ W[part, :], then the bias, once
 So a column layer followed by a row layer costs one all-reduce forward and one backward.
 
@@ -35,7 +35,7 @@ from tfdist.training.parallel.own_noise import Draws, draws_of, own_noise, own_n
 
 @dataclass(frozen=True)
 class VariablePart:
-    """The part of a variable that a rank holds: of dim `dim`, the places `places[index]`."""
+    """The part of a variable that a rank holds: the indices `places[index]` of dim `dim`."""
 
     shape: tuple[int, ...]  # of the whole
     dim: int
@@ -52,35 +52,35 @@ class VariablePart:
         return np.take(whole, self.places[self.index], self.dim)
 
     def padded(self, part: np.ndarray) -> np.ndarray:
-        """The part with the size of the largest part, for collectives that want one shape."""
+        """Pads the part to the size of the largest part, for collective calls that need one shape."""
         missing = max(map(len, self.places)) - part.shape[self.dim]
         return np.pad(part, [(0, missing if dim == self.dim else 0) for dim in range(part.ndim)])
 
     def join(self, padded: Sequence[np.ndarray]) -> np.ndarray:
-        """The whole, of every member's padded part."""
+        """Assembles the whole from every member's padded part."""
         whole = np.zeros(self.shape, padded[0].dtype)
         for places, part in zip(self.places, padded, strict=True):
             whole[(slice(None),) * self.dim + (places,)] = np.take(part, range(len(places)), self.dim)
         return whole
 
 
-# Returns id of a variable that was cut -> what is left of it.
+# Returns id of a variable that was cut -> the part that remains here.
 Rule = Callable[[keras.Layer, Group], dict[int, VariablePart]]
-Crossing = Callable[[tf.Tensor, Group], tf.Tensor]  # how a tensor enters or leaves what is cut
+Crossing = Callable[[tf.Tensor, Group], tf.Tensor]  # how a tensor enters or leaves the cut layers
 
 
 def copied(x: tf.Tensor, group: Group) -> tf.Tensor:
-    """x, the same on all members, goes on into parts: identity, whose gradient is the sum over members."""
+    """Passes x, the same on all members, into the parts: the identity, whose gradient is the sum over members."""
     return tf.custom_gradient(lambda t: (tf.identity(t), group.all_reduce))(x)
 
 
 def summed(x: tf.Tensor, group: Group) -> tf.Tensor:
-    """Parts come together: the sum over members, whose gradient, the same on all, goes to every part as it is."""
+    """Combines parts: the sum over members, whose gradient, the same on all, goes to every part unchanged."""
     return tf.custom_gradient(lambda t: (group.all_reduce(t), tf.identity))(x)
 
 
 def static_dims(x: tf.Tensor) -> list[Any]:
-    """The dims of a tensor, all but the first of which are known where layers are cut."""
+    """The dims of a tensor; all but the first are known where layers are cut."""
     return x.shape.as_list()
 
 
@@ -88,9 +88,9 @@ def static_dims(x: tf.Tensor) -> list[Any]:
 
 
 def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
-    """A Dense layer [in, out] -> [in, out / m].
+    """Cuts a Dense layer [in, out] to [in, out / m].
 
-    `blocks`: out is that many matrices side by side, each of which is cut.
+    `blocks`: the number of matrices that stand side by side in out; each of them is cut.
     """
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
@@ -110,7 +110,7 @@ def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
 
 
 def row(leave: Crossing = summed) -> Rule:
-    """A Dense layer [in, out] -> [in / m, out], whose input is a part."""
+    """Cuts a Dense layer [in, out], whose input is a part, to [in / m, out]."""
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
         parts = cut(keras_layers.stored_kernel(layer), 0, group)
@@ -127,7 +127,7 @@ def row(leave: Crossing = summed) -> Rule:
 
 
 def reshape(dim: int) -> Rule:
-    """A Reshape layer whose target has only 1 / m of dim `dim`."""
+    """Reduces dim `dim` in the target of a Reshape layer to 1 / m."""
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
         target = list(layer.target_shape)
@@ -144,7 +144,7 @@ def reshape(dim: int) -> Rule:
 
 
 def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
-    """A ReversibleEmbedding [V, D] -> [V / m, D]. In reverse it returns this rank's logits [B, T, V / m]."""
+    """Cuts a ReversibleEmbedding [V, D] to [V / m, D]. In reverse it returns this rank's logits [B, T, V / m]."""
 
     def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
         inner = layer.call
@@ -161,7 +161,7 @@ def vocabulary(enter: Crossing = copied, leave: Crossing = summed) -> Rule:
             inside = tf.logical_and(local >= 0, local < len(places))
             found = inner(tf.where(inside, local, 0))
             found = tf.where(tf.expand_dims(inside, -1), found, tf.zeros_like(found))
-            # What no rank has would be zeros, without a word.
+            # Otherwise rows that no rank has would silently be zeros.
             return leave(missing_rows.nan_for_missing(found, rows, layer.input_dim), group)
 
         layer.call = call
@@ -194,9 +194,9 @@ def parallelize_layers(
 ) -> dict[int, VariablePart]:
     """Applies the rules to the model, in place, before the optimizer is built. Returns id of a variable -> its part.
 
-    Raises: ConfigError if no layer matches any rule, or one that does is of another kind, or cannot be cut into so many
-    parts; `fix` says what to do. is_known: a model of tfdist's, whose random layers between cut ones have rules.
-    rows: x of some samples, for another.
+    Raises: ConfigError if no layer matches any rule, or if a matching layer is of another kind or cannot be cut into so
+    many parts; `fix` says what to do. is_known: whether it is a tfdist model, whose random layers between cut layers
+    have rules. rows: x of some samples, for other models.
     """
     parts: dict[int, VariablePart] = {}
     known = set[int]()  # layers with rules
@@ -206,7 +206,7 @@ def parallelize_layers(
             if re.search(pattern, layer.name):
                 try:
                     parts |= rule(layer, group)
-                except AttributeError:  # it has not the weights or settings of the layer that the name stands for
+                except AttributeError:  # it lacks the weights or settings of the layer that the name stands for
                     raise ConfigError(
                         f"--mesh has {axis}={group.size}, which cuts layer {layer.name} of {model.name} by its name,"
                         f" but it is of the kind {type(layer).__name__}, which cannot be cut so: give it another name,"
@@ -226,9 +226,10 @@ def parallelize_layers(
 
 
 def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Objective:
-    """training.objectives.classification over logits that are cut along their last dim, V = `size`.
+    """training.objectives.classification for logits that are cut along their last dim, V = `size`.
 
-    Only one number a token travels for each of: the largest logit, the sum of exponentials, the label's logit.
+    Per token one number travels for each of: the largest logit, the sum of exponentials, the label's logit, the guess
+    (for the accuracy), and, with label smoothing, the sum of logits.
     """
     if config.objective not in ("auto", "classification", "next_token"):
         raise ConfigError(
@@ -248,21 +249,21 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
             uniform = log_sum - summed(tf.reduce_sum(logits, -1), group) / size
             losses = (1 - config.label_smoothing) * losses + config.label_smoothing * uniform
         own_guess = tf.where(tf.equal(own_best, best), first + tf.argmax(logits, -1, output_type=tf.int32), size)
-        guess = -group.all_max(-own_guess)  # the first of the largest, as tf.argmax
+        guess = -group.all_max(-own_guess)  # the first of the largest, like tf.argmax
         return Scores(losses, weights_like(w, losses), {"accuracy": tf.cast(tf.equal(guess, y), tf.float32)})
 
     return objective
 
 
 def share(size: int, group: Group) -> tuple[int, int]:
-    """(first, last + 1) of what this member has of so many places in a row."""
+    """(first, last + 1) of this member's share of `size` consecutive places."""
     return group.index * size // group.size, (group.index + 1) * size // group.size
 
 
 def cut(
     variable: keras.Variable, dim: int, group: Group, blocks: int = 1, axis: str = "model"
 ) -> dict[int, VariablePart]:
-    """Cuts a variable of the layer along `dim` down to this member's part of `axis`, in place. Returns its id -> its
+    """Cuts a layer's variable along `dim` down to this member's part of `axis`, in place. Returns its id -> its
     part."""
     size = variable.shape[dim]
     other_ways = {"regularizer": "--weight_decay does much the same", "constraint": "or give the workers to data="}
@@ -282,7 +283,7 @@ def cut(
     places = tuple(block[:, start:stop].reshape(-1) for start, stop in zip(points, points[1:], strict=False))
     part = VariablePart(tuple(variable.shape), dim, places, group.index, axis)
     value = variable.numpy()
-    name = variable.value.name.partition(":")[0]  # at which optimizers look for what does not decay
+    name = variable.value.name.partition(":")[0]  # by which optimizers recognize variables that do not decay
     cut_value = tf.Variable(tf.constant(part.cut(value)), trainable=variable.trainable, name=name)
     keras_variables.replace_value(variable, cut_value)
     return {id(variable): part}

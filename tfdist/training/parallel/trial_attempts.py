@@ -1,7 +1,8 @@
-"""With which rows and weights a model is tried before and after its layers are cut.
+"""The rows and weights with which a model is tried before and after its layers are cut.
 
-With few rows and weights that are disturbed: behind an initial 0 nothing would be seen. A model that does not run so,
-or gives no numbers, is disturbed less, then run with as many rows as it is trained with, in the end as it is.
+The first attempts use few rows and perturbed weights: behind weights that are initially 0, no difference would be seen.
+A model that does not run like this, or gives no finite numbers, is perturbed less, then run with as many rows as it is
+trained with, and finally with its own weights.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import tensorflow as tf
 
 from tfdist.training.row_checks.trial_values import disturbed
 
-_DISTURBED = 1.0  # by as much as the spread of each weight
+_DISTURBED = 1.0  # in units of the spread of each weight
 _LESS = 0.2
 
 
 class Attempt:
     """One way to try a model.
 
-    rows: x of its samples. changes: id of a variable -> what is added to it, as long as the model is whole.
+    rows: x of its samples. changes: id of a variable -> the amount added to it, for the whole variable.
     """
 
     def __init__(self, model: keras.Model, rows: Any, disturbed_by: float):
@@ -38,14 +39,14 @@ class Attempt:
 
 
 def attempts(model: keras.Model, few: Any, many: Any) -> list[Attempt]:
-    """The attempts, in their order. few, many: x of few samples, and of a micro-batch."""
+    """Returns the attempts in order. few, many: x of few samples, and of a micro-batch."""
     ways = [(few, _DISTURBED), (few, _LESS), (many, _DISTURBED), (many, _LESS), (many, 0.0)]
     return [Attempt(model, rows, by) for rows, by in ways]
 
 
 def _changes(model: keras.Model, by: float) -> dict[int, np.ndarray]:
-    """What is added to the weights, as their constraints have it; to those that are not trained something above 0, as a
-    variance must not become negative."""
+    """Returns the amounts added to the weights, as their constraints allow; for weights that are not trained they are
+    positive, as a variance must not become negative."""
     floating = [each for each in model.variables if tf.as_dtype(each.dtype).is_floating]
     values = [each.numpy() for each in floating]
     changes = {}

@@ -1,9 +1,9 @@
-"""What a model computes for a few rows, and whether it is the same but for rounding.
+"""The results of a model for a few rows, and their comparison up to rounding.
 
-Rounding is what becomes of weights that are moved by a millionth: what another order of a sum does is less. So a number
-that is a small difference of large ones may differ by more than one that is not, and a gradient may be 0 but for
-rounding. Each channel of an output is compared with its own largest number: in one of them the price of a house, in
-dollars, may stand beside its number of rooms.
+What rounding may do is estimated by moving the weights by a millionth: another order of summation does less. So a small
+difference of large numbers may deviate by more than another number, and a gradient may be 0 up to rounding. Each
+channel of an output is compared relative to its own largest number: one channel may be the price of a house, in
+dollars, and the next its number of rooms.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ import tensorflow as tf
 
 from tfdist.training.parallel.tensor import VariablePart
 
-NEARBY = 1e-6  # of each weight: by how much it is moved to see what rounding may do
-_MOVES = 30.0  # times what that changes
-# In parts of the largest; where a layer of the user's own casts to half precision, one step of it may round the other
-# way.
+NEARBY = 1e-6  # by how much each weight is moved, relative to itself, to see what rounding may do
+_MOVES = 30.0  # the tolerated difference, as a multiple of what that changes
+# Relative to the largest number; where a user's own layer casts to half precision, a value may round to its neighbor.
 _TOLERANCE, _TOLERANCE_HALF = 1e-5, 2e-2
-RANDOM = 1e-3  # a model that differs from itself by more than that
-_NOISE, _NOISE_HALF = 1e-7, 1e-3  # of the largest number of all gradients, where rounding shows nothing
+RANDOM = 1e-3  # a model that differs from itself by more than this is random
+_NOISE, _NOISE_HALF = 1e-7, 1e-3  # times the largest number of all gradients, for where moving weights shows nothing
 HALF = (tf.float16, tf.bfloat16)
 
 
 class Results(NamedTuple):
     """The results of a model for a few rows.
 
-    added: the losses that layers add, each []. gradients: of the outputs, each of their numbers weighted at random in
-    parts of the largest of its channel; gradients_of_added: of those losses, each in parts of itself (none if there are
-    none); both by the trainable variables. half: whether some of it was computed in half precision.
+    added: the losses that layers add, each []. gradients: of a sum of the outputs with random weights, each channel
+    divided by its largest number; gradients_of_added: of the sum of those losses, each divided by its own size (empty
+    without losses); both by the trainable variables. half: whether anything was computed in half precision.
     """
 
     outputs: Sequence[np.ndarray]
@@ -42,14 +41,14 @@ class Results(NamedTuple):
     half: bool
 
     def is_usable(self, all_finite: bool) -> bool:
-        """Whether all numbers are finite, or at least some of each output."""
+        """Whether all numbers are finite, or, if not `all_finite`, at least some of each output."""
         if all_finite:
             return all(np.isfinite(each).all() for each in (*self.outputs, *self.gradients, *self.gradients_of_added))
         return all(np.isfinite(each).any() for each in self.outputs)
 
 
 def inverse_of_largest(values: tf.Tensor) -> tf.Tensor:
-    """1 / the largest size in each channel (the last dim) of a tensor, float32; 1 where that is 0 or not finite."""
+    """1 / the largest magnitude in each channel (the last dim) of a tensor, float32; 1 where it is 0 or not finite."""
     sizes = tf.abs(tf.cast(tf.stop_gradient(values), tf.float32))
     largest = tf.reduce_max(sizes, list(range(max((values.shape.rank or 0) - 1, 0))))
     usable = tf.math.is_finite(largest) & (largest > 0)
@@ -57,8 +56,8 @@ def inverse_of_largest(values: tf.Tensor) -> tf.Tensor:
 
 
 class Comparison:
-    """Compares results of the whole model with others. own: (of the whole, shape) -> the part of this shape that is
-    here.
+    """Compares results of the whole model with other results. own: (whole array, shape) -> the part of this shape that
+    is here.
     """
 
     def __init__(
@@ -71,8 +70,9 @@ class Comparison:
         self._moved = {name: [np.zeros(1)] * len(getattr(whole, name)) for name in Results._fields if name != "half"}
 
     def allow(self, other: Results) -> None:
-        """What differs in this one, of the whole model, too, is rounding: with weights that are nearly the same, or as
-        GPUs add up in any order. Kept are the largest numbers alone, as gradients are as large as the model.
+        """Counts the differences between `other` and the whole model's results as rounding. `other` is also of the
+        whole model: with slightly different weights, or run again, as GPUs add up in any order. Only the largest
+        differences are kept, as gradients are as large as the model.
         """
         for name, before in self._moved.items():
             for place, (one, another) in enumerate(zip(getattr(self.whole, name), getattr(other, name), strict=True)):
@@ -81,7 +81,7 @@ class Comparison:
                     before[place] = np.maximum(before[place], _largest(one - another, axis))
 
     def difference(self, found: Results, parts: Mapping[int, VariablePart], tolerance: float = _TOLERANCE) -> str:
-        """What differs, as a phrase; "" if nothing does. parts: id of a variable -> what is here of it."""
+        """Returns what differs, as a phrase; "" if nothing does. parts: id of a variable -> its part that is here."""
         noise = _NOISE
         if self.whole.half or found.half:
             tolerance, noise = max(tolerance, _TOLERANCE_HALF), _NOISE_HALF
@@ -102,7 +102,7 @@ class Comparison:
             expected = self._own(whole, b.shape)
             if expected.shape != b.shape:
                 return f"its outputs have another shape, {b.shape} in place of {whole.shape}"
-            moved = moved if whole.shape == b.shape else self._own(moved, b.shape)  # of each channel
+            moved = moved if whole.shape == b.shape else self._own(moved, b.shape)  # per channel
             if _differ(expected, b, tolerance, _MOVES * moved, _without_channels(whole)):
                 return "its outputs are other numbers"
         return ""
@@ -129,7 +129,7 @@ class Comparison:
         for variable, whole, moved, b in zip(self._variables, before, self._moved[name], after, strict=False):
             part = parts.get(id(variable))
             if part is not None and part.axis != "model":
-                continue  # the sum over what all of them have sent there
+                continue  # its gradient is a sum over the samples of all members
             expected = part.cut(whole) if part else whole
             if _differ(expected, b, tolerance, _MOVES * moved.max() + noise):
                 return f"the gradient{words} of {variable.path} is another"
@@ -142,8 +142,8 @@ def _without_channels(values: np.ndarray) -> tuple[int, ...]:
 
 
 def _differ(one: np.ndarray, other: np.ndarray, tolerance: float, noise: Any, axis: Any = None) -> bool:
-    """Whether numbers are further apart than `tolerance`, in parts of the largest of `one` over `axis`, and `noise`. A
-    number that is finite in one of both only is another; what is finite in none tells nothing."""
+    """Whether numbers differ by more than `tolerance` times the largest of `one` over `axis`, plus `noise`. A number
+    that is finite in only one of the two differs; numbers that are finite in neither are ignored."""
     if one.shape != other.shape or (np.isfinite(one) != np.isfinite(other)).any():
         return True
     with np.errstate(invalid="ignore"):
@@ -151,5 +151,5 @@ def _differ(one: np.ndarray, other: np.ndarray, tolerance: float, noise: Any, ax
 
 
 def _largest(values: np.ndarray, axis: Any) -> np.ndarray:
-    """The largest finite size over `axis`, of all dims if that is None."""
+    """The largest finite magnitude over `axis`; over all dims if `axis` is None."""
     return np.max(np.abs(values), axis, initial=0.0, where=np.isfinite(values), keepdims=True)

@@ -1,6 +1,6 @@
-"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): the data axis shares out what data parallelism holds N times.
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): shards over the data axis what data parallelism holds N times.
 
-Bytes on each of N workers for P parameters in float32, and an optimizer with s slots (SGD 0, momentum 1, Adam 2):
+Bytes on each of N workers for P parameters in float32 and an optimizer with s slots (SGD 0, momentum 1, Adam 2):
 
     --zero   parameters      gradients kept   optimizer's copy + slots   travels in a step
     0        4 P             4 P              4 s P                      all-reduce
@@ -8,12 +8,12 @@ Bytes on each of N workers for P parameters in float32, and an optimizer with s 
     2        4 P             4 P / N          4 (1 + s) P / N            the same for each micro-batch
     3        4 P / N         4 P / N          4 s P / N                  half as much again as 2
 
-A reduce-scatter and an all-gather are together as much as an all-reduce. Stage 3 holds two layers' parameters at a time
-beside these. The optimizer of stages 1 and 2 works on a copy of its shard of the parameters ("master weights"); the
-optimizer of stage 3 works on the parameter's shard itself.
+A reduce-scatter and an all-gather together move as much as one all-reduce. In addition, stage 3 holds the whole
+parameters of two layers at a time. The optimizer of stages 1 and 2 works on a copy of its shard of the parameters
+("master weights"); the optimizer of stage 3 works on the parameter's shard itself.
 
-A step of stages 1 and 2:  gradients -> reduce-scatter: each has its shard of the sum -> the norm of all shards, one
-number to reduce -> clip -> the optimizer updates the own shards -> all-gather: everyone has all parameters again.
+A step of stages 1 and 2:  gradients -> reduce-scatter: each worker has its shard of the sum -> norm of all shards (one
+number to reduce) -> clip -> the optimizer updates the worker's shards -> all-gather: all workers have all parameters.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
 from tfdist.training.parallel.shards import ShardLayout, shard_variables
 
-# Buckets of gradients whose shards have not come, at stage 2. A backward pass that runs ahead of the network would have
-# all in memory.
+# Stage 2: number of gradient buckets whose shards may still be on the way. Without a limit, a backward pass that runs
+# ahead of the network would have all gradients in memory.
 _ON_THE_WAY = 2
 
 
 class ShardedUpdate(MeshUpdate):
-    """The common part of all stages: an optimizer over shards. `on_host`: these, and the update, are in host memory and
-    on the CPU.
+    """The common part of all stages: an optimizer over shards. `on_host`: whether the shards are in host memory and the
+    update runs on the CPU.
 
     Raises: ConfigError if the optimizer is not element-wise, or a variable has a constraint.
     """
@@ -80,7 +80,7 @@ class ShardedUpdate(MeshUpdate):
         return self.norm([shard.value for shard in self.optimized])
 
     def gather_weights(self) -> None:
-        """Brings the model's variables up to date with the shards. A collective."""
+        """Sets the model's variables from the shards. A collective call."""
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -144,8 +144,8 @@ class ZeroUpdate(ShardedUpdate):
 
 
 class Zero3Update(ShardedUpdate):
-    """The update of stage 3: gradients come out of the backward pass as shards (gathered.py), and no weights are
-    gathered after the update."""
+    """The update of stage 3: gradients leave the backward pass as shards (gathered.py), and no weights are gathered
+    after the update."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -162,7 +162,7 @@ class Zero3Update(ShardedUpdate):
 
 
 def _last_collective(graph: tf.Graph) -> int:
-    """The number of the last one in a graph, for which those to come may have to wait."""
+    """The number of the graph's last collective operation, which later ones may have to wait for."""
     return max(
         (
             operation_number(operation)
@@ -176,7 +176,7 @@ def _last_collective(graph: tf.Graph) -> int:
 def sharded_update(
     runtime: MeshRuntime, model: keras.Model, optimizer: keras.Optimizer, stage: int, **options: Any
 ) -> ShardedUpdate:
-    """The update of --zero=`stage`, 1 to 3."""
+    """Returns the update of --zero=`stage`, 1 to 3."""
     return (Zero3Update if stage == 3 else ZeroUpdate)(runtime, model, optimizer, stage, **options)
 
 

@@ -1,1 +1,1 @@
-"""Training on parameter servers: what workers compute, where variables live, and the loop that hands out batches."""
+"""Training on parameter servers: what workers compute, where variables are, and the loop that hands out batches."""

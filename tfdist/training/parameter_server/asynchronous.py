@@ -1,4 +1,4 @@
-"""Asynchronous steps on parameter servers: every batch is one update, made by whichever worker has it."""
+"""Asynchronous steps on parameter servers: every batch is one update, made by the worker that has the batch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from tfdist.training.parameter_server.remote_step import RemoteStep, Result
 from tfdist.training.parameter_server.server_steps import ServerSteps, StepResult, Workers
 from tfdist.training.step_output import NOTHING
 
-_AHEAD = 2  # calls per worker under way at a time, so that none waits for the chief
+_AHEAD = 2  # calls per worker under way at a time, so that no worker waits for the chief
 
 
 class Asynchronous(ServerSteps):
-    """Asynchronous steps: up to `_AHEAD` batches a worker are under way, across calls of the loop."""
+    """Asynchronous steps: up to `_AHEAD` batches per worker are under way, across calls of the loop."""
 
     def __init__(self, remote: RemoteStep, workers: Workers, done: int):
         super().__init__(remote, workers, done, _AHEAD * workers.count)
         self._begun = done  # batches handed out
         self._too_stale: list[int] = []  # batches to be handed out again
-        self._came: deque[Result | None] = deque()  # and are not counted yet
+        self._came: deque[Result | None] = deque()  # results that are not counted yet
 
     @property
     def under_way(self) -> bool:
@@ -33,7 +33,7 @@ class Asynchronous(ServerSteps):
                     self.recent.add(result.staleness, applied=False)
                 else:
                     self._came.append(result)
-        self._hand_out(last)  # before the loop does something else
+        self._hand_out(last)  # before the loop continues with something else
         result = self._came.popleft()
         if result is None:
             return None
@@ -42,8 +42,8 @@ class Asynchronous(ServerSteps):
         return StepResult(result.sums, result.norm, result.finite)
 
     def _hand_out(self, last: int) -> None:
-        """Begins what may be under way: the batches before the next use of the state; after a request only those that
-        this call, which ends with step `last`, must make.
+        """Begins as many batches as may be under way: those before the next use of the state; after a request only
+        those that this call, which ends with step `last`, must make.
         """
         until = self.workers.next_use_of_state(self.done) if self.requested == NOTHING else last
         while self.calls.free() and (self._too_stale or self._begun < until):

@@ -1,4 +1,4 @@
-"""How a worker of a parameter-server run finds its samples: the chief's function of positions, made to travel."""
+"""How a worker of a parameter-server run finds its samples: by the chief's function of positions, which it is sent."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MOST_CONSTANT_BYTES = 2**30  # a function with its constants must stay below 2 
 
 
 class ContainedBatch:
-    """A function of positions whose captured tensors become constants of the function that uses it: captured, they
-    would be sent with every call. Raises ConfigError if it needs this process: Python, tables, or more memory than a
-    function holds.
+    """A function of positions. The tensors that it captures become constants of the function that uses it, because
+    captured tensors would be sent with every call. Raises ConfigError if it needs this process: for Python, tables, or
+    more memory than a function can hold.
     """
 
     def __init__(self, batch: Callable):
@@ -45,12 +45,12 @@ class ContainedBatch:
             )
 
     def constants(self) -> dict[str, tf.Tensor]:
-        """The captured tensors, in the graph that is being traced; outside of any loop."""
+        """The captured tensors as constants in the graph being traced; call it outside of any loop."""
         return {inner.name: tf.constant(outer.numpy()) for outer, inner in self._function.graph.captures}
 
     def __call__(self, positions: tf.Tensor, constants: dict[str, tf.Tensor]) -> tuple:
         graph = self._function.graph
-        # Into the graph of the loop, if in one.
+        # Brings them into the loop's graph, if inside a loop.
         constants = {name: tf.identity(tensor) for name, tensor in constants.items()}
         outputs = tf.graph_util.import_graph_def(
             self._definition,

@@ -1,10 +1,10 @@
-"""The weights, statistics and optimizer state of a model on parameter servers: where each lies, reading, updating, and
-the way to and from the chief's own model, which evaluation, snapshots and exports use.
+"""The weights, statistics and optimizer state of a model on parameter servers: where each is, how they are read and
+updated, and how they are copied to and from the chief's model, which evaluation, snapshots and exports use.
 
-A weight whose pieces would have at least --ps_piece_kb is cut along its first dim, a piece per server; the others lie
-whole where there is the least so far. Each server has an optimizer of its own over its pieces, so that an update is
-computed where the weights are; the worker only sends gradients. Optimizers that look at a weight as a whole (lamb,
-adafactor, muon) get whole weights.
+A weight whose pieces would have at least --ps_piece_kb is cut along its first dim, one piece per server; each other
+weight is placed whole on the server with the smallest load so far. Each server has its own optimizer for its pieces, so
+that an update is computed where the weights are; workers only send gradients. Optimizers that need a weight as a whole
+(lamb, adafactor, muon) get whole weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfdist.training.parallel.assigned_weights import ON_SERVERS, refuse_assigne
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows start..stop-1 of weight number `weight` (a scalar: the whole of it), on server `server`."""
+    """Rows start..stop-1 of weight number `weight` (all of it if it is a scalar), on server `server`."""
 
     weight: int
     start: int
@@ -38,9 +38,9 @@ class Piece:
 
 
 def place(shapes: Sequence[tuple[int, ...]], servers: int, piece_bytes: float) -> list[Piece]:
-    """Divides the rows of float32 weights over servers: large weights in equal pieces, the rest where there is least.
+    """Divides the rows of float32 weights over servers: large weights in equal pieces, others where load is least.
 
-    piece_bytes: the least size of a piece; 0: nothing is cut. Ordered by weight, then by row.
+    piece_bytes: the minimum size of a piece; 0: nothing is cut. The result is ordered by weight, then by row.
     """
     load = [0] * servers
     pieces = []
@@ -56,7 +56,7 @@ def place(shapes: Sequence[tuple[int, ...]], servers: int, piece_bytes: float) -
 
 
 class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A schedule times `factor`, which whoever traces an update sets to a tensor."""
+    """A schedule times `factor`, which the code that traces an update sets to a tensor."""
 
     def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule):
         super().__init__()
@@ -75,13 +75,13 @@ class Parameters:
     """The weights, statistics and optimizer state on parameter servers, as described above.
 
     Args:
-      model, optimizer: the chief's own, built.
+      model, optimizer: the chief's, built.
       make_optimizer: learning-rate schedule -> an optimizer like the chief's.
       devices: TensorFlow's names of the parameter servers' devices.
       piece_bytes: see `place`.
-      on_step: called with each step that the chief is brought to.
-    Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep; and, when it
-    is called, for one that sets its trainable weights itself, or variables of which Keras does not know.
+      on_step: called with each step to which the chief is set.
+    Raises ConfigError for a model whose weights have constraints, which an update of pieces cannot keep; and, when the
+    model is called, if it sets its trainable weights itself, or variables unknown to Keras.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Parameters:
             for server in sorted({piece.server for piece in self.pieces})
         }
         self._local = self._local_slots()
-        self._iterations: Any = optimizer.iterations  # there since it was built
-        self.skipped = 0  # steps without an update, which the optimizer does not count
+        self._iterations: Any = optimizer.iterations  # exists since the optimizer was built
+        self.skipped = 0  # steps without an update; the optimizer does not count them
 
     def _make_piece(self, piece: Piece) -> keras.Variable:
         whole = self.weights[piece.weight]
         *folders, name = whole.path.split("/")
         with contextlib.ExitStack() as scopes:
-            for folder in folders:  # the path as in the model: --weight_decay_exclude and some optimizers look at it
+            for folder in folders:  # the path as in the model, which --weight_decay_exclude and some optimizers use
                 scopes.enter_context(keras.name_scope(folder))
             scopes.enter_context(tf.device(self.devices[piece.server]))
             return keras.Variable(_rows(whole.numpy(), piece), name=name, dtype=whole.dtype)
@@ -146,7 +146,7 @@ class Parameters:
     # -- inside a tf.function --------------------------------------------------------------------------------------
 
     def read(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """(weights, whole again; statistics), in the order of the model's variables."""
+        """Returns (whole weights, statistics), in the order of the model's variables."""
         rows: list[list[tf.Tensor]] = [[] for _ in self.weights]
         for piece, value in zip(self.pieces, self._values, strict=True):
             rows[piece.weight].append(value.value.read_value())
@@ -155,8 +155,8 @@ class Parameters:
         ]
 
     def update(self, gradients: Sequence[tf.Tensor | None], factor: tf.Tensor | None = None) -> None:
-        """Updates the weights by whole gradients, None for a weight that stays as it is; `factor` multiplies the
-        learning rate."""
+        """Updates the weights by whole gradients; None leaves a weight unchanged. `factor` multiplies the learning
+        rate."""
         self.schedule.factor = factor
         for server, optimizer in self._optimizers.items():
             with tf.device(self.devices[server]):
@@ -174,16 +174,16 @@ class Parameters:
         self.schedule.factor = None
 
     def set_states(self, values: Mapping[int, tf.Tensor]) -> None:
-        """Sets new statistics (of BatchNormalization, for example), by their places."""
+        """Sets new statistics (of BatchNormalization, for example), by place."""
         for place, value in values.items():
             self._states[place].assign(tf.cast(value, self._states[place].dtype))
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def pull(self, step: int) -> None:
-        """The servers' values into the chief's model and optimizer, whose step becomes `step`.
+        """Copies the servers' values to the chief's model and optimizer, whose step becomes `step`.
 
-        When no update is going on.
+        Call it only while no update is under way.
         """
         arrays = [np.empty(variable.shape, variable.dtype) for variable in self.weights]
         for piece, value in zip(self.pieces, self._values, strict=True):
@@ -206,7 +206,7 @@ class Parameters:
         self.set_step(step)
 
     def push(self, step: int) -> None:
-        """Writes the chief's values to the servers: the inverse of `pull`."""
+        """Copies the chief's values to the servers: the inverse of `pull`."""
         self.skipped = step - int(self._iterations.numpy())
         for piece, value in zip(self.pieces, self._values, strict=True):
             value.assign(_rows(self.weights[piece.weight].numpy(), piece))
@@ -223,9 +223,9 @@ class Parameters:
         self.set_step(step)
 
     def set_step(self, step: int) -> None:
-        """The number of steps, and of updates, on every server.
+        """Sets the number of steps, and of updates, on every server.
 
-        An update that a dying worker began may have been counted, and be done again.
+        An update that a dying worker began may have been counted, and be made again.
         """
         self.counter.assign(step)
         for optimizer in self._optimizers.values():
@@ -233,14 +233,14 @@ class Parameters:
             iterations.assign(step - self.skipped)
 
     def set_local_step(self, step: int) -> None:
-        """The chief's own step, and number of updates, which its learning rate follows."""
+        """Sets the chief's step, and its number of updates, which its learning rate follows."""
         self._iterations.assign(step - self.skipped)
         self.on_step(step)
 
     def _local_slots(self) -> dict[tuple[int, str], keras.Variable]:
-        """(number of a weight, name of a slot) -> the chief's slot, by the name that Keras gives it.
+        """(number of a weight, name of a slot) -> the chief's slot, found by the name that Keras gives it.
 
-        Weights may share a path, as in two towers that one function makes: their slots are in the order of the weights.
+        Weights may share a path, as in two towers made by one function: their slots are in the order of the weights.
         """
         named: dict[str, list[keras.Variable]] = {}
         for variable in self.optimizer.variables:
@@ -251,7 +251,7 @@ class Parameters:
         }
 
     def _others(self, server: int) -> list[tuple[keras.Variable, keras.Variable]]:
-        """(the chief's, the server's) optimizer variables that belong to no weight, but for the iterations."""
+        """(the chief's, the server's) optimizer variables that belong to no weight, except for the iterations."""
         slots = {id(value) for _, _, value in self._slots}
         taken = {id(variable) for variable in self._local.values()}
         local = [
@@ -268,7 +268,7 @@ class Parameters:
         return list(zip(local, remote, strict=True))
 
     def describe(self) -> str:
-        """One line about where the weights lie."""
+        """One line about the placement of the weights."""
         load = [0] * len(self.devices)
         for piece, value in zip(self.pieces, self._values, strict=True):
             load[piece.server] += 4 * math.prod(value.shape)
@@ -280,5 +280,5 @@ class Parameters:
 
 
 def _rows(array, piece: Piece):
-    """The rows of a piece; a scalar has none."""
+    """The rows of a piece; a scalar has no rows, and is returned whole."""
     return array[piece.start : piece.stop] if len(array.shape) else array

@@ -1,4 +1,4 @@
-"""Calls of workers that are under way: a parameter-server run makes many at a time, each in a thread that waits."""
+"""Calls to workers that are under way: a parameter-server run makes many at a time, each in a thread that waits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import tensorflow as tf
 
 from tfdist.training.parameter_server.remote_step import Result
 
-# Gives a call with these arguments to a worker; what it returns waits for the result. See ParameterServer.call.
+# Gives a call with these arguments to a worker; returns a function that waits for the result. See ParameterServer.call.
 Call = Callable[[Any, Sequence], Callable[[], tuple | None]]
 
 
 class RemoteCalls:
-    """Calls of workers, at most `most` at a time. `read`: what a worker returned -> its result."""
+    """Calls to workers, at most `most` at a time. `read`: converts what a worker returned to its result."""
 
     def __init__(self, call: Call, read: Callable[[tuple], Result], most: int):
         self._call, self._read, self.most = call, read, most
@@ -32,7 +32,8 @@ class RemoteCalls:
         self._tags[self._pool.submit(self._make, function, arguments)] = tag
 
     def collect(self, seconds: float) -> list[tuple[Any, Result | None]]:
-        """What came back within `seconds`, as (tag, result); None: done, but the worker died before it could tell."""
+        """Returns (tag, result) of calls that ended within `seconds`; None: done, but the worker died before
+        replying."""
         done, _ = wait(self._tags, seconds, FIRST_COMPLETED)
         return [(self._tags.pop(future), future.result()) for future in done]
 

@@ -1,11 +1,10 @@
-"""What a worker does for a parameter-server run, as one tf.function that the chief sends to it: read the weights, fetch
-its samples by their position, differentiate; and either update the weights itself (asynchronous) or hand the gradients
-back (synchronous).
+"""A worker's part of a parameter-server run, as one tf.function that the chief sends to it. The function reads the
+weights, fetches its samples by position, and differentiates; then it either updates the weights itself (asynchronous)
+or returns the gradients (synchronous).
 
-Nothing is captured from the chief but handles of variables on parameter servers: data in memory becomes constants of
-the function, which travel to each worker once. Since samples are found by position, a call that is made again on
-another worker sees the same samples. *staleness* of an update: by how many updates the weights have moved on since they
-were read.
+Nothing is captured from the chief except handles of variables on parameter servers: data in memory becomes constants of
+the function, which travel to each worker once. Since samples are found by position, a call that is repeated on another
+worker sees the same samples. *staleness* of an update: the number of updates of the weights since they were read.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from tfdist.training.update import clipping, unscaling
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """The options of the configuration that a worker needs."""
+    """The configuration options that a worker needs."""
 
     plan: BatchPlan
     seed: int
@@ -51,11 +50,11 @@ class RemoteOptions:
 
 
 class Result(NamedTuple):
-    """The result of a batch, or of one slice of it."""
+    """The result for a batch, or for one slice of it."""
 
-    version: int  # of the weights: updates before they were read
+    version: int  # of the weights: number of updates before they were read
     staleness: int  # asynchronous: updates between reading and updating
-    applied: bool  # asynchronous: False if too stale, or not finite
+    applied: bool  # asynchronous: False if the update was too stale or not finite
     finite: bool
     norm: float  # of the gradient, before clipping
     sums: np.ndarray  # float64: see RemoteStep.sums
@@ -63,7 +62,7 @@ class Result(NamedTuple):
 
 
 class RemoteStep:
-    """The functions, traced when they are first asked for; `batch`: positions int64 [n] -> (x, y, w)."""
+    """The functions, each traced on first use; `batch`: positions int64 [n] -> (x, y, w)."""
 
     def __init__(
         self,
@@ -98,24 +97,24 @@ class RemoteStep:
 
     @functools.cached_property
     def update(self) -> tf.types.experimental.ConcreteFunction:
-        """(step, position) -> see `_update`; for `result`."""
+        """(step, position) -> see `_update`; `result` reads it."""
         return tf.function(self._update, autograph=False).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2)
 
     @functools.cached_property
     def differentiate(self) -> tf.types.experimental.ConcreteFunction:
-        """(step, position, slice) -> see `_differentiate`; for `result`."""
+        """(step, position, slice) -> see `_differentiate`; `result` reads it."""
         return tf.function(self._differentiate, autograph=False).get_concrete_function(
             *[tf.TensorSpec([], tf.int64)] * 3
         )
 
     @functools.cached_property
     def apply(self) -> Callable[[tuple, Any, Any], tuple[tf.Tensor, tf.Tensor]]:
-        """(what `combine` returned, loss, weight) -> see `_apply`. After `differentiate`, which tells what travels."""
+        """(the result of `combine`, loss, weight) -> see `_apply`. After `differentiate`, which tells what travels."""
         signature = [self._values.specs(), tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32)]
         return tf.function(self._apply, autograph=False, input_signature=signature)
 
     def result(self, fetched: tuple) -> Result:
-        """Reads what `update` or `differentiate` returned, fetched."""
+        """Reads the fetched result of `update` or `differentiate`."""
         numbers, *values = fetched
         version, staleness, applied, finite, norm = numbers[:5]
         return Result(
@@ -131,7 +130,7 @@ class RemoteStep:
     # -- on a worker -----------------------------------------------------------------------------------------------
 
     def _update(self, step: tf.Tensor, position: tf.Tensor) -> tuple[tf.Tensor]:
-        """Makes an update of batch number `step`, which begins at `position`; asynchronous."""
+        """Makes an update from batch number `step`, which begins at `position`; asynchronous."""
         parameters, options = self.parameters, self.options
         version, gradients, states, sums = self._gradients(step, position, tf.constant(0, tf.int64))
         gradients, norm, finite = self._finish(gradients, self.sums.of(sums, "loss"), self.sums.of(sums, "weight"))
@@ -141,7 +140,7 @@ class RemoteStep:
         factor = 1.0 / (1.0 + tf.cast(staleness, tf.float32)) if options.staleness_scaling else None
 
         def update() -> tf.Tensor:
-            # Before the update: another worker that reads in the middle of it must not count as fresh.
+            # Counted before the update: a worker that reads in the middle of it must not count as fresh.
             with tf.control_dependencies([parameters.counter.assign_add(1)]):
                 parameters.update(self.connected.only(gradients), factor)
                 parameters.set_states(self._values.of_states(states))
@@ -156,7 +155,7 @@ class RemoteStep:
         return _numbers(version, 0, False, True, 0.0, sums), *self._values.packed(gradients, states)
 
     def _gradients(self, step: tf.Tensor, position: tf.Tensor, replica: tf.Tensor) -> tuple:
-        """(version, gradients, statistics, sums) of a slice, added up over its micro-batches."""
+        """Returns (version, gradients, statistics, sums) of a slice, added up over its micro-batches."""
         version = self.parameters.counter.read_value()
         with tf.control_dependencies([version]):
             weights, states = self.parameters.read()
@@ -191,12 +190,12 @@ class RemoteStep:
         others = iter(states)
         non_trainable = [next(seeds) if is_seed else next(others) for is_seed in self._seeds]
         share = rows_of(w) / self.options.plan.global_batch
-        silent = missing_rows.are_silent()  # of any worker: the cluster's devices are listed here
+        silent = missing_rows.are_silent()  # on any worker: the devices of the whole cluster are listed here
         with self.added.counting(1.0 / share), tf.GradientTape() as tape, missing_rows.as_nan(silent):
             tape.watch(weights)
             outputs, updated, losses = stateless_call(self.model, weights, non_trainable, x, training=True)
             summed = self._summed(outputs, y, w, losses)
-            # Of a whole batch, or of one without weights, this is as one device has it.
+            # For a whole batch, or one without weights, this is the same as on one device.
             total = missing_rows.poisoned(summed.weighted_mean(self._expected_weight))
             sums = missing_rows.poisoned(summed.sums)
         self._check(losses)
@@ -204,7 +203,7 @@ class RemoteStep:
         found = tape.gradient(total, weights)
         self.connected.note(found)
         gradients = as_summands(with_zeros(found, weights), weights)
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # of embeddings: IndexedSlices
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]  # embeddings give IndexedSlices
         updated = [new for new, is_seed in zip(updated, self._seeds, strict=True) if not is_seed]
         self._values.note(states, updated)
         return gradients, [tf.cast(new, old.dtype) for new, old in zip(updated, states, strict=True)], sums
@@ -219,7 +218,7 @@ class RemoteStep:
             )
 
     def _finish(self, gradients: list, loss: tf.Tensor, weight: tf.Tensor) -> tuple[list, tf.Tensor, tf.Tensor]:
-        """Gradients of the weighted mean, clipped: (gradients, norm before, finite). The arithmetic of TrainStep."""
+        """Clips gradients of the weighted mean: (gradients, norm before, finite). The same arithmetic as TrainStep."""
         factor = unscaling(weight, self._expected_weight)
         norm = global_norm(gradients) * factor
         if self.options.clip_norm:
@@ -235,7 +234,7 @@ class RemoteStep:
     def _apply(self, flat: tuple[tf.Tensor, ...], loss: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Makes one update with the sum of all slices; synchronous.
 
-        `loss`, `weight`: the sums of the samples' weighted losses and of their weights. Returns (norm, finite).
+        `loss`, `weight`: sums over samples of the weighted losses and of the weights. Returns (norm, finite).
         """
         summed, states = self._values.unpacked(flat)
         gradients, norm, finite = self._finish(summed, loss, weight)
@@ -255,6 +254,6 @@ class RemoteStep:
 
 
 def _numbers(version, staleness, applied, finite, norm, sums: tf.Tensor) -> tf.Tensor:
-    """The numbers of a result as one float64 vector, so that one message brings it."""
+    """The numbers of a result as one float64 vector, which takes only one message."""
     head = [tf.cast(number, tf.float64) for number in (version, staleness, applied, finite, norm)]
     return tf.concat([tf.stack(head), tf.cast(sums, tf.float64)], 0)

@@ -1,9 +1,9 @@
-"""Steps by the workers of a parameter-server run, on the chief: training/loop.py drives them in place of a TrainStep.
+"""Steps by the workers of a parameter-server run, on the chief: training/loop.py drives them instead of a TrainStep.
 
 Batches are handed out by number, in order. Several may be under way, also while the loop does other things between two
-calls; but at a step whose state is used (`Workers.next_use_of_state`), and only there, that many batches are done and
-no others: what an evaluation or a snapshot needs. Where a save or stop is asked for in between, nothing more is handed
-out, and the answer comes with the last step that was under way.
+calls. But at a step whose state is used (`Workers.next_use_of_state`), and only there, exactly that many batches are
+done, as an evaluation or a snapshot needs. If a save or stop is requested in between, no more batches are handed out,
+and the answer comes with the last step that was under way.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tfdist.training.parameter_server.remote_calls import Call, RemoteCalls
 from tfdist.training.parameter_server.remote_step import RemoteStep, Result
 from tfdist.training.step_output import NOTHING, Requests, StepOutput, means_of
 
-LOOK_SECONDS = 0.2  # between looks at who is lost
+LOOK_SECONDS = 0.2  # between checks for lost workers
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers that make the steps, and what they need to know of the run."""
+    """The workers that make the steps, and what they need to know about the run."""
 
     call: Call
     news: Callable[[], list[str]]  # sentences about workers that left or came back; raises PeerLostError
-    warn: Callable[[int, str], None]  # at a step, a sentence
+    warn: Callable[[int, str], None]  # takes a step and a sentence
     count: int
-    backup_count: int  # of these, see synchronous.py
+    backup_count: int  # how many of these are backup workers, see synchronous.py
     skip_non_finite: bool
     position: Callable[[int], int]  # step -> samples consumed
     next_use_of_state: Callable[[int], int]  # see LoopSchedule
@@ -49,26 +49,26 @@ class StepResult:
 
 
 class ServerSteps(ABC):
-    """Makes steps; `_next` is what the two modes differ in. done: steps so far."""
+    """Makes steps; the two modes differ in `_next`. done: number of steps so far."""
 
     def __init__(self, remote: RemoteStep, workers: Workers, done: int, calls_at_a_time: int):
         self.remote, self.workers, self.done = remote, workers, done
         self.calls = RemoteCalls(workers.call, remote.result, calls_at_a_time)
-        self.staleness, self.recent = Staleness(), Staleness()  # of the run; since the last log line
-        self.requested = NOTHING  # and not yet answered
+        self.staleness, self.recent = Staleness(), Staleness()  # of the whole run; since the last log line
+        self.requested = NOTHING  # requests that are not yet answered
         self._norm = 0.0
         self._pulled = done
 
     @property
     def under_way(self) -> bool:
-        """Whether steps after those that are done have been begun."""
+        """Whether steps beyond `done` have begun."""
         return False
 
     @abstractmethod
     def _next(self, last: int) -> StepResult | None:
-        """Makes one step more, of a call that ends with step `last`.
+        """Makes one more step, in a call that ends with step `last`.
 
-        None: it was made, but nobody knows what came of it.
+        Returns None if the step was made but its result is lost.
         """
 
     def __call__(self, iterators: Sequence, n: int, requests: Requests) -> StepOutput:
@@ -117,20 +117,20 @@ class ServerSteps(ABC):
         )
 
     def _look(self, seconds: float = LOOK_SECONDS) -> list[tuple[Any, Result | None]]:
-        """The results that came back within `seconds`. Also reports workers that left."""
+        """Returns the results that came back within `seconds`. Also reports workers that left or came back."""
         for sentence in self.workers.news():
             self.workers.warn(self.done, sentence)
         return self.calls.collect(seconds)
 
     def pull_state(self, step: int) -> None:
-        """Brings the servers' values into the chief's model and optimizer, when `step` steps are done and no more."""
+        """Copies the servers' values to the chief's model and optimizer, when exactly `step` steps are done."""
         if step != self._pulled:
             self.remote.parameters.pull(step)
             self._pulled = step
 
     def extra_values(self) -> dict[str, float]:
-        """Values for the train event that only this kind of run has; also brings the chief's own step and learning rate
-        up to date."""
+        """Returns the values that only this kind of run adds to the train event; also updates the chief's step and
+        learning rate."""
         self.remote.parameters.set_local_step(self.done)
         recent, self.recent = self.recent, Staleness()
         self.staleness.merge(recent)

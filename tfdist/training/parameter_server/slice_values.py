@@ -1,8 +1,8 @@
-"""What a slice of a synchronous batch sends to the chief, its gradients and the states that its forward pass set, and
-what the chief makes of all slices.
+"""The values that a slice of a synchronous batch sends to the chief (its gradients, and the states that its forward
+pass set), and how the chief combines all slices.
 
-Each dtype travels by itself: float32 with the smaller floating types, which it holds exactly, and any other as it is. A
-state that no layer sets in training neither travels nor is written.
+Each dtype travels separately: smaller floating-point types as float32, which holds them exactly, every other dtype as
+it is. A state that no layer sets in training is neither sent nor written.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tfdist.control.exit_codes import DivergedError
 
 
 class SliceValues:
-    """set_places: of the states that layers set, known once a step has been traced."""
+    """Packs and combines these values. set_places: of the states that layers set; known once a step has been traced."""
 
     def __init__(self, weights: Sequence[keras.Variable], states: Sequence[keras.Variable]):
         self._weights, self._states = list(weights), list(states)
         self.set_places: set[int] = set()
 
     def note(self, given: Sequence[tf.Tensor], found: Sequence[tf.Tensor]) -> None:
-        """Notes which states a forward pass sets, by the states before and after it, while a step is traced."""
+        """Records which states a forward pass sets, from the states before and after it, while a step is traced."""
         self.set_places |= {place for place, (old, new) in enumerate(zip(given, found, strict=True)) if new is not old}
 
     def of_states(self, states: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
-        """place -> new value, of those that layers set."""
+        """place -> new value, for the states that layers set."""
         return {place: states[place] for place in sorted(self.set_places)}
 
     def packed(self, gradients: Sequence[tf.Tensor], states: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-        """The tensors that travel, as one flat tensor for each dtype."""
+        """Packs the tensors that travel into one flat tensor per dtype."""
         tensors = [*gradients, *self.of_states(states).values()]
         return tuple(
             tf.concat([tf.reshape(tf.cast(tensors[place], dtype), [-1]) for place in places], 0)
@@ -48,7 +48,7 @@ class SliceValues:
         )
 
     def unpacked(self, flat: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
-        """(gradients, states as `of_states` has them) of what `packed` returned."""
+        """Returns (gradients, states as in `of_states`) from the result of `packed`."""
         variables = self._variables()
         found: dict[int, tf.Tensor] = {}
         for tensor, places in zip(flat, self._places().values(), strict=True):
@@ -61,10 +61,10 @@ class SliceValues:
         return tensors[:count], dict(zip(sorted(self.set_places), tensors[count:], strict=True))
 
     def combined(self, slices: Sequence[Sequence[np.ndarray]], step: int) -> tuple[np.ndarray, ...]:
-        """The sum of the slices' gradients and the mean of their states, in slice order.
+        """Returns the sum of the slices' gradients and the mean of their states, in slice order.
 
-        Where all slices agree, a mean in float64 is the same bits. Raises DivergedError for whole numbers, and others
-        without a mean, that differ.
+        Where all slices agree, a float64 mean has the same bits. Raises DivergedError if integers, or other values
+        without a mean, differ.
         """
         return tuple(
             self._combined_of(dtype, places, [arrays[index] for arrays in slices], step)
@@ -77,7 +77,7 @@ class SliceValues:
         if dtype.is_floating or dtype.is_complex:
             total = np.stack(arrays).sum(axis=0, dtype=arrays[0].dtype)
             total[first_state:] /= len(arrays)
-            if dtype == tf.float32:  # a mean of equal numbers is theirs up to rounding, as ever
+            if dtype == tf.float32:  # the mean of equal numbers equals them up to rounding
                 return total
             same = np.all([array == arrays[0] for array in arrays], axis=0)
             same[:first_state] = False
@@ -100,7 +100,7 @@ class SliceValues:
         return [*self._weights, *(self._states[place] for place in sorted(self.set_places))]
 
     def _places(self) -> dict[tf.DType, list[int]]:
-        """dtype in which they travel -> places in `_variables`."""
+        """dtype in which values travel -> places in `_variables`."""
         found: dict[tf.DType, list[int]] = {}
         for place, variable in enumerate(self._variables()):
             dtype = tf.as_dtype(variable.dtype)

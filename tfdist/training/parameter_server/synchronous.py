@@ -1,10 +1,10 @@
-"""Synchronous steps on parameter servers: a batch is cut into slices, one per worker but for the backup workers; the
-sum of their gradients is one update.
+"""Synchronous steps on parameter servers: a batch is cut into slices, one per worker except for the backup workers; the
+sum of their gradients makes one update.
 
-With B backup workers (Chen et al. 2016, arXiv:1604.00981) there are N slices for N + B workers: some slices are given
-out twice from the start, others once they are late, and the first result of each counts; those that come later are
-dropped and counted. In that paper each of N + B workers has samples of its own, and the samples of the last B are lost.
-Here no sample is lost, and a step has the batch that it has with any strategy.
+With B backup workers (Chen et al. 2016, arXiv:1604.00981) there are N slices for N + B workers: some slices are handed
+out twice from the start, others once they are late, and the first result of each counts; later results are dropped and
+counted. In that paper each of the N + B workers has its own samples, and the samples of the last B are lost. Here no
+sample is lost, and a step has the same batch as with any strategy.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import tensorflow as tf
 from tfdist.training.parameter_server.remote_step import RemoteStep, Result
 from tfdist.training.parameter_server.server_steps import LOOK_SECONDS, ServerSteps, StepResult, Workers
 
-_LATE_LOOK_SECONDS = 0.01  # between looks at what is late
-_LATE = 1.5  # a slice that takes this many times as long as usual is late
+_LATE_LOOK_SECONDS = 0.01  # between checks for late slices
+_LATE = 1.5  # a slice that takes this many times the usual time is late
 
 
 class Synchronous(ServerSteps):
-    """Every batch an update of all workers."""
+    """Every batch is one update by all workers."""
 
     def __init__(self, remote: RemoteStep, workers: Workers, done: int):
         super().__init__(remote, workers, done, workers.count)
         self.slices = workers.count - workers.backup_count
-        self._seconds: deque[float] = deque(maxlen=100)  # that the last slices took
+        self._seconds: deque[float] = deque(maxlen=100)  # durations of the last slices
 
     def _next(self, last: int) -> StepResult:
         results = self._slices(self.done)
@@ -39,10 +39,10 @@ class Synchronous(ServerSteps):
         return StepResult(sums, float(norm), bool(finite))
 
     def _slices(self, step: int) -> list[Result]:
-        """The result of every slice of batch `step`, in order."""
+        """Returns the result of every slice of batch `step`, in order."""
         results: dict[int, Result] = {}
-        begun: dict[int, list[float]] = {index: [] for index in range(self.slices)}  # when each was given out
-        planned = self.calls.free()  # those that are still busy with an earlier step are among the backup workers
+        begun: dict[int, list[float]] = {index: [] for index in range(self.slices)}  # when each was handed out
+        planned = self.calls.free()  # workers that are still busy with an earlier step are among the backup workers
         while len(results) < self.slices:
             while self.calls.free() and (index := self._next_slice(begun, results, planned)) is not None:
                 begun[index].append(time.monotonic())
@@ -60,8 +60,8 @@ class Synchronous(ServerSteps):
         return [results[index] for index in range(self.slices)]
 
     def _next_slice(self, begun: dict[int, list[float]], results: dict[int, Result], planned: int) -> int | None:
-        """The slice to give out now: one that nobody has; while fewer than `planned` were given out, one that is not
-        done; one that is late.
+        """Returns the slice to hand out now: one that nobody has; while fewer than `planned` were handed out, one that
+        is not done; or one that is late.
         """
         open_ = sorted(
             (index for index in begun if index not in results and len(begun[index]) <= self.workers.backup_count),
