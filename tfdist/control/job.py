@@ -229,7 +229,7 @@ class Job(Generic[_Worker]):
 
 
 def _ended_before_they_could_save(failed: Sequence[Worker]) -> str:
-    """Returns the names of the workers that SIGTERM killed; "" if any worker failed in another way.
+    """Returns the names of the workers that SIGTERM killed; "" if any failed for another reason than the stop.
 
     SIGTERM kills a worker that is still starting, and a script at any time.
     """

@@ -153,7 +153,7 @@ class Lease:
         return True
 
     def _remove(self, text: str) -> None:
-        """Removes a dead owner's lease. If another process was faster and it is now that one's lease, puts it back."""
+        """Removes a dead owner's lease. If another process was faster and its lease is there now, restores that."""
         aside = self._folder / f".{FILE}.{self.owner.id}.dead"
         with _one_at_a_time(self._folder):
             try:

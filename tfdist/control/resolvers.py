@@ -15,7 +15,7 @@ _OF_A_POD = ("TFDIST_WORKERS", "JOB_COMPLETION_INDEX", "TFDIST_ADDRESS")
 
 
 def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
-    """Makes a Cluster from the variables of a pod of a `tfdist.jobs` Indexed Job; None if not set. Raises ClusterError.
+    """Makes a Cluster from the variables of a pod of a `tfdist.jobs` Indexed Job; None elsewhere. Raises ClusterError.
 
     Kubernetes, or any system that numbers processes, sets JOB_COMPLETION_INDEX to this process's number. Our job file
     sets TFDIST_WORKERS and TFDIST_ADDRESS, for example to 4 and digits-{index}.digits:2222. All addresses follow from

@@ -36,8 +36,8 @@ class StopSignals:
 
     def is_second(self, number: int) -> bool:
         """Returns whether a signal is a second request. SIGHUP never is: a closed terminal may send it twice, and
-        SIGTERM may follow. A repeated SIGTERM is one unless it follows at once, since some engines signal a process and
-        also its group. A repeated SIGINT always is one, since somebody has typed it."""
+        SIGTERM may follow. A later SIGTERM is one unless it follows at once, since some engines signal a process and
+        also its group. A later SIGINT always is one, since somebody has typed it."""
         if number == signal.SIGHUP:
             return False
         now, before = time.monotonic(), self._asked_at

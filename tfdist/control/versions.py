@@ -50,7 +50,7 @@ def quiet() -> None:
 
 def prefer_cublas() -> None:
     """Makes XLA use cuBLAS for matrix products on GPUs, and not try kernels of its own, unless XLA_FLAGS says
-    otherwise. GPT-2 on an H200 trained 9 % faster, and began after 29 seconds, not 89, most of which went into trying.
+    otherwise. GPT-2 on an H200 trained 9 % faster, and began after 29 seconds instead of 89, most spent on trying.
 
     Must be called before TensorFlow is imported.
     """
