@@ -1,1 +1,1 @@
-"""Control room: who is in the cluster, starting and stopping. No TensorFlow import."""
+"""Control package: who is in the cluster, and starting and stopping its processes. Imports no TensorFlow."""

@@ -1,4 +1,4 @@
-"""Amounts as text, for readers: times, bytes, counts."""
+"""Formats times, bytes and counts as text for readers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def short_time(seconds: float) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """As a clock shows it, "0:03:20"; parts of a second are left out."""
+    """A time as a clock shows it, "0:03:20"; fractions of a second are cut off."""
     return f"{int(seconds // 3600)}:{int(seconds // 60 % 60):02d}:{int(seconds % 60):02d}"
 
 
 def with_prefix(value: float) -> str:
-    """ "208 M", "1.25 T": three digits and the prefix that leaves the fewest of them before the point; "" for 0."""
+    """ "208 M", "1.25 T": three digits, with the prefix that leaves the fewest digits before the point; "" for 0."""
     if not value:
         return ""
     exponent = min(5, max(0, int(math.floor(math.log10(abs(float(f"{value:.3g}"))) / 3))))

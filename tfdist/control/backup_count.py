@@ -1,7 +1,6 @@
-"""Counts the backups that the programs of a launched job have written: they show the launcher of a script its progress.
+"""Counts the backups that a launched script has written, which show the launcher its progress.
 
-The launcher names a file in the environment, and the chief's backups are counted in it; how often the job is started
-does not matter.
+The launcher names a file in the environment, in which the chief's backups are counted, across restarts of the job.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ VARIABLE = "TFDIST_BACKUP_COUNT"  # the file
 
 
 def begin(file: Path) -> None:
-    """Begins the count of a job that starts, at none. Raises OSError."""
+    """Resets the count at the start of a job. Raises OSError."""
     file.unlink(missing_ok=True)
 
 
 def read(file: Path) -> int:
-    """Reads the count; -1 if there is none, or if it cannot be read."""
+    """Reads the count; -1 if there is none or it cannot be read."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -30,7 +29,7 @@ def read(file: Path) -> int:
 
 
 def count_one(environ: Mapping[str, str] = os.environ) -> None:
-    """Counts one more, if a launcher asks for it. It is a help: what is not counted is no error of the training."""
+    """Adds one to the count, if a launcher asks for it. A failure to count is ignored: it must not end the training."""
     if file := environ.get(VARIABLE):
         with contextlib.suppress(OSError), written_whole(Path(file)) as text:
             text.write(str(max(read(Path(file)), 0) + 1))

@@ -1,9 +1,9 @@
-"""Messages between the workers of a job beside the training: where each one is, and why one failed.
+"""Status messages between the workers of a job, independent of the training: where each worker is, and why one failed.
 
 Every worker sends a small UDP datagram to every other about once a second: rank, section, calls, where its main thread
-is. A stranger's are dropped (datagrams.py). So when something is stuck, or a peer is lost, each worker can name the
-rank that is the cause, whatever became of TensorFlow's own connections; and the words of the first that failed reach
-every log. Losing a datagram does no harm.
+is. Datagrams from strangers are dropped (datagrams.py). So when something is stuck, or a peer is lost, each worker can
+name the rank that is the cause, whatever the state of TensorFlow's own connections; and the error of the first worker
+that failed appears in every log. Losing a datagram does no harm.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from tfdist.control.packet_filter import bind_address, marked_only
 from tfdist.control.terminal import printable
 from tfdist.control.watchdog import Watchdog, main_thread_at
 
-ENDPOINT_BYTES = 320  # a host name has at most 253, plus a port and a nonce
-_MOST_WORDS = 400  # bytes as JSON, of an error and of a place: so that a report fits into a datagram
+ENDPOINT_BYTES = 320  # a host name has at most 253 bytes, plus a port and a nonce
+_MOST_WORDS = 400  # bytes as JSON, for an error and for a source location, so that a report fits into a datagram
 _SILENT_INTERVALS = 3.0
-_REPEAT = 3  # of an error: datagrams may be lost
+_REPEAT = 3  # times that an error is sent: datagrams may be lost
 
 
 @dataclass
 class Report:
-    """The last that was heard of a worker."""
+    """The last report received from a worker."""
 
-    heard: float  # monotonic seconds, here
+    heard: float  # when it was received: monotonic seconds, by this process's clock
     section: str = sections.START_UP
-    seconds: float = 0.0  # in that section, when it was sent
-    calls: int = 0  # sections entered
+    seconds: float = 0.0  # time in that section when the report was sent
+    calls: int = 0  # number of sections entered
     at: str = ""  # where the main thread is
-    waiting_for: int | None = None  # the rank whose data it waits for, where the runtime knows it
-    error: str = ""  # with what it failed
-    error_time: float = 0.0  # Unix seconds, by its own clock
+    waiting_for: int | None = None  # the rank whose data it waits for, if the runtime knows it
+    error: str = ""  # the error with which it failed
+    error_time: float = 0.0  # Unix seconds, by the sender's clock
     secondary: bool = False  # it failed because it lost another worker
     rank: int = -1
 
 
 class Beacons:
-    """Sends this worker's report and keeps those of the others.
+    """Sends this worker's reports and keeps the last report of each other worker.
 
     Args:
-      exchange: hands this worker's endpoint "host:port" to all and returns all endpoints in rank order (a collective).
-      waiting_for: tells which rank this worker waits for at the moment; None: for nobody, or unknown.
+      exchange: sends this worker's endpoint (see wire.py) to all and returns all in rank order (a collective call).
+      waiting_for: returns the rank that this worker waits for at the moment; None: nobody, or unknown.
       interval: seconds between two reports.
     """
 
@@ -82,17 +82,17 @@ class Beacons:
         for target in (self._send_always, self._receive_always):
             threading.Thread(target=target, name=f"tfdist-beacons{target.__name__}", daemon=True).start()
 
-    # -- asked by the session --------------------------------------------------------------------------------------
+    # -- called by the session -------------------------------------------------------------------------------------
 
     def announce(self, error: str, secondary: bool = False) -> None:
-        """Tells all others why this worker ends; `secondary`: because it lost another."""
+        """Tells all other workers why this one ends. secondary: it ends because it lost another worker."""
         self._error, self._error_time, self._secondary = error, time.time(), secondary
         for _ in range(_REPEAT):
             self._send()
 
     def first_error(self, wait: float) -> Report | None:
-        """The report of the worker that failed first, by the workers' clocks, one that lost another last of all; waits
-        up to `wait` seconds for one that did not."""
+        """Returns the report of the worker that failed first, by the workers' clocks. Secondary failures (workers that
+        lost another) come last; waits up to `wait` seconds for a failure that is not secondary."""
         deadline = time.monotonic() + wait
         while True:
             with self._lock:
@@ -103,7 +103,7 @@ class Beacons:
             time.sleep(0.05)
 
     def wait_for_errors(self, wait: float) -> None:
-        """Waits until all others have told an error, at most `wait` seconds."""
+        """Waits until all other workers have reported an error, at most `wait` seconds."""
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             with self._lock:
@@ -112,16 +112,16 @@ class Beacons:
             time.sleep(0.02)
 
     def silent(self) -> list[int]:
-        """Ranks of which nothing has been heard for a while."""
+        """Returns the ranks from which nothing has been received for a while."""
         limit = time.monotonic() - _SILENT_INTERVALS * self.interval
         with self._lock:
             return sorted(rank for rank, report in self._reports.items() if report.heard < limit)
 
     def culprits(self) -> list[int]:
-        """The ranks that the others wait for, as far as can be told; []: nobody is behind.
+        """Returns the ranks that the others seem to wait for; [] if none is behind.
 
-        In this order: those that are silent; those that are behind in the sections of the run; those that wait for
-        nobody while all others do.
+        These are the silent ranks; if there are none, those that are behind in the sections of the run; if there are
+        none, those that wait for nobody while all others wait.
         """
         if silent := self.silent():
             return silent
@@ -134,7 +134,7 @@ class Beacons:
         return busy if 0 < len(busy) < len(reports) else []
 
     def describe(self, rank: int) -> str:
-        """A rank, and the last that is known of it, as part of a sentence."""
+        """Returns a rank's name and its last known state, as part of a sentence."""
         report = self._all()[rank]
         ago = time.monotonic() - report.heard
         heard = f", last heard of {ago:.1f} s ago" if ago > _SILENT_INTERVALS * self.interval else ""
@@ -144,7 +144,7 @@ class Beacons:
         )
 
     def close(self) -> None:
-        """Ends sending and receiving."""
+        """Stops sending and receiving."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.close()
@@ -173,10 +173,10 @@ class Beacons:
         message: dict[str, Any] = {name: value for name, value in vars(self._own()).items() if name != "heard"}
         for name in ("section", "at", "error"):
             message[name] = _shortened(message[name])
-        with self._sending:  # so that the stamps rise
+        with self._sending:  # so that the stamps increase in the order of sending
             data = self._seals.seal(json.dumps(message).encode())
             for address in self._peers.values():
-                with contextlib.suppress(OSError):  # a peer that is gone, or a network that is down: others will tell
+                with contextlib.suppress(OSError):  # a peer is gone, or the network is down: noticed elsewhere
                     self._socket.sendto(data, address)
 
     def _send_always(self) -> None:
@@ -200,14 +200,14 @@ class Beacons:
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a text that `_MOST_WORDS` bytes of JSON can hold."""
+    """Returns a beginning of a text that fits into `_MOST_WORDS` bytes of JSON."""
     while (excess := len(json.dumps(text)) - _MOST_WORDS) > 0:
-        text = text[: -(excess // 12 + 1)]  # a character takes up to twelve
+        text = text[: -(excess // 12 + 1)]  # a character takes up to twelve bytes
     return text
 
 
 def parse_report(rank: int, data: bytes, size: int) -> Report | None:
-    """The report that rank `rank` of `size` has sent, fit to be printed; None for anything that is no report."""
+    """Parses a report sent by rank `rank` of `size` and makes it printable; None if the data are not a report."""
     try:
         message = wire.parse_object(data)
     except ValueError:
@@ -225,7 +225,7 @@ def parse_report(rank: int, data: bytes, size: int) -> Report | None:
 
 
 def _open(host: str) -> socket.socket:
-    """A UDP socket at an IP address of this machine; "": on all interfaces."""
+    """Opens a UDP socket at an IP address of this machine; "": on all interfaces."""
     if host:
         opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
         opened.bind((host, 0))

@@ -1,6 +1,6 @@
-"""The cluster as a process sees it: its own role and rank, and the addresses of the others.
+"""The cluster as one process sees it: its own role and rank, and the addresses of the other processes.
 
-Made from the environment by resolvers.py.
+resolvers.py makes it from the environment.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ ROLES = (*TRAINING_ROLES, "ps", "evaluator")
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of this process among the others."""
+    """Role and rank of this process, and the addresses of all processes of the cluster."""
 
     role: str = "worker"
     index: int = 0
-    rank: int = 0  # among the training workers; 0 is the chief, an evaluator and a parameter server have -1
-    size: int = 1  # training workers
+    rank: int = 0  # among the training workers; 0 is the chief; -1 for an evaluator or a parameter server
+    size: int = 1  # number of training workers
     peers: tuple[str, ...] = ()  # addresses of the training workers in rank order; empty if there is only this process
     spec: Mapping[str, list[str]] = field(default_factory=dict)  # role -> addresses
-    started_by: str = ""  # a launcher that tells ranks but no addresses (control/horovod_env.py)
-    launcher_local_rank: int = 0  # as that launcher tells it
-    secret: Secret = field(default=Secret(), compare=False, repr=False)  # by which its processes know each other
-    # Whether a process of the group has died; for a group after which this one may join others (membership.py).
+    started_by: str = ""  # name of a launcher that gives ranks but no addresses (control/horovod_env.py)
+    launcher_local_rank: int = 0  # the local rank that this launcher gives
+    secret: Secret = field(default=Secret(), compare=False, repr=False)  # by which its processes authenticate
+    # Returns whether a process of the group has died. Set only in elastic jobs, where a process can join a later group
+    # (membership.py).
     is_broken: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of_workers(cls, addresses: Sequence[str], rank: int) -> Cluster:
-        """Workers at these addresses in rank order, of which this process is one."""
+        """Makes a cluster of workers at these addresses (in rank order); this process is the one with rank `rank`."""
         return cls("worker", rank, rank, len(addresses), tuple(addresses), {"worker": list(addresses)})
 
     @property
@@ -43,29 +44,29 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """host:port of this training worker; "" if it is alone, or none."""
+        """host:port of this training worker; "" if it is alone, or if this process is not a training worker."""
         return self.peers[self.rank] if 0 <= self.rank < len(self.peers) else ""
 
     @property
     def hosts(self) -> list[str]:
-        """The host of each training worker in rank order, as its address has it. The same text is the same machine."""
+        """The host part of each training worker's address, in rank order. Equal text means the same machine."""
         return [address.rpartition(":")[0] for address in self.peers]
 
     @property
     def local_rank(self) -> int:
-        """The rank of this process among the training workers of its machine, as far as their addresses tell."""
+        """The rank of this process among the training workers of its machine, as far as the addresses show it."""
         hosts = self.hosts
         return hosts[: self.rank].count(hosts[self.rank]) if 0 <= self.rank < len(hosts) else self.launcher_local_rank
 
     @property
     def most_local_rank(self) -> int:
-        """The largest `local_rank` of all training workers, as far as their addresses tell; else its own."""
+        """The largest `local_rank` of all training workers if addresses are known, else that of this process."""
         hosts = self.hosts
         return max(Counter(hosts).values()) - 1 if hosts else self.local_rank
 
     @property
     def local_size(self) -> int:
-        """The number of training workers on its machine, itself included, as far as their addresses tell."""
+        """The number of training workers on this machine, including this process, as far as the addresses show it."""
         hosts = self.hosts
         return hosts.count(hosts[self.rank]) if 0 <= self.rank < len(hosts) else 1
 
@@ -77,7 +78,7 @@ class Cluster:
         return f"{role} {index} (rank {rank}, {self.peers[rank]})"
 
     def task(self, rank: int) -> str:
-        """The name that TensorFlow has for a rank."""
+        """TensorFlow's name for a rank."""
         role, index = self._role_and_index(rank)
         return f"/job:{role}/replica:0/task:{index}"
 
@@ -90,7 +91,7 @@ class Cluster:
         )
 
     def others(self, *roles: str) -> dict[str, str]:
-        """name -> address of every process of these roles: {"ps 0 (host:port)": "host:port"}."""
+        """Returns name -> address of every process with one of these roles: {"ps 0 (host:port)": "host:port"}."""
         return {
             f"{role} {index} ({address})": address
             for role in roles
@@ -99,15 +100,15 @@ class Cluster:
 
     @property
     def training_spec(self) -> dict[str, list[str]]:
-        """role -> addresses, for TensorFlow: the training workers only, since it waits for every process listed."""
+        """role -> addresses of the training workers only, for TensorFlow, which waits for every listed process."""
         return {role: list(self.spec[role]) for role in TRAINING_ROLES if role in self.spec}
 
     def tf_config(self) -> str:
-        """The text of TF_CONFIG for TensorFlow."""
+        """Returns the text of TF_CONFIG for TensorFlow."""
         return json.dumps({"cluster": self.training_spec, "task": {"type": self.role, "index": self.index}})
 
     def describe(self) -> str:
-        """The cluster in one line, for logs."""
+        """Describes the cluster in one line, for logs."""
         if self.role == "evaluator":
             return f"evaluator beside {self.size} worker{'s' if self.size > 1 else ''}"
         if self.started_by:

@@ -1,4 +1,4 @@
-"""The parser of commands that have flags of their own before `--`: a mistake is a ConfigError with a sentence."""
+"""The parser of commands that have their own flags before `--`. A mistake raises ConfigError with a sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdist.control.exit_codes import ConfigError
 
 @dataclass(frozen=True)
 class FlagValues:
-    """A flag, for tab completion: its name with the dashes, and what it may be set to."""
+    """A flag, for tab completion: its name with the dashes, and its possible values."""
 
     name: str
     values: tuple[str, ...] = ()  # empty: anything
@@ -22,15 +22,15 @@ class FlagValues:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations. `hint` follows what argparse says of a mistake, unless it is a flag that
-    is spelt almost like one of these."""
+    """An ArgumentParser without abbreviations. `hint` is appended to argparse's error message, unless an unknown flag
+    is spelled almost like one of the known flags, which is then suggested."""
 
     def __init__(self, hint: str, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.hint = hint
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses as argparse does, but refuses `--flag=--`, of whose value argparse makes an empty list."""
+        """Parses as argparse does, but refuses `--flag=--`, whose value argparse turns into an empty list."""
         for arg in args or ():
             if re.fullmatch(r"--?[^=\s]+=--", arg):
                 self.error(f"{arg} gives the flag no value")
@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}: {self.hint}.")
 
     def flags(self) -> list[FlagValues]:
-        """All flags, for tab completion."""
+        """Returns all flags, for tab completion."""
         return [
             FlagValues(action.option_strings[-1], tuple(map(str, action.choices or ())), action.nargs == 0)
             for action in self._actions
@@ -53,7 +53,7 @@ class CommandParser(argparse.ArgumentParser):
         ]
 
     def kinds(self) -> dict[str, CommandParser]:
-        """The parsers within this one, by the word that chooses one."""
+        """Returns the subparsers by name, the word that selects one."""
         return {
             name: parser
             for action in self._actions
@@ -63,13 +63,13 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(the command's own flags, before `--`; the workers' flags, after it)."""
+    """Returns (the command's own flags, before `--`; the workers' flags, after it)."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 
 
 def module_named_in(arguments: list[str]) -> str:
-    """The module of `-m MODULE ARGS`; "" for other arguments. Raises ConfigError for -m without one."""
+    """Returns the module of `-m MODULE ARGS`; "" for other arguments. Raises ConfigError for -m without a module."""
     if arguments[:1] != ["-m"]:
         return ""
     if not arguments[1:] or arguments[1].startswith("-"):
@@ -81,19 +81,20 @@ def check_module(name: str) -> None:
     """Raises ConfigError if there is no module of this name."""
     try:
         found = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError as error:  # of another one: its import says so itself when it is run
+    except ModuleNotFoundError as error:  # another module is missing: the import will say so when it is run
         found = not f"{name}.".startswith(f"{error.name}.")
-    except ImportError:  # of the package around it
+    except ImportError:  # raised by the package that contains it
         found = True
-    except ValueError:  # no name of a module
+    except ValueError:  # not a valid module name
         found = False
     if not found:
         raise ConfigError(f"-m {name}: there is no such module on the Python path; set PYTHONPATH to its folder.")
 
 
 def program_command(program: list[str]) -> list[str]:
-    """What stands behind `python -m` on a worker whose program is given as SCRIPT ARGS or -m MODULE ARGS: tfdist's
-    commands know its exit codes, and tfdist.script sees to them for others."""
+    """Returns the arguments of `python -m` on a worker for a program given as SCRIPT ARGS or -m MODULE ARGS. tfdist's
+    commands end with its exit codes by themselves; other programs are run by tfdist.script, which provides the codes.
+    """
     if module_named_in(program).partition(".")[0] == "tfdist":
         return program[1:]
     return ["tfdist.script", *program]

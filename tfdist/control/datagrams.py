@@ -1,11 +1,11 @@
-"""Datagrams that only the workers of one job can have made, in this meeting, and each only once.
+"""Authenticated datagrams: only the workers of one job can make them, for one session, and each is accepted only once.
 
-  mark (8 bytes), HMAC-SHA256 of all that follows (16), rank (4), stamp (8), data
+  mark (8 bytes), HMAC-SHA256 of the mark and all that follows (16), rank (4), stamp (8), data
 
-The mark is the same for all and kept from strangers by nothing but their not having seen one: it lets the kernel drop
-their floods (packet_filter.py). The stamp is the sender's clock in nanoseconds. It must rise, so that none counts
-twice; and one that took much longer than the fastest has was held back by somebody, and does not count. The clocks need
-not agree.
+The mark is the same in all datagrams. Strangers do not know it unless they have seen a datagram; it lets the kernel
+drop their floods (packet_filter.py). The stamp is the sender's clock in nanoseconds. It must increase, so that no
+datagram is accepted twice. A datagram that took much longer than the fastest so far was held back by somebody, and is
+not accepted. The clocks need not agree.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import time
 
 from tfdist.control.token import Secret
 
-MOST_BYTES = 1400  # a datagram that fits into one packet on any network
+MOST_BYTES = 1400  # a datagram of this size fits into one packet on any network
 MARK_BYTES = 8
 _CODE_BYTES = 16
 _HEAD = struct.Struct("!iQ")  # rank, stamp
-_LONGEST_DELAY = 30 * 10**9  # nanoseconds beyond the fastest
+_LONGEST_DELAY = 30 * 10**9  # nanoseconds more than the fastest
 
 
 class Seals:
-    """Seals and opens the datagrams of one meeting: `context` is what only its workers know, beside the secret."""
+    """Seals and opens the datagrams of one session. context: texts that, like the secret, only its workers know."""
 
     def __init__(self, secret: Secret, rank: int, purpose: str, *context: str):
         self._key, self._rank = secret.key(purpose, *context), rank
         self.mark = secret.key(f"{purpose} mark", *context)[:MARK_BYTES]
         self._sent = 0
         self._newest: dict[int, int] = {}  # rank -> stamp
-        self._fastest: dict[int, int] = {}  # rank -> least difference of our clock and its stamp
+        self._fastest: dict[int, int] = {}  # rank -> smallest difference between our clock and a stamp
 
     def seal(self, data: bytes) -> bytes:
         self._sent = max(self._sent + 1, time.monotonic_ns())
@@ -40,7 +40,7 @@ class Seals:
         return self.mark + self._code(body) + body
 
     def open(self, datagram: bytes) -> tuple[int, bytes] | None:
-        """(the rank that sent it, the data); None if it is none of ours, or counts no more."""
+        """Returns (the rank of the sender, the data); None if the datagram is not of this session, repeated or late."""
         code, body = datagram[MARK_BYTES : MARK_BYTES + _CODE_BYTES], datagram[MARK_BYTES + _CODE_BYTES :]
         if len(body) < _HEAD.size or len(datagram) > MOST_BYTES or not hmac.compare_digest(code, self._code(body)):
             return None

@@ -1,6 +1,6 @@
-"""A local job whose workers outlive each other: when one is lost, the others go on in their processes, from copies of
-the state in their memory, and a new process joins them when it is ready. membership.py has the rules of who is in a
-group.
+"""A local job whose workers survive the loss of others: when one is lost, the others continue in the same processes,
+from copies of the state in their memory, and a new process joins them when it is ready. membership.py decides who is in
+a group.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LONGEST_WAIT_SECONDS = 60.0
 
 
 class ElasticJob(LocalJob):
-    """A LocalJob whose groups change. A worker's slot (name, log, cores, port) stays; its rank may change with every
-    group.
+    """A LocalJob whose group of workers changes. A worker's slot (name, log, cores, port) is fixed; its rank may change
+    with every group.
 
     Args:
-      workers: the most there can be; `wanted`: how many are started, and kept up; `least`: when fewer are left, they
-        save what they have in memory, and the job ends with PEER_LOST.
-      losses: workers that may be lost in a row without any progress; one more, and the job fails.
+      workers: largest possible number of workers; `wanted`: how many are started and kept running; `least`: if fewer
+        are left, they save the state that they have in memory, and the job ends with PEER_LOST.
+      losses: how many workers may be lost in a row without progress; the next loss makes the job fail.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class ElasticJob(LocalJob):
         self.groups = Groups(Secret(self.environment[VARIABLE].strip().encode()))
         self.started_at_once = wanted
         self._losses = self._failed_starts = 0  # in a row
-        self._step = -1  # of the newest copy that a group went on from
+        self._step = -1  # of the newest copy from which a group resumed
         self._next_start = 0.0
-        self._joined: set[int] = set()  # processes that have been in a group
-        self._over = False  # the run has ended or failed: those who wait are not needed any more
+        self._joined: set[int] = set()  # ids of processes that have been in a group
+        self._over = False  # the run has ended or failed: waiting workers are no longer needed
         self._too_few = ""  # set: the sentence with which the job ends
 
     def _process_environment(self, rank: int | None, gpus: dict[str, str]) -> ProcessEnvironment:
@@ -67,7 +67,7 @@ class ElasticJob(LocalJob):
         return True
 
     def poll(self) -> JobResult | None:
-        """Looks at all workers once, see LocalJob."""
+        """Checks all workers once, see Job."""
         for worker in self.workers:
             self._notice_end(worker)
         self.groups.look()
@@ -83,7 +83,7 @@ class ElasticJob(LocalJob):
         self._kill_those_that_hold_up()
         return super().poll()
 
-    # -- in one look -----------------------------------------------------------------------------------------------
+    # -- the steps of one poll -------------------------------------------------------------------------------------
 
     def _trainers(self) -> list[LocalWorker]:
         return [worker for worker in self.workers if worker.rank is not None]
@@ -103,7 +103,7 @@ class ElasticJob(LocalJob):
                 self.groups.remove(worker.slot)
 
     def _drop_lost_workers(self) -> None:
-        """Removes dead workers without which the job can go on. One that is kept fails the job (LocalJob)."""
+        """Removes dead workers without which the job can continue. Those that are kept fail the job (Job.poll)."""
         survivors, left = any(map(self._was_in_group, self._alive())), len(self.groups.connected)
         for worker in [worker for worker in self._trainers() if worker.code is not None]:
             if worker.code == 0:  # dismissed
@@ -122,7 +122,7 @@ class ElasticJob(LocalJob):
                     self._request_stop(self.options.grace)
 
     def _may_be_lost(self, code: int) -> bool:
-        """Whether going on without this worker can help."""
+        """Returns whether continuing without this worker can help."""
         own_fault = code in set(ExitCode) and (code not in RESTARTABLE or code == ExitCode.PREEMPTED)
         return not own_fault and self._losses < self.most_losses
 
@@ -132,11 +132,11 @@ class ElasticJob(LocalJob):
         self.workers.remove(worker)
 
     def _wait(self, failures: int) -> None:
-        """The next worker is started at once after the first failure, later and later after more."""
+        """Sets when the next worker may start: at once if `failures` is 0, else with exponential backoff."""
         self._next_start = time.monotonic() + (min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)) if failures else 0.0)
 
     def _start_missing_worker(self) -> None:
-        """Starts one worker, if fewer run than are wanted."""
+        """Starts one worker if fewer run than are wanted."""
         taken = {worker.slot for worker in self._trainers()}
         if len(taken) >= self.wanted or time.monotonic() < self._next_start:
             return
@@ -147,8 +147,8 @@ class ElasticJob(LocalJob):
             self.workers[-1].relay.start()
 
     def _form_group(self) -> None:
-        """A group, if it is time for one; a last one, of whoever is there, that saves and ends when the job is to
-        stop.
+        """Forms a group, if it is time for one. When the job is to stop, forms a last one of the workers that are left,
+        which saves and ends.
         """
         if self._over:
             return
@@ -168,8 +168,8 @@ class ElasticJob(LocalJob):
         )
 
     def _kill_those_that_hold_up(self) -> None:
-        """Workers that have not noticed, long after others of their group, that it is broken; and those that wait to
-        join a job that has ended."""
+        """Kills workers that, long after the others of their group, have not noticed that it is broken; and workers
+        that wait to join a job that has ended."""
         broken, connected = self.groups.broken_since, self.groups.connected
         if broken is not None and time.monotonic() - broken > self.options.grace:
             for worker in self._alive():
@@ -191,7 +191,7 @@ class ElasticJob(LocalJob):
 
     def _result(self) -> JobResult:
         members = [worker for worker in self._trainers() if self._was_in_group(worker)]
-        if members:  # how those ended that never joined says nothing
+        if members:  # then the exit codes of workers that never joined do not matter
             self.workers = members + [worker for worker in self.workers if worker.rank is None]
         self.groups.close()
         result = super()._result()

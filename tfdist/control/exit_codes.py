@@ -1,7 +1,7 @@
 """The table of exit codes, the errors that carry them, and how a command maps an error to its code.
 
-A supervisor (ours, Kubernetes, Slurm) decides by the code alone whether to start the job again;
-docs/exit_codes.md holds the same table, and a test compares the two.
+A supervisor (ours, Kubernetes, Slurm) decides by the code alone whether to start the job again. docs/exit_codes.md has
+the same table, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tfdist.control.time_limit import for_at_most
 from tfdist.control.user_errors import first_line
 
 _SAYING_SECONDS = 5.0
-_HELD_SECONDS = 5.0  # until a process that has done all says what it waits for
+_HELD_SECONDS = 5.0  # until a process that has finished its work says which threads it waits for
 
 
 class ExitCode(enum.IntEnum):
@@ -67,15 +67,15 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.INTERRUPTED: "stopped from the keyboard",
 }
 
-# Starting the same job again can help after these; after the others it fails in the same way.
+# After these codes, starting the same job again can help; after the others it fails in the same way.
 RESTARTABLE = frozenset({ExitCode.INTERNAL, ExitCode.STARTUP, ExitCode.PEER_LOST, ExitCode.HANG, ExitCode.PREEMPTED})
 
 
 class TfdistError(ValueError):
-    """Base of every error whose cause and cure can be named in a sentence. Its text is that sentence."""
+    """Base class of errors whose cause and fix can be named in a sentence. The error's text is that sentence."""
 
     exit_code = ExitCode.INTERNAL
-    ag_pass_through = True  # else AutoGraph turns one that is raised inside a tf.function into a StagingError
+    ag_pass_through = True  # else AutoGraph converts an error raised inside a tf.function into a StagingError
 
 
 class ConfigError(TfdistError):
@@ -114,22 +114,22 @@ class MemoryShortError(TfdistError):
     exit_code = ExitCode.MEMORY
 
 
-# What Keras makes of an error that is raised while a layer is called: its own words around ours.
+# Keras wraps the text of an error that is raised while a layer is called in its own text.
 _AROUND = re.compile(r"Exception encountered when calling .*?\n\n(.*)\n\nArguments received by .*", re.DOTALL)
 
 
 def _sentence(error: TfdistError) -> str:
-    """The sentence of an error, without what Keras has put around it."""
+    """Returns the sentence of an error, without the text that Keras has wrapped around it."""
     return _AROUND.sub(r"\1", str(error))
 
 
 def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoReturn:
-    """Runs a command's `main(argv)` and ends the process with the code that its result or error means.
+    """Runs a command's `main(argv)` and ends the process with the exit code for its result or error.
 
-    A TfdistError is shown as its sentence; anything unexpected with its traceback. After an error the process ends at
-    once: TensorFlow's orderly shutdown waits for peers that may be gone. After success threads and exit functions come
-    to their end as in any Python program, but the code is decided: nothing that TensorFlow's own threads find, now that
-    others leave too, and no destructor changes it.
+    A TfdistError is shown as its sentence, anything unexpected with its traceback. After an error the process ends at
+    once: TensorFlow's orderly shutdown waits for peers that may be gone. After success, threads and exit functions run
+    to their end as in any Python program, but the exit code is fixed: neither destructors nor errors in TensorFlow's
+    threads, which may occur when the other workers leave, can change it.
     """
     open_closed_streams()
     outlive_reader()
@@ -159,13 +159,13 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
 
 
 def _say_who_holds_the_end(code: int) -> None:
-    """Python waits for threads that are no daemons, such as those that a user's source leaves behind. From now on a
-    signal ends the process, with the code that is decided; and after a while a line says what is waited for.
+    """Handles the time in which Python waits for non-daemon threads, such as those that a user's data source leaves
+    behind. From now on a signal ends the process with `code`; after some seconds the threads' names are printed.
     """
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda *_: _end(code))
 
     def say() -> None:
@@ -181,34 +181,34 @@ def _say_who_holds_the_end(code: int) -> None:
 
 
 def error_line(sentence: str, code: ExitCode) -> str:
-    """The last line of a process that ends with an error."""
+    """Returns the last line of a process that ends with an error."""
     return f"tfdist: error: {sentence} (exit code {code.value}, {code.name})"
 
 
 def end_process(sentence: str, code: ExitCode) -> NoReturn:
-    """Ends the process at once, from whatever thread, and whether or not anybody takes the sentence."""
+    """Prints the sentence and ends the process at once, from any thread, even if nobody reads the sentence."""
     say_last_words(error_line(sentence, code))
     os._exit(code)
 
 
 def say_last_words(text: str) -> None:
-    """Prints on standard error; returns though nobody reads there."""
+    """Prints on standard error; returns even if nobody reads there."""
 
     def say() -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody is there any more
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             print(text, file=sys.stderr, flush=True)
 
     for_at_most(_SAYING_SECONDS, say)
 
 
 def _end_with(decided: list[int]) -> None:
-    """Ends the process at once, if it has been decided how."""
+    """Ends the process at once, if its exit code has been decided."""
     if decided:
         _end(decided[0])
 
 
 def _end(code: int) -> NoReturn:
-    if code == ExitCode.OK:  # results are waited for by who reads them slowly
+    if code == ExitCode.OK:  # a slow reader must get all results
         _flush()
     else:
         for_at_most(_SAYING_SECONDS, _flush)
@@ -217,5 +217,5 @@ def _end(code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be listening any more
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the reader may be gone
             stream.flush()

@@ -1,9 +1,9 @@
-"""Faults on purpose, for tests and scripts/chaos.py: kill, stop or break a worker at a chosen step.
+"""Injects faults, for tests and scripts/chaos.py: kill, stop or break a worker at a chosen step.
 
-TFDIST_FAULTS holds them, RANK:STEP:KIND separated by commas, for example "1:30:kill,0:50:stuck". Each happens once in a
-run folder, at the first chance at or after its step: RUN_DIR/faults/ remembers it over restarts. With the value "armed"
-faults wait for files instead: RUN_DIR/faults/arm-RANK-KIND is removed and its fault happens at the next chance, and
-every call begins with as many seconds of sleep as the file "pace" there says.
+TFDIST_FAULTS lists them as RANK:STEP:KIND, separated by commas, for example "1:30:kill,0:50:stuck". Each happens once
+per run folder, at the first chance at or after its step: RUN_DIR/faults/ records it across restarts. With the value
+"armed", files trigger the faults instead: RUN_DIR/faults/arm-RANK-KIND is removed and its fault happens at the next
+chance, and every call begins with a sleep of as many seconds as the file "pace" in that folder says.
 
 | kind          | what happens                                                                       |
 |---------------|------------------------------------------------------------------------------------|
@@ -12,7 +12,7 @@ every call begins with as many seconds of sleep as the file "pace" there says.
 | kill_restore  | SIGKILL while restoring (the step does not count)                                  |
 | term          | SIGTERM to itself                                                                  |
 | stop          | SIGSTOP to itself                                                                  |
-| stuck         | sleeps for ever in Python                                                          |
+| stuck         | sleeps forever in Python                                                           |
 | error         | raises an exception                                                                |
 | slow          | sleeps 0.1 s before every call from then on                                        |
 | disk_full     | the next two attempts to write a snapshot fail                                     |
@@ -38,20 +38,20 @@ _FAILED_WRITES = 2
 
 
 class Faults:
-    """The faults of one rank. Without any, `at` costs nothing."""
+    """The faults of one rank. If there are none, `at` costs nothing."""
 
     def __init__(self, planned: Mapping[tuple[int, str], str], folder: Path, armed_rank: int | None = None):
         self.planned, self.folder, self.armed_rank = (
             dict(planned),
             folder,
             armed_rank,
-        )  # (step, kind) -> name of the mark
+        )  # (step, kind) -> name of the file that records it
         self._slow = False
         self._writes_to_fail = 0
 
     @classmethod
     def parse(cls, text: str, rank: int, run_dir: Path) -> Faults:
-        """The faults of `rank` that have not happened yet. Raises ConfigError."""
+        """Returns the faults of `rank` that have not happened yet. Raises ConfigError."""
         if text == "armed":
             return cls({}, run_dir / "faults", rank)
         planned = {}
@@ -65,8 +65,8 @@ class Faults:
         return cls(planned, run_dir / "faults")
 
     def at(self, place: str, step: int) -> None:
-        """Makes the faults happen that are due at "step" (between calls), "save" (files written, not yet renamed) or
-        "restore"."""
+        """Triggers the faults that are due at a place: "step" (between calls), "save" (files written, not yet renamed)
+        or "restore"."""
         if self._slow and place == "step":
             time.sleep(0.1)
         if self._writes_to_fail and place == "save":
@@ -90,7 +90,7 @@ class Faults:
                     continue
                 self._do(kind, step)
         if place == "step":
-            with contextlib.suppress(FileNotFoundError):  # it may be taken away at any moment
+            with contextlib.suppress(FileNotFoundError):  # the file may be removed at any moment
                 time.sleep(float((self.folder / "pace").read_text()))
 
     def _do(self, kind: str, step: int) -> None:

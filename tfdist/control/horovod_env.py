@@ -1,10 +1,10 @@
-"""Horovod's environment: read (who started this process, and as which rank), and written (what Horovod must be told).
+"""Reads Horovod's environment (who started this process, with which rank) and makes the variables that Horovod needs.
 
-Three ways to start N processes with --strategy=horovod:
+There are three ways to start N processes with --strategy=horovod:
 
   horovodrun -np N        gives every process HOROVOD_RANK, HOROVOD_SIZE, ... and runs the rendezvous server itself
   mpirun -np N            gives OMPI_COMM_WORLD_RANK, ...; rank 0 runs the rendezvous server (this Horovod has no MPI)
-  tfdist.launch, TF_CONFIG  gives the addresses of all; rank 0 runs the rendezvous server at its own address
+  tfdist.launch, TF_CONFIG  gives all addresses; rank 0 runs the rendezvous server at its own address
 
 The rendezvous server is a small key-value store over HTTP in which Gloo's processes find each other's addresses.
 """
@@ -19,8 +19,8 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
-# What `placement` may have written for a process that is given its rank by addresses: not to be taken for a launcher's
-# word.
+# Variables that `placement` may set in a process that got its rank from addresses. They must not be mistaken for those
+# of a launcher.
 WRITTEN = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
@@ -37,7 +37,7 @@ _MPI_JOB_NAMES = (
     "PMIX_NAMESPACE",
     "OMPI_MCA_ess_base_jobid",
     "OMPI_MCA_orte_hnp_uri",
-)  # one of them is there, the same in all processes
+)  # at least one of them is set, to the same value in all processes
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ephemeral ports of Linux
 
 
@@ -46,13 +46,13 @@ class Placement:
     """The settings that Horovod needs before hvd.init()."""
 
     variables: Mapping[str, str]  # to be added to the environment
-    server: tuple[str, int] | None  # host and port of the rendezvous; None if this process is alone
-    serve: bool  # whether rank 0 of ours runs it; else the launcher does
+    server: tuple[str, int] | None  # host and port of the rendezvous server; None if this process is alone
+    serve: bool  # whether our rank 0 runs the server; else the launcher does
     local_rank: int = 0  # among the processes of this machine
 
 
 def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
-    """Makes a Cluster from the variables of horovodrun or of Open MPI's mpirun; None if there are none.
+    """Makes a Cluster from the variables of horovodrun or of Open MPI's mpirun; None if they are not set.
 
     The Cluster has no addresses: only Horovod's own collectives can connect its processes. Raises ClusterError.
     """
@@ -77,7 +77,7 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def placement(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
-    """The settings that Horovod needs in this process. Raises ClusterError if its peers could not be found."""
+    """Returns the settings that Horovod needs in this process. Raises ClusterError if it could not find its peers."""
     if cluster.started_by == "horovodrun":
         if cluster.size > 1 and ADDRESS not in environ:
             raise ClusterError(
@@ -94,7 +94,7 @@ def placement(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
 
 
 def _of_addresses(cluster: Cluster) -> Placement:
-    """The settings by TF_CONFIG. Processes whose addresses have the same host are on one machine."""
+    """Returns the settings for processes with known addresses. Those with the same host are on one machine."""
     hosts = cluster.hosts
     if hosts[0].startswith("["):
         raise ClusterError(
@@ -103,7 +103,7 @@ def _of_addresses(cluster: Cluster) -> Placement:
         )
     server = (hosts[0], int(cluster.peers[0].rpartition(":")[2]))
     local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-    # Machines may hold different numbers of processes: the n-th process of each is in the n-th group across machines.
+    # Machines may have different numbers of processes. The n-th process of each is in the n-th group across machines.
     across = [rank for rank in range(cluster.size) if local_ranks[rank] == local_ranks[cluster.rank]]
     host, local_rank = hosts[cluster.rank], local_ranks[cluster.rank]
     return Placement(
@@ -128,8 +128,8 @@ def _of_mpi(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
             f" {ADDRESS}=HOST, with the machine of rank 0."
         )
     server = (environ.get(ADDRESS, "127.0.0.1"), _number(environ, PORT) if PORT in environ else _port(environ))
-    # mpirun does not tell which ranks share a machine. Each counts as one of its own; only hierarchical reduction would
-    # care.
+    # mpirun does not tell which ranks share a machine. So each rank counts as a separate machine; this would matter
+    # only for hierarchical reduction.
     return Placement(
         {
             **_variables(server, f"rank-{cluster.rank}", cluster),
@@ -157,7 +157,7 @@ def _variables(server: tuple[str, int], host: str, cluster: Cluster) -> dict[str
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """A port that is the same in all processes of an MPI job, and probably another one for another job."""
+    """Returns a port that is the same in all processes of an MPI job, and probably differs between jobs."""
     name = next((environ[name] for name in _MPI_JOB_NAMES if name in environ), "")
     return _FIRST_PORT + zlib.crc32(name.encode()) % _PORTS
 

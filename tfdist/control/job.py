@@ -1,6 +1,6 @@
-"""The common part of jobs of several processes, wherever they run: output, logs, the first failure, the end.
+"""Base class of jobs of several processes, wherever these run: output, logs, the first failure, the end.
 
-LocalJob (local_job.py) runs them on this machine, RayJob (ray_job.py) on the nodes of a Ray cluster.
+LocalJob (local_job.py) runs the processes on this machine, RayJob (ray_job.py) on the nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tfdist.control.terminal import LineReader
 from tfdist.control.workers import JobResult, Worker, describe, root_cause_order
 
 _COLORS = (36, 33, 35, 32, 34, 31)
-# When one worker dies the others fail too. How long (in seconds) they may end by themselves, with a clearer message
-# than ours, before they are asked to: once the cause is known, and while all that ended merely lost a peer.
+# When one worker dies, the others fail too. They get some seconds to end by themselves, with a clearer message than
+# ours, before they are asked to end: fewer if the cause is known, more while all that have ended only lost a peer.
 _CAUSE_KNOWN_SECONDS = 1.0
 _CAUSE_UNKNOWN_SECONDS = 3.0
-_FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved: what is being written may be finished
-_ERROR = "tfdist: error: "  # how a command begins the sentence that names its error
-# What TensorFlow's C++ says at every start, whatever its log level, about logging itself and about processors and GPUs
-# that are not there. Kept in the log files, not shown.
+_FAILURE_GRACE_SECONDS = 10.0  # after a failure nothing new can be saved, but writes in progress may finish
+_ERROR = "tfdist: error: "  # prefix of the line in which a command names its error
+# Lines that TensorFlow's C++ code prints at every start, whatever its log level, about its own logging, processors, and
+# missing GPUs. They are kept in the log files, but not shown.
 _NOISE = (
     "WARNING: All log messages before absl::InitializeLog()",
     "oneDNN custom operations are on.",
@@ -52,23 +52,23 @@ _Worker = TypeVar("_Worker", bound=Worker)
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The options with which workers are run and shown, wherever that is."""
+    """Options for running workers and showing their output, for every kind of job."""
 
-    show: set[int] | None = None  # ranks whose output is shown; None for all. The evaluator's always is
-    pin: bool = True  # give each worker cores of its own and as many threads
-    gpus_per_worker: int = 0  # 0: an equal part of those that are there; on Ray none
-    grace: float = 10.0  # seconds between asking a worker to end (SIGTERM) and making it (SIGKILL)
+    show: set[int] | None = None  # ranks whose output is shown; None: all. The evaluator's output is always shown
+    pin: bool = True  # give each worker its own cores, and as many threads as it has cores
+    gpus_per_worker: int = 0  # 0: an equal share of the available GPUs; on Ray none
+    grace: float = 10.0  # seconds between asking a worker to end (SIGTERM) and killing it (SIGKILL)
     environment: Mapping[str, str] | None = None  # in place of this process's own
     output: TextIO | None = None  # in place of standard output
 
 
 class Job(Generic[_Worker]):
-    """Base of the kinds of jobs. They fill `workers` in `start`, relay what each writes through a `Relay`, and say when
-    one has ended.
+    """Base class of all jobs. Subclasses fill `workers` in `start`, relay each worker's output through a `Relay`, and
+    detect when a worker has ended.
 
     Args:
-      count: processes, without an evaluator.
-      log_dir: where worker-K.log are written (appended to).
+      count: number of processes, without the evaluator.
+      log_dir: folder of the files worker-K.log, which are appended to.
     """
 
     def __init__(self, count: int, log_dir: Path, options: JobOptions):
@@ -82,44 +82,44 @@ class Job(Generic[_Worker]):
         self._kill_at: float | None = None  # set: the workers have been asked to end; 0: they are being killed
         self._asked_to_stop = False  # from outside, and before any worker failed
 
-    # -- what a kind of job does its own way ---------------------------------------------------------------------------
+    # -- what subclasses implement or override -------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts all workers, or none."""
         raise NotImplementedError
 
     def start_standbys(self) -> None:
-        """Starts spare processes for the next job, where there can be any."""
+        """Starts spare processes for the next job, if this kind of job supports them."""
 
     def _notice_end(self, worker: _Worker) -> None:
         """Sets code and ended_at of a worker that has ended, once its output is complete."""
         raise NotImplementedError
 
     def _handle_ends(self, now: float) -> None:
-        """Does further work after the ends have been noticed, at every look."""
+        """Does further work in every `poll`, after the ends of workers have been noticed."""
 
     def _is_tolerated(self, worker: _Worker) -> bool:
-        """Whether the job goes on without this worker, which has failed."""
+        """Returns whether the job continues without this failed worker."""
         return False
 
     def resize(self, workers: int) -> bool:
-        """Whether the job goes on with another number of workers, without a restart: most cannot (ElasticJob can)."""
+        """Changes the number of workers without a restart. Returns False if the job cannot (only ElasticJob can)."""
         return False
 
     def _all_started(self) -> bool:
         return len(self.workers) >= self.count
 
     def _is_finished(self) -> bool:
-        """Whether the job has ended well, whatever became of some workers."""
+        """Returns whether the job has succeeded, even if some workers have failed."""
         return False
 
     def _release(self) -> None:
-        """Frees what the job holds after the last worker's end."""
+        """Frees the job's resources after the last worker has ended."""
 
-    # -- what they share -----------------------------------------------------------------------------------------------
+    # -- what all jobs share -------------------------------------------------------------------------------------------
 
     def open_log(self, name: str, command: Sequence[str]) -> BinaryIO:
-        """The log of a worker, with a header for this start. Raises ConfigError if it cannot be written."""
+        """Opens the log of a worker and writes a header for this start. Raises ConfigError if it cannot be written."""
         path = self.log_dir / f"{name.replace(' ', '-')}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,13 +132,16 @@ class Job(Generic[_Worker]):
             ) from None
 
     def say(self, line: str) -> None:
-        """A line on the terminal, whole, from any thread."""
+        """Prints a whole line on the terminal. May be called from any thread."""
         with self._lock, contextlib.suppress(OSError, ValueError):  # the terminal may be gone
             self.output.write(line + "\n")
             self.output.flush()
 
     def poll(self) -> JobResult | None:
-        """Looks once, without waiting: stops all if one has failed. None while any process runs, then how it went."""
+        """Checks all workers once, without waiting, and stops all if one has failed.
+
+        Returns None while any process runs, then the result.
+        """
         for worker in self.workers:
             self._notice_end(worker)
         now = time.monotonic()
@@ -147,7 +150,7 @@ class Job(Generic[_Worker]):
         failed = [worker for worker in trainers if worker.code and not self._is_tolerated(worker)]
         if failed and self._kill_at is None:
             known = any(root_cause_order(worker) == 0 for worker in failed)
-            # Where one saved on request (42) the others are saving as well, and a second SIGTERM would cut that short.
+            # If one has saved on request (42), the others are saving too, and a second SIGTERM would interrupt them.
             saving = all(worker.code == ExitCode.PREEMPTED for worker in failed)
             patience = self.options.grace if saving else _CAUSE_KNOWN_SECONDS if known else _CAUSE_UNKNOWN_SECONDS
             if now - min(worker.ended_at for worker in failed) > patience or all(
@@ -162,7 +165,7 @@ class Job(Generic[_Worker]):
         return self._result()
 
     def wait(self) -> JobResult:
-        """Waits until all have ended, stopping all when one fails. Returns how it went."""
+        """Waits until all workers have ended, and stops all when one fails. Returns the result."""
         try:
             while (result := self.poll()) is None:
                 time.sleep(0.05)
@@ -172,8 +175,8 @@ class Job(Generic[_Worker]):
             raise
 
     def request_stop(self) -> None:
-        """Asks every worker to save and end (SIGTERM); `poll` and `wait` kill those that have not within the grace
-        period.
+        """Asks every worker to save and end (SIGTERM). `poll` and `wait` kill those that are still running after the
+        grace period.
         """
         if self._kill_at is None:
             self._asked_to_stop = not any(worker.code for worker in self.workers if worker.rank is not None)
@@ -194,18 +197,18 @@ class Job(Generic[_Worker]):
                 worker.signal(number)
 
     def stop(self) -> JobResult:
-        """Ends every worker: SIGTERM, then after the grace period SIGKILL."""
+        """Ends every worker: sends SIGTERM, and SIGKILL after the grace period."""
         self.request_stop()
         return self.wait()
 
     def kill(self) -> None:
-        """Sends SIGKILL to what is left, with all that it started. `wait` then returns at once."""
+        """Sends SIGKILL to all workers still running and to their child processes. `wait` then returns at once."""
         self._kill_at = 0.0
         self.forward(signal.SIGKILL)
 
     def _result(self) -> JobResult:
         codes = {worker.name: worker.exit_code for worker in self.workers}
-        # An evaluator that was stopped with the workers is no failure.
+        # An evaluator that was stopped together with the workers does not count as a failure.
         failed = [
             worker for worker in self.workers if worker.code and (worker.rank is not None or self._kill_at is None)
         ]
@@ -226,14 +229,17 @@ class Job(Generic[_Worker]):
 
 
 def _ended_before_they_could_save(failed: Sequence[Worker]) -> str:
-    """The workers that SIGTERM killed, as it does while they start, and scripts always; "" if one failed otherwise."""
+    """Returns the names of the workers that SIGTERM killed; "" if any failed for another reason than the stop.
+
+    SIGTERM kills a worker that is still starting, and a script at any time.
+    """
     killed = [worker.name for worker in failed if worker.code == -signal.SIGTERM]
     consequences = (-signal.SIGTERM, ExitCode.PREEMPTED, ExitCode.PEER_LOST, ExitCode.STARTUP)
     return " and ".join(killed) if all(worker.code in consequences for worker in failed) else ""
 
 
 class Relay:
-    """Copies a worker's output to its log and, line by line under its name, to the terminal."""
+    """Copies a worker's output to its log and, line by line and prefixed with its name, to the terminal."""
 
     def __init__(self, job: Job, worker: Worker, log: BinaryIO):
         self._job, self._worker, self._log = job, worker, log
@@ -244,7 +250,7 @@ class Relay:
             self._prefix = f"\x1b[{color}m{self._prefix}\x1b[0m"
 
     def feed(self, data: bytes) -> None:
-        """Takes what the worker has written; b"" at the end of it."""
+        """Takes a piece of the worker's output; b"" marks its end."""
         with contextlib.suppress(OSError):  # a full disk must not stop the job
             self._log.write(data)
         for text in [

@@ -34,8 +34,8 @@ class LaunchOptions:
 
 
 def parse_launch_options(argv: list[str], description: str, epilog: str) -> LaunchOptions:
-    """The flags before `--`. Raises ConfigError; --help prints `description`, the flags and `epilog`, and ends the
-    process."""
+    """Parses and checks the flags before `--`. Raises ConfigError. --help prints `description`, the flags and `epilog`,
+    and ends the process."""
     options = launch_parser(description, epilog).parse_args(argv)
     if options.max_restarts is None:
         options.max_restarts = 3 if options.on == "ray" else 0
@@ -47,7 +47,7 @@ def parse_launch_options(argv: list[str], description: str, epilog: str) -> Laun
 
 
 def launch_parser(description: str, epilog: str = "") -> CommandParser:
-    """The parser of the flags before `--`."""
+    """Makes the parser of the flags before `--`."""
     parser = CommandParser(
         hint=(
             "the launcher's own flags stand before `--`, the workers' flags after it; `python -m tfdist.launch --help`"
@@ -65,7 +65,7 @@ def launch_parser(description: str, epilog: str = "") -> CommandParser:
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags about what is started, where, and with what."""
+    """Adds the flags that say what is started, where, and with which resources."""
     parser.add_argument(
         "--on",
         choices=("local", "ray"),
@@ -122,7 +122,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags about what happens when a worker fails, or is asked to end."""
+    """Adds the flags that say what happens when a worker fails or is asked to end."""
     parser.add_argument(
         "--grace",
         type=float,

@@ -1,16 +1,17 @@
-"""RUN_DIR/lease.json: which job trains in a run folder. A second job there is refused; a dead owner's lease is taken
-over. The same in the folder of a run's backup (--backup_dir).
+"""RUN_DIR/lease.json: which job trains in a run folder. A second job is refused; a dead owner's lease is taken over.
+The folder of a run's backup (--backup_dir) has such a lease too.
 
-Two jobs in one folder would write each other's snapshots and logs and both end well. So the chief holds a lease while
-it trains. It says who holds it (host, process, since when) and is renewed every two seconds. An owner is dead
+Two jobs in one folder would overwrite each other's snapshots and logs, and both would end without an error. So the
+chief holds a lease while it trains. The lease names its owner (host, process, since when) and is renewed every two
+seconds. An owner is dead
 
-    on the same machine     when no process of its number was started when it says, or it ends within 5 s
-    on another              when it has not renewed the lease for 20 seconds of the observer's own clock
+    on the same machine     if no process with its id and start time exists, or if that process ends within 5 s
+    on another machine      if it has not renewed the lease for 20 seconds of the observer's own clock
 
 An owner of the same job (one launcher with its restarts, one Slurm step with its requeues, one list of addresses) has
-been ended by whoever starts the job again: on another machine too its lease is taken over without a wait; should it be
-alive it finds that out when it next renews, and ends. Works on shared file systems: a lease comes to be by link(2),
-which is atomic on NFS too.
+been ended by whoever restarts the job. So its lease is taken over without a wait, even from another machine; should the
+owner still be alive, it notices at its next renewal, and ends. This works on shared file systems: a lease is created by
+link(2), which is atomic on NFS too.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from tfdist.control.run_address import is_url
 from tfdist.control.terminal import say
 
 FILE = "lease.json"
-JOB_VARIABLE = "TFDIST_JOB_ID"  # the launcher's name for all attempts of a job
-_WRITTEN = re.compile(rf"\.{re.escape(FILE)}\.[0-9a-f]{{32}}")  # a lease before it gets its name
+JOB_VARIABLE = "TFDIST_JOB_ID"  # set by the launcher: the same for all attempts of a job
+_WRITTEN = re.compile(rf"\.{re.escape(FILE)}\.[0-9a-f]{{32}}")  # a lease file before it gets its final name
 _RENEW_SECONDS = 2.0
 _PATIENCE = Patience(dead=20.0, damaged=_RENEW_SECONDS)
 _LOOK_SECONDS = 0.1
 
 
 def job_identity(environ: Mapping[str, str], cluster: Cluster) -> str:
-    """A text that tells attempts of one job from another job; "" if nothing does."""
+    """Returns a text that is the same for all attempts of a job and differs between jobs; "" if there is none."""
     if environ.get(JOB_VARIABLE):
         return f"launcher {environ[JOB_VARIABLE]}"
     if environ.get("SLURM_JOB_ID"):
@@ -53,7 +54,7 @@ def job_identity(environ: Mapping[str, str], cluster: Cluster) -> str:
 
 @contextlib.contextmanager
 def held(folder: Path, job: str, name: str = "") -> Iterator[None]:
-    """The lease of `folder` for the time of the context. Raises ConfigError if another job holds it."""
+    """Context manager that holds the lease of `folder`. Raises ConfigError if another job holds it."""
     lease = Lease(folder, job, name=name)
     lease.take()
     try:
@@ -63,9 +64,9 @@ def held(folder: Path, job: str, name: str = "") -> Iterator[None]:
 
 
 def refuse_if_held(folder: Path) -> None:
-    """Raises ConfigError if a process that lives on this machine trains in `folder`. Only looks."""
+    """Raises ConfigError if a running process of this machine trains in `folder`. Changes nothing."""
     begun = time.monotonic()
-    with contextlib.suppress(OSError):  # its workers will say
+    with contextlib.suppress(OSError):  # the job's workers will report the error
         while (owner := Owner.read(_read(folder / FILE) or "")) and owner.is_here() and owner.runs_here():
             if time.monotonic() - begun > _PATIENCE.to_end:
                 raise in_use(_name(folder), owner)
@@ -73,9 +74,10 @@ def refuse_if_held(folder: Path) -> None:
 
 
 class Lease:
-    """The lease of one folder, as its chief has it.
+    """The lease of one folder, held by the chief.
 
-    on_loss: called in a thread when another has taken it over; ends the process. name: how the user knows the folder.
+    on_loss: called in a thread when another job has taken the lease over; ends the process. name: the user's name for
+    the folder.
     """
 
     def __init__(self, folder: Path, job: str, on_loss: Callable[[str], None] | None = None, name: str = ""):
@@ -93,14 +95,14 @@ class Lease:
         return self._thread.is_alive()
 
     def take(self) -> None:
-        """Raises ConfigError if another job holds it, or if the folder cannot be written."""
+        """Takes the lease. Raises ConfigError if another job holds it, or if the folder cannot be written."""
         watched = Watched(str(self._path), self._name, self.owner, _PATIENCE)
         try:
             while not self._put():
                 text = _read(self._path)
-                if text is not None and watched.is_free(text):  # "": not yet written, or never
+                if text is not None and watched.is_free(text):  # "": not yet written, or never will be
                     self._remove(text)
-                elif text is None and self._path.is_symlink():  # one that leads nowhere
+                elif text is None and self._path.is_symlink():  # a dangling link
                     self._path.unlink(missing_ok=True)
                 else:
                     time.sleep(_LOOK_SECONDS)
@@ -114,14 +116,14 @@ class Lease:
         self._thread.start()
 
     def _remove_left_overs(self) -> None:
-        """Removes what others left that were killed in the middle of `_put`; one that is there now gets over it."""
+        """Removes files left by processes that were killed within `_put`; a process within `_put` now can cope."""
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 if _WRITTEN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 
     def _put(self) -> bool:
-        """Makes the lease ours, if there is none. Raises OSError."""
+        """Creates our lease if there is none; returns whether it did. Raises OSError."""
         written = self._folder / f".{FILE}.{self.owner.id}"
         descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -130,10 +132,10 @@ class Lease:
                 os.link(written, self._path)
                 return True
             except FileExistsError:
-                with contextlib.suppress(FileNotFoundError):  # who holds the lease has removed it
-                    return os.stat(written).st_nlink == 2  # NFS: the answer to a link that was made may get lost
+                with contextlib.suppress(FileNotFoundError):  # the owner of the lease has removed it
+                    return os.stat(written).st_nlink == 2  # on NFS the reply to a successful link may get lost
                 return False
-            except OSError:  # a file system without links
+            except OSError:  # a file system without hard links
                 return self._put_exclusively()
         finally:
             os.close(descriptor)
@@ -151,7 +153,7 @@ class Lease:
         return True
 
     def _remove(self, text: str) -> None:
-        """Takes a dead owner's lease away; if somebody else was faster, and it is another's now, puts that back."""
+        """Removes a dead owner's lease. If another process was faster and its lease is there now, restores that."""
         aside = self._folder / f".{FILE}.{self.owner.id}.dead"
         with _one_at_a_time(self._folder):
             try:
@@ -171,7 +173,7 @@ class Lease:
             if not (has_warned or self._folder.exists()):
                 has_warned = True
                 say(f"{self._name} HAS BEEN REMOVED: what is written now is in a new folder, and what was is lost.")
-            with contextlib.suppress(OSError):  # a full disk, a file server that is away: then later
+            with contextlib.suppress(OSError):  # for example a full disk, or an unreachable file server: retried later
                 if not self._renew() and not self._released.is_set():
                     owner = Owner.read(_read(self._path) or "")
                     self._on_loss(
@@ -181,13 +183,13 @@ class Lease:
                     return
 
     def _renew(self) -> bool:
-        """Writes the time, in place. False: the lease is another's. Raises OSError."""
+        """Renews the lease in place. Returns False if it now belongs to another owner. Raises OSError."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
-        except FileNotFoundError:  # somebody cleaned up
+        except FileNotFoundError:  # somebody removed it
             return self._put()
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a link, where ours was: nothing is written where it leads
+            if error.errno == errno.ELOOP:  # our file was replaced by a link: its target must not be written
                 self._path.unlink(missing_ok=True)
                 return self._put()
             raise
@@ -195,7 +197,7 @@ class Lease:
             owner = Owner.read(os.pread(descriptor, 1 << 16, 0).decode(errors="replace"))
             if owner is not None and owner.id != self.owner.id:
                 return False
-            _write(descriptor, self.owner.lease())  # as long as before
+            _write(descriptor, self.owner.lease())  # has the same length as before
             return True
         finally:
             os.close(descriptor)
@@ -213,8 +215,8 @@ class Lease:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """A context that only one of all who look at a folder is in; on file systems that lock no folders (NFS) this holds
-    nobody up, and two who remove the same lease at once find out when they renew theirs."""
+    """Context manager: a lock on the folder, held by one process at a time. On file systems that cannot lock folders
+    (NFS) it has no effect, and two processes that remove the same lease at once notice when they renew theirs."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -236,9 +238,9 @@ def _write(descriptor: int, text: str) -> None:
 
 
 def _read(path: Path) -> str | None:
-    """None if there is none. Raises OSError."""
+    """Reads a lease; None if there is none. Raises OSError."""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file", str(path))  # a pipe would be waited for
+        raise OSError(errno.EINVAL, "it is no file", str(path))  # reading a pipe would block
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(1 << 16)

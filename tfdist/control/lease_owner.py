@@ -1,5 +1,5 @@
-"""The owner of a lease (lease.py, storage/store_lease.py), whether that process still lives, and when whoever wants the
-lease may take it over."""
+"""The owner of a lease (lease.py, storage/store_lease.py), whether that process is still alive, and when another may
+take the lease over."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tfdist.control.terminal import say
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lease. All are text, so that a lease of any version can be shown."""
+    """The process that holds a lease. All fields are text, so that a lease of any version can be shown."""
 
     host: str
     pid: str
     since: str
-    job: str  # "": nothing to go by
-    machine: str  # changes with every boot and every container: only within one are process numbers comparable
-    started: str  # of the process, in the kernel's ticks
+    job: str  # see lease.job_identity; "": unknown
+    machine: str  # differs between boots and containers: process ids can be compared only within one
+    started: str  # start time of the process, in the kernel's ticks
     id: str
 
     @classmethod
@@ -43,14 +43,14 @@ class Owner:
 
     @classmethod
     def read(cls, text: str) -> Owner | None:
-        """Reads the owner in a lease's text; None if this is no lease."""
+        """Reads the owner from a lease's text; None if the text is not a lease."""
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             found = json.loads(text)
             return cls(**{field.name: str(found[field.name]) for field in fields(cls)})
         return None
 
     def lease(self) -> str:
-        """The lease that says so, renewed now."""
+        """Returns the text of this owner's lease, renewed now."""
         renewed = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return json.dumps({**asdict(self), "renewed": renewed}, indent=1)
 
@@ -58,27 +58,27 @@ class Owner:
         return f"process {_printable(self.pid)} on {_printable(self.host)}, since {_printable(self.since)}"
 
     def is_here(self) -> bool:
-        """Whether it is, or was, on this machine."""
+        """Returns whether the owner runs, or ran, on this machine."""
         return bool(self.machine) and self.machine == _machine()
 
     def runs_here(self) -> bool:
-        """Whether an owner on this machine still runs."""
+        """Returns whether an owner on this machine is still running."""
         return bool(self.started) and _started(self.pid) == self.started
 
 
 @dataclass(frozen=True)
 class Patience:
-    """The time to wait for an owner, in seconds of the observer's clock."""
+    """How long to wait for an owner, in seconds of the observer's clock."""
 
-    dead: float  # without a renewal, after which it counts as dead
-    damaged: float  # for a lease that cannot be read: it may just be written
-    to_end: float = 5.0  # that an owner on the same machine has, which may have been killed a moment ago
+    dead: float  # without a renewal, until the owner counts as dead
+    damaged: float  # for a lease that cannot be read: it may be being written
+    to_end: float = 5.0  # for an owner on the same machine to end: it may have been killed a moment ago
 
 
 class Watched:
-    """Another's lease, as whoever wants it sees it, look by look.
+    """Another owner's lease, observed repeatedly by a process that wants it.
 
-    place: where it lies. name: how the user knows what it is of. mine: who wants it.
+    place: where the lease is stored. name: the user's name for the folder. mine: the process that wants it.
     """
 
     def __init__(self, place: str, name: str, mine: Owner, patience: Patience):
@@ -87,7 +87,8 @@ class Watched:
         self._seen, self._said = "", False
 
     def is_free(self, text: str) -> bool:
-        """Whether it may be taken over, of what it says now. Raises ConfigError if its owner lives."""
+        """Returns whether the lease may be taken over. text: its current text. Raises ConfigError if its owner is
+        alive."""
         now, owner, renewed = time.monotonic(), Owner.read(text), False
         if text != self._seen:
             renewed = owner is not None and owner == Owner.read(self._seen)
@@ -116,14 +117,14 @@ class Watched:
 
 
 def in_use(name: str, owner: Owner) -> ConfigError:
-    """The error for a job that comes second."""
+    """Returns the error for a second job in the same folder."""
     return ConfigError(
         f"{name} is in use by another job ({owner.describe()}): choose another folder, or end that job first."
     )
 
 
 def end_worker(sentence: str) -> None:
-    """Ends the process at once, in whatever thread: what it would write is another's now."""
+    """Ends the process at once, from any thread: the folder now belongs to another job."""
     end_process(sentence, ExitCode.CONFIG)
 
 
@@ -132,7 +133,7 @@ def _printable(text: str) -> str:
 
 
 def _machine() -> str:
-    """The identity of this boot and container; "": not known."""
+    """Returns the identity of this boot and container; "" if not known."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -140,7 +141,7 @@ def _machine() -> str:
 
 
 def _started(pid: str) -> str:
-    """The start of a process, in ticks since the boot; "" if there is none, or only what is left of it."""
+    """Returns the start time of a process, in ticks since boot; "" if there is no such process, or only a zombie."""
     try:
         status = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
         return "" if status[0] in "ZX" else status[19]

@@ -1,7 +1,7 @@
-"""N workers on this machine as one job: ports, environment, output, logs, first failure, no orphans.
+"""Runs N workers on this machine as one job: ports, environment, output, logs, first failure, no orphans.
 
-With parameter servers the job is a chief, the workers and the servers, ranks in this order; a worker that dies is
-started again alone (worker_restarts.py), the others stop the job like any worker.
+With parameter servers, the job consists of a chief, the workers and the servers, with ranks in this order. A worker
+that dies is then restarted alone (worker_restarts.py); the death of the chief or a server stops the job.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from tfdist.control.tf_config import local_tasks, worker_environment
 from tfdist.control.worker_restarts import WorkerRestarts
 from tfdist.control.workers import LocalWorker, describe
 
-_MOST_PROCESSES = 1024  # more are a slip of the keyboard
+_MOST_PROCESSES = 1024  # a larger number is a typing error
 _CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone
 
 
 class ProcessEnvironment(NamedTuple):
-    """The environment and cores with which a process is started."""
+    """Environment and cores of a process to be started."""
 
     environment: dict[str, str]
     cores: set[int] | None  # None: all
 
 
 class LocalJob(Job[LocalWorker]):
-    """Starts workers, relays their output, stops all when one fails. An evaluator that fails stops nobody.
+    """Starts workers, relays their output, and stops all when one fails. A failing evaluator stops nobody.
 
     Call `start` in a thread that lives as long as the job: the kernel ends the workers when that thread ends.
 
     Args:
-      command: what each worker runs; `evaluator`: what an evaluator beside them runs, if there is to be one.
-      log_dir: where worker-K.log are written (appended to).
-      servers: parameter servers; with any, a chief comes before the workers.
-      standbys: spare processes that take the workers' places where there are any.
+      command: command line of each worker; `evaluator`: that of the evaluator, if there is one.
+      log_dir: folder of the files worker-K.log, which are appended to.
+      servers: number of parameter servers; if there are any, a chief precedes the workers.
+      standbys: spare processes that become workers, where available.
       options: fields of JobOptions.
     """
 
-    _ports: PortReservation  # from `start` on
+    _ports: PortReservation  # set by `start`
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class LocalJob(Job[LocalWorker]):
             self.kill()
             self._ports.close()
             raise
-        for worker in self.workers:  # only now: forking is safest while there is one thread
+        for worker in self.workers:  # not earlier: forking is safest while there is only one thread
             worker.relay.start()
 
     @cached_property
@@ -109,7 +109,10 @@ class LocalJob(Job[LocalWorker]):
         return task.role if task.role == "chief" else f"{task.role} {task.index}"
 
     def _divide_gpus(self) -> tuple[list[dict[str, str]], str]:
-        """The GPUs of each rank, then of the evaluator; and a warning. A chief and parameter servers have none."""
+        """Returns the GPUs of each rank and, last, of the evaluator; and a warning, or "".
+
+        The chief and the parameter servers of a job with servers get none.
+        """
         gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainer_count, self.options.gpus_per_worker)
         if self.servers:
             gpus = [
@@ -121,11 +124,11 @@ class LocalJob(Job[LocalWorker]):
         return gpus, warning
 
     def _restart_worker(self, worker: LocalWorker) -> None:
-        """Starts a dead worker of a job with parameter servers anew, in its place."""
+        """Restarts a dead worker of a job with parameter servers, in its place."""
         self.say(f"tfdist: {describe(worker)}; it is started again")
         before = len(self.workers)
         self._spawn(worker.name, worker.slot, self.command, self._divide_gpus()[0][worker.slot])
-        if len(self.workers) > before:  # else the job was asked to stop
+        if len(self.workers) > before:  # otherwise the job was asked to stop
             self.workers[worker.slot] = self.workers.pop()
             self.workers[worker.slot].relay.start()
 
@@ -151,24 +154,24 @@ class LocalJob(Job[LocalWorker]):
             target=self._relay, args=(worker, log), name=f"tfdist-relay-{name}", daemon=True
         )
         self.workers.append(worker)
-        if self._kill_at is not None:  # asked to stop in this very moment
+        if self._kill_at is not None:  # asked to stop during the spawn
             worker.signal(signal.SIGTERM)
 
     def _process_environment(self, rank: int | None, gpus: dict[str, str]) -> ProcessEnvironment:
-        """What a worker's process is started in, or (rank None) the evaluator's."""
+        """Returns the environment and cores of a worker's process, or (rank None) of the evaluator's."""
         cores = self._cores
-        threads = len(cores[rank or 0]) if cores else 0  # the evaluator takes as many, but no cores of its own
+        threads = len(cores[rank or 0]) if cores else 0  # the evaluator gets the same number, but no cores of its own
         environment = {
             **self.environment,
             **worker_environment(self._ports.addresses, rank, threads, self.environment, self.servers),
             **gpus,
         }
-        if rank is None:  # the evaluator talks to nobody
+        if rank is None:  # the evaluator connects to no other process
             environment.pop(token.VARIABLE, None)
         return ProcessEnvironment(environment, cores[rank] if cores and rank is not None else None)
 
     def start_standbys(self) -> None:
-        """Starts a spare process for every rank, for a job of the same size that comes after this one."""
+        """Starts a spare process for every rank, for a later job of the same size."""
         if self.standbys is None:
             return
         gpus, _ = self._divide_gpus()
@@ -185,16 +188,16 @@ class LocalJob(Job[LocalWorker]):
 
     def _notice_end(self, worker: LocalWorker) -> None:
         if worker.code is None and os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            worker.signal(signal.SIGKILL)  # what it leaves behind; before its number can be given to another process
+            worker.signal(signal.SIGKILL)  # its child processes; must come before its process id can be reused
             worker.process.wait()
             worker.ended_at = time.monotonic()
             worker.killed |= self._kill_at == 0 and worker.code == -signal.SIGKILL
-            worker.relay.join(timeout=2)  # its last lines; a process that left its session may hold the pipe open
+            worker.relay.join(timeout=2)  # for its last lines; a process that left its session may keep the pipe open
             if worker.rank is None and worker.code and self._kill_at is None:
                 self.say(f"tfdist: {describe(worker)}; training goes on")
 
     def _handle_ends(self, now: float) -> None:
-        """Starts dead workers of a job with parameter servers anew; ends all when the chief is gone."""
+        """In a job with parameter servers, restarts dead workers, and ends all processes when the chief is gone."""
         if not self._restarts or self._kill_at is not None:
             return
         chief = self.workers[0]
@@ -203,14 +206,14 @@ class LocalJob(Job[LocalWorker]):
                 if worker.name.startswith("worker") and self._restarts.due(worker.name, worker.code):
                     self._restart_worker(worker)
         elif now - chief.ended_at > _CHIEF_GONE_SECONDS:
-            self._request_stop(self.options.grace)  # a worker that is only starting would wait for a chief
+            self._request_stop(self.options.grace)  # a worker that is still starting would wait for a chief
 
     def _is_tolerated(self, worker: LocalWorker) -> bool:
         return bool(self._restarts and self._restarts.is_pending(worker.name)) and self.workers[0].code is None
 
     def _is_finished(self) -> bool:
-        """Whether the chief of a job with parameter servers has ended well: what becomes of those that it no longer
-        needs is no failure."""
+        """Returns whether the chief of a job with parameter servers has succeeded. Processes that it no longer needs
+        may then end in any way."""
         return bool(self.servers and self.workers) and self.workers[0].code == 0
 
     def _release(self) -> None:
@@ -219,6 +222,6 @@ class LocalJob(Job[LocalWorker]):
     def _stop_after_failure(self) -> None:
         super()._stop_after_failure()
         for worker in self.workers:
-            if worker.code is None and is_stopped(worker.process.pid):  # it will not hear any other signal
+            if worker.code is None and is_stopped(worker.process.pid):  # a stopped process reacts to no other signal
                 worker.signal(signal.SIGKILL)
                 worker.killed = True

@@ -1,4 +1,4 @@
-"""The share of a machine that each of N workers on it gets: cores and GPUs."""
+"""Divides the cores and GPUs of a machine among its N workers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tfdist.control.exit_codes import ConfigError
 
 
 def divide_cores(workers: int) -> list[set[int]]:
-    """The cores of each worker: equal parts; with fewer cores than workers, one core each, in turn.
+    """Returns the cores of each worker: equal parts. With fewer cores than workers, each gets one core, round-robin.
 
-    A core's hardware threads, and a socket's cores, stay together.
+    The hardware threads of a core, and the cores of a socket, stay together.
     """
     cores = sorted(
         os.sched_getaffinity(0), key=lambda cpu: (_topology(cpu, "physical_package_id"), _topology(cpu, "core_id"), cpu)
@@ -34,10 +34,10 @@ def _topology(cpu: int, name: str) -> int:
 
 
 def divide_gpus(gpus: Sequence[str], workers: int, per_worker: int = 0) -> tuple[list[dict[str, str]], str]:
-    """For each worker the environment that gives it its GPUs; last the evaluator's (a GPU that is left over, or none).
+    """Returns for each worker the environment variables that give it its GPUs, and a warning.
 
-    With fewer GPUs than workers nothing is divided, and a warning comes with it. Raises ConfigError if `per_worker` is
-    more than there are.
+    The last entry is the evaluator's (a GPU that is left over, or none). With fewer GPUs than workers, nothing is
+    divided; if there are any GPUs, the warning is then not empty. Raises ConfigError if `per_worker` needs too many.
     """
     share = per_worker or len(gpus) // workers
     if share * workers > len(gpus):
@@ -59,12 +59,12 @@ def divide_gpus(gpus: Sequence[str], workers: int, per_worker: int = 0) -> tuple
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; [] if there are none."""
+    """Returns the names of the GPUs that may be used, as in CUDA_VISIBLE_DEVICES; [] if there are none."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [gpu.strip() for gpu in environment["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip() not in ("", "-1")]
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    # By identity, not by index: nvidia-smi counts by bus address, CUDA by speed.
+    # By identity, not by index: nvidia-smi orders GPUs by bus address, CUDA by speed.
     return re.findall(r"^GPU \d+: .*\(UUID: (GPU-[0-9a-f-]+)\)", listing.stdout, re.MULTILINE)

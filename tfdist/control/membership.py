@@ -1,20 +1,20 @@
-"""The group that trains, while processes come and go: the launcher decides who is in it (Groups), each worker asks
-(Member).
+"""Membership of the training group while processes come and go: the launcher decides who is in it (Groups), each worker
+asks to join (Member).
 
-One TCP connection per worker, which begins as control/wire.py has it, the slot (which process of the job this is) in
-place of a rank; then JSON lines:
+Each worker has one TCP connection to the launcher. It begins with the handshake of control/wire.py, with the slot
+(which process of the job this is) in place of a rank; then come JSON lines:
 
   worker -> launcher   {"ready": 40, "lost": true}    in no group now, with a copy of the state of step 40 (-1: none);
                                                       lost: its group broke, it did not leave in order
   launcher -> worker   {"group": 3, "workers": ["host:port", ...], "rank": 1}
-                       {"leave": true}                end the group at its next boundary, all together: for another
+                       {"leave": true}                all end the group at its next boundary, for a new group
                        {"broken": true}               a worker of the group has died: do not wait for it
-                       {"dismissed": true}            there is no place for this worker any more
+                       {"dismissed": true}            this worker is no longer needed
 
-A group is formed as soon as nobody is in one any more: those who wait are its members, and a new generation begins.
-The one with the newest copy is rank 0, the others follow in the order of their last ranks, newcomers come last. So the
-chief always holds the state to go on from, and whatever the chief chooses is taken over by all, as it is when a run
-goes on from a snapshot.
+A new group (the next generation) is formed as soon as no worker is in a group any more. Its members are the workers
+that wait. Of these, the one with the newest copy gets rank 0, the others follow in the order of their last ranks, and
+newcomers come last. So the chief always holds the state to resume from, and all others take over what the chief
+chooses, as when a run resumes from a snapshot.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from tfdist.control.token import Secret
 
 VARIABLE = "TFDIST_ELASTIC"  # host:port/slot of the launcher's Groups
 _CONNECT_SECONDS = 30.0
-_LAUNCHER = -1  # its rank in handshakes
+_LAUNCHER = -1  # the launcher's rank in handshakes
 _LONGEST_LINE = 65536  # bytes
 
 
 @dataclass
 class ConnectedWorker:
-    """A worker as the launcher sees it."""
+    """A connected worker, as the launcher sees it."""
 
     connection: socket.socket
-    slot: int  # of the job
+    slot: int  # in the job
     generation: int = 0  # of the last group that it was in; 0: none yet
-    rank: int = -1  # there
+    rank: int = -1  # in that group
     waits: bool = False  # for a group
-    copy: int = -1  # the step of the copy with which it waits; -1: it has none
-    lost: bool = False  # it waits since its group broke
-    sent: set[str] = field(default_factory=set)  # of "leave", "broken", "dismissed", in this generation
+    copy: int = -1  # step of the state copy that the waiting worker holds; -1: none
+    lost: bool = False  # it waits because its group broke
+    sent: set[str] = field(default_factory=set)  # messages sent in this generation: "leave", "broken", "dismissed"
     unread: bytes = b""
 
     @property
@@ -60,7 +60,7 @@ class ConnectedWorker:
         return self.generation > 0 and not self.waits
 
     def send(self, **message: Any) -> None:
-        """Sends a message, once per generation; to one that is gone it does no harm."""
+        """Sends a message, each kind at most once per generation. Does nothing if the worker is gone."""
         word = next(iter(message))
         if word not in self.sent:
             self.sent.add(word)
@@ -74,12 +74,12 @@ class FormedGroup:
 
     generation: int
     slots: tuple[int, ...]  # by rank
-    step: int  # of the copy that it goes on from; -1: from a snapshot, or from the beginning
+    step: int  # of the copy from which it resumes; -1: it starts from a snapshot, or from the beginning
     newcomers: int
 
 
 class Groups:
-    """The launcher's part. Never waits: `look` and `form` are called again and again."""
+    """The launcher's side. Never waits: `look` and `form` are called repeatedly."""
 
     def __init__(self, secret: Secret) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -88,11 +88,11 @@ class Groups:
         )
         self._all: list[ConnectedWorker] = []
         self.generation = 0  # groups formed
-        # Monotonic seconds since when some of a broken group wait for others of it.
+        # Since when (monotonic seconds) some workers of a broken group have been waiting for others of that group.
         self.broken_since: float | None = None
 
     def invitation(self, slot: int) -> dict[str, str]:
-        """The variables that a worker's environment must hold."""
+        """Returns the environment variables that a worker needs to connect."""
         return {VARIABLE: f"127.0.0.1:{self._listener.getsockname()[1]}/{slot}"}
 
     @property
@@ -101,7 +101,7 @@ class Groups:
         return {worker.slot: worker for worker in self._all}
 
     def look(self) -> None:
-        """Takes what the workers have said."""
+        """Accepts new connections and reads the workers' messages."""
         self._all += [ConnectedWorker(arrival.connection, arrival.rank) for arrival in self._reception.poll(0)]
         for worker in self._all:
             self._read(worker)
@@ -131,10 +131,10 @@ class Groups:
                     other.send(broken=True)
 
     def form(self, addresses: Sequence[str], wanted: int, least: int, expected: int) -> FormedGroup | None:
-        """Forms a group if it is time to, or asks the present one to end if another is wanted.
+        """Forms a group if it is time to, or asks the current one to end if a different one is wanted.
 
-        addresses: of the slots. wanted: how many workers the group should have; least: and must have. expected: workers
-        that the first group waits for.
+        addresses: by slot. wanted: number of workers that the group should have. least: number that it must have.
+        expected: number of workers that the first group waits for.
         """
         connected = list(self.connected.values())
         busy = [worker for worker in connected if worker.busy]
@@ -152,7 +152,7 @@ class Groups:
         return self._begin_generation(waiting[:wanted], addresses)
 
     def _begin_generation(self, members: Sequence[ConnectedWorker], addresses: Sequence[str]) -> FormedGroup:
-        """Begins a new group of `members`, in rank order."""
+        """Begins a new group with these members, given in rank order."""
         self.generation += 1
         formed = FormedGroup(
             generation=self.generation,
@@ -168,13 +168,13 @@ class Groups:
         return formed
 
     def dismiss(self, only_newcomers: bool) -> None:
-        """Tells all who wait that there is nothing to wait for."""
+        """Tells the waiting workers that they are not needed. only_newcomers: only those that were never in a group."""
         for worker in self._all:
             if worker.waits and not (only_newcomers and worker.generation):
                 worker.send(dismissed=True)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         self._reception.close()
         self._listener.close()
         for worker in self._all:
@@ -182,14 +182,14 @@ class Groups:
 
 
 class Member:
-    """A worker's part. `leave` and `broken` may be read at any time; `join` waits."""
+    """A worker's side. `leave` and `broken` may be read at any time; `join` waits."""
 
     def __init__(self, environment: Mapping[str, str], secret: Secret):
         address, slot = environment[VARIABLE].split("/")
         self._secret = secret
         self.leave = self.broken = False
         self._changed = threading.Condition()
-        self._answer: dict[str, Any] | None = None  # of the launcher, to the last `join`
+        self._answer: dict[str, Any] | None = None  # the launcher's answer to the last `join`
         self._gone = False
         try:
             self._connection = wire.connect(
@@ -205,10 +205,10 @@ class Member:
         threading.Thread(target=self._listen, name="tfdist-member", daemon=True).start()
 
     def join(self, copy: int, lost: bool) -> Cluster | None:
-        """Waits for a group, and returns this worker's place in it; None: it is not needed any more.
+        """Waits for a group and returns the cluster with this worker's rank in it; None: it is no longer needed.
 
-        copy: the step of the copy of the state that this worker holds, -1 for none. lost: its last group broke.
-        Raises PeerLostError when the launcher is gone.
+        copy: step of the state copy that this worker holds; -1: none. lost: whether its last group broke.
+        Raises PeerLostError if the launcher is gone.
         """
         self._send(ready=copy, lost=lost)
         with self._changed:

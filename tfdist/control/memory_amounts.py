@@ -1,4 +1,4 @@
-"""Amounts of memory as Linux tells them under /proc. Units: bytes."""
+"""Reads amounts of memory that Linux gives under /proc. Units: bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PROCESS, MACHINE = Path("/proc/self/status"), Path("/proc/meminfo")
 
 
 def amounts(path: Path) -> dict[str, float]:
-    """The lines "name:  123 kB" of a file of /proc; {} where there is no such file."""
+    """Returns the lines "name:  123 kB" of a file under /proc as name -> bytes; {} if there is no such file."""
     found = {}
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Packages that may be missing: a sentence says how to install them. Most are needed by some features only.
+"""Packages that may be missing: the error says how to install them. Most are needed by some features only.
 
 pyproject.toml has an extra for each.
 """
@@ -15,15 +15,16 @@ from typing import Any
 from tfdist.control import exit_codes
 from tfdist.control.exit_codes import UnsupportedError
 
-# Packages that draw how long they wait for a server, mostly in threads.
+# Packages that draw random waiting times for a server, mostly in threads.
 _OF_STORES = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
 _OF_TELEMETRY = ("mlflow", "opentelemetry", "wandb")
 _OWN_GENERATOR = random.Random()
-_ALWAYS = ("absl",)  # what every command needs; TensorFlow and Keras, and so NumPy, have their sentences in versions.py
+_ALWAYS = ("absl",)  # needed by every command; for TensorFlow and Keras (and so NumPy) see versions.py
 
 
 def end_without_packages() -> None:
-    """Ends the process if no command can run in it. For modules of commands only, before they import the rest."""
+    """Ends the process if a package that every command needs is missing. Only for the commands' modules, before they
+    import the rest."""
     missing = [name for name in _ALWAYS if importlib.util.find_spec(name) is None]
     if not missing:
         return
@@ -39,7 +40,7 @@ def end_without_packages() -> None:
 
 
 def optional_module(module: str, feature: str, packages: str) -> ModuleType:
-    """Imports a package that only `feature` needs. Raises UnsupportedError, which says how to install it."""
+    """Imports a package that only `feature` needs. Raises UnsupportedError, which says how to install the package."""
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -51,21 +52,21 @@ def optional_module(module: str, feature: str, packages: str) -> ModuleType:
 
 
 def isolate_random() -> None:
-    """Packages that talk to servers draw from a generator of their own from now on. From Python's global one, the user
-    must get what he has seeded: Keras shuffles a PyDataset with it, and seeds layers. To be called again when one of
-    them has imported more.
+    """Makes packages that talk to servers use a separate random generator from now on. Python's global generator must
+    give users the sequence that they have seeded: Keras shuffles a PyDataset with it, and seeds layers. Must be called
+    again when one of these packages has imported more modules.
     """
     for name, module in list(sys.modules.items()):
-        held = getattr(module, "__dict__", {})  # asked directly: some modules import what they are asked for
+        held = getattr(module, "__dict__", {})  # not getattr(module, "random"): some import on access
         if name.partition(".")[0] in _OF_STORES + _OF_TELEMETRY and held.get("random") is random:
             held["random"] = _OWN_GENERATOR
     backoff: Any = getattr(sys.modules.get("botocore.retries.standard"), "ExponentialBackoff", None)
-    if backoff:  # which keeps the function itself
+    if backoff:  # its default argument is the function itself
         kept = backoff.__init__.__defaults__
         backoff.__init__.__defaults__ = tuple(_OWN_GENERATOR.random if each == random.random else each for each in kept)
 
 
 def pyplot(feature: str) -> ModuleType:
-    """matplotlib.pyplot, for files without a display. Raises UnsupportedError."""
+    """Returns matplotlib.pyplot, set up to write files without a display. Raises UnsupportedError."""
     optional_module("matplotlib", feature, "matplotlib").use("Agg")
     return importlib.import_module("matplotlib.pyplot")

@@ -1,5 +1,5 @@
-"""Writing, locking and removing files in a folder that others may have written to as well: a symbolic link that they
-have put there must not lead a process of ours to a file elsewhere.
+"""Writes, locks and removes files in a folder to which others may have written as well: a symbolic link that they have
+put there must not lead our process to a file elsewhere.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-_OWN = 0o666  # less the umask, as `open` has it
+_OWN = 0o666  # less the umask, as in `open`
 
 
 @contextlib.contextmanager
 def written_whole(
     path: Path, form: str = "w", *, flushed: bool = False, newline: str | None = None, mode: int = _OWN, aside: str = ""
 ) -> Iterator[IO[Any]]:
-    """A file that has the name `path` at the end of the body, if that does not fail.
+    """Context manager that opens a new file, which gets the name `path` at the end of the body unless that fails.
 
-    Args: form, as `open` takes it: "w" for text, "wb" for bytes. flushed, whether its bytes are on the disk before it
-    has the name. mode, aside: see `replaced`. Raises OSError.
+    Args: form: mode as in `open`: "w" for text, "wb" for bytes. flushed: whether its bytes are on the disk before it
+    gets the name. mode, aside: see `replaced`. Raises OSError.
     """
     encoding = None if "b" in form else "utf-8"
     with (
@@ -42,15 +42,15 @@ def _not_by_a_link(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def replaced(path: Path, *, mode: int = _OWN, aside: str = "") -> Iterator[Path]:
-    """A new, empty file beside `path`, which has that name at the end of the body; if that fails it is removed. Raises
-    OSError.
+    """Context manager that makes a new, empty file beside `path`. At the end of the body it is renamed to `path`; if
+    the body fails, it is removed. Raises OSError.
 
-    Args: mode, who may use it, less the umask. aside, its name until then, which the next writer takes again if this
-    one is killed; by default one of this thread's own.
+    Args: mode: permissions, less the umask. aside: temporary name, which the next writer reuses if this one is killed;
+    by default a name that only this thread uses.
     """
     temporary = path.with_name(aside or f".{path.name}.{os.getpid()}.{threading.get_ident()}.writing")
     temporary.unlink(missing_ok=True)
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))  # O_EXCL: not where a link leads
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))  # O_EXCL: follows no link
     try:
         yield temporary
         temporary.replace(path)
@@ -60,7 +60,7 @@ def replaced(path: Path, *, mode: int = _OWN, aside: str = "") -> Iterator[Path]
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Brings a file, or a folder's list of names, to the disk. Raises OSError."""
+    """Flushes a file, or a folder's list of names, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -69,8 +69,8 @@ def flush_to_disk(path: str | Path) -> None:
 
 
 def locked(path: Path, how: int) -> int:
-    """A descriptor that holds a lock, until it is closed or the process ends. `how`: as fcntl.flock takes it. Raises
-    OSError."""
+    """Locks a file, and returns the descriptor that holds the lock until it is closed or the process ends. how: as in
+    fcntl.flock. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, how)
@@ -82,7 +82,8 @@ def locked(path: Path, how: int) -> int:
 
 @contextlib.contextmanager
 def lock(path: Path, wait: bool) -> Iterator[bool]:
-    """Whether this process alone has the lock; if it does not `wait`, another may have it. Raises OSError."""
+    """Context manager that locks a file. Yields whether this process has the lock: always if `wait`, else False if
+    another has it. Raises OSError."""
     try:
         descriptor = locked(path, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -95,12 +96,12 @@ def lock(path: Path, wait: bool) -> Iterator[bool]:
 
 
 def appended_to(path: Path) -> int:
-    """A descriptor to write at the end of a file, which is made if need be. Raises OSError, also for a link."""
+    """Opens a file for appending, creates it if needed, and returns the descriptor. Raises OSError, also for a link."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, _OWN)
 
 
 def remove_tree(path: str | Path) -> None:
-    """Removes a folder with all in it, of links the links alone. Raises OSError."""
+    """Removes a folder and its contents; of links, only the links themselves. Raises OSError."""
     if os.path.islink(path):
         os.unlink(path)
     else:

@@ -1,9 +1,9 @@
-"""Sockets at which the kernel drops what is not for us, before this process sees any of it (SO_ATTACH_FILTER; Linux).
+"""Socket filters: the kernel drops packets that are not for us before this process sees them (SO_ATTACH_FILTER; Linux).
 
-TensorFlow's gRPC server listens on all interfaces whatever its address is, and asks nobody who he is.
-`own_address_only` finds its listening socket and lets in only what is sent to the worker's own address, as if the
-server had been bound to it: for a local job, only what comes from this machine. Needs no privilege. `marked_only` keeps
-a flood of datagrams from strangers out of the receive buffer.
+TensorFlow's gRPC server listens on all interfaces, whatever its address is, and does not authenticate clients.
+`own_address_only` finds its listening socket and lets in only packets to the worker's own address, as if the server had
+been bound to it: for a local job, only packets from this machine. This needs no privilege. `marked_only` keeps a flood
+of datagrams from strangers out of the receive buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tfdist.control.token import host_of, is_loopback
 
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER, of <asm-generic/socket.h>
 _LOOK_SECONDS, _LOOK_AGAIN_SECONDS = 0.005, 0.1
-_LOAD_WORD, _LOAD_BYTE, _SHIFT, _EQUAL, _RETURN = 0x20, 0x30, 0x74, 0x15, 0x06  # of classic BPF
+_LOAD_WORD, _LOAD_BYTE, _SHIFT, _EQUAL, _RETURN = 0x20, 0x30, 0x74, 0x15, 0x06  # opcodes of classic BPF
 _NETWORK = 0x100000000 - 0x100000  # offset of the IP header: SKF_NET_OFF
 _VERSION, _TO_V4, _TO_V6 = _NETWORK, _NETWORK + 16, _NETWORK + 24
 _UDP_HEADER = 8
@@ -41,9 +41,9 @@ class Instruction(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Whether a packet has `value` at `place`."""
+    """A check whether a packet has `value` at `place`."""
 
-    load: int  # the code that loads it
+    load: int  # opcode that loads the value
     place: int
     value: int
 
@@ -52,11 +52,11 @@ _KEEP, _DROP = Instruction(_RETURN, constant=_ALL), Instruction(_RETURN, constan
 
 
 def bind_address(address: str, peers: Iterable[str]) -> str:
-    """The IP address to listen at for host:port, so that all `peers` (host:port) can still reach it; "": all
+    """Returns the IP address to listen at for host:port such that all `peers` (host:port) can reach it; "": all
     interfaces.
 
-    Only where all hosts are IP addresses of one kind, and this one is of this machine. A name is no ground to decide
-    on: here it may mean another address than for the peers (127.0.1.1 in /etc/hosts).
+    An address is returned only if all hosts are IP addresses of one kind and this one belongs to this machine. Names do
+    not count: here a name may mean another address than for the peers (127.0.1.1 in /etc/hosts).
     """
     try:
         first, *others = (
@@ -78,9 +78,9 @@ def _family(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
 
 @contextlib.contextmanager
 def own_address_only(address: str, peers: Iterable[str]) -> Iterator[None]:
-    """A context for starting servers that listen on all interfaces: narrows these down to the host of `address`.
+    """Context manager for starting servers that listen on all interfaces: restricts them to the host of `address`.
 
-    The filter is there as soon as the socket is seen, a few milliseconds after it is made.
+    The filter is attached when the socket is found, a few milliseconds after it is made.
     """
     host = bind_address(address, peers)
     if not host or not sys.platform.startswith("linux"):
@@ -91,7 +91,7 @@ def own_address_only(address: str, peers: Iterable[str]) -> Iterator[None]:
     def look() -> float:
         nonlocal pause
         if _narrow(to_address(host), known):
-            pause = _LOOK_AGAIN_SECONDS  # gRPC may make more of the kind
+            pause = _LOOK_AGAIN_SECONDS  # gRPC may open more such sockets
         return pause
 
     with repeatedly(look, "tfdist-narrow"):
@@ -99,7 +99,7 @@ def own_address_only(address: str, peers: Iterable[str]) -> Iterator[None]:
 
 
 def _sockets() -> dict[int, int]:
-    """The sockets of this process, identity (inode) -> descriptor; none where that is not told."""
+    """Returns the sockets of this process: identity (inode) -> descriptor; {} if the system does not list them."""
     found, names = {}, []
     with contextlib.suppress(OSError):
         names = os.listdir("/proc/self/fd")
@@ -112,7 +112,7 @@ def _sockets() -> dict[int, int]:
 
 
 def _narrow(program: Sequence[Instruction], known: dict[int, int]) -> bool:
-    """Attaches the program to the sockets that listen and are not known yet; whether there was one."""
+    """Attaches the program to listening sockets that are not in `known`. Returns whether there was one."""
     found_one = False
     for identity, descriptor in _sockets().items():
         if identity not in known:
@@ -136,13 +136,13 @@ def _is_connected(found: socket.socket) -> bool:
 
 
 def attach(target: socket.socket, program: Sequence[Instruction]) -> None:
-    """Raises OSError where the kernel does not take it."""
+    """Attaches a filter program to a socket. Raises OSError if the kernel rejects it."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     target.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code)))
 
 
 def to_address(host: str) -> list[Instruction]:
-    """Lets in what is sent to this IP address of ours, or to this machine's loopback."""
+    """Returns a filter that lets in packets to this IP address of this machine, or to its loopback addresses."""
     address = ipaddress.ip_address(host)
     if4 = [Instruction(_LOAD_BYTE, constant=_TO_V4), Instruction(_EQUAL, if_false=1, constant=127), _KEEP]
     if address.version == 4 and not is_loopback(host):
@@ -158,13 +158,13 @@ def to_address(host: str) -> list[Instruction]:
 
 
 def _is_v6(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[Check]:
-    """Whether that is where a packet is sent to."""
+    """Returns the checks whether this IPv6 address is a packet's destination."""
     words = struct.unpack("!IIII", address.packed)
     return [Check(_LOAD_WORD, _TO_V6 + 4 * at, word) for at, word in enumerate(words)]
 
 
 def _keep_if_all(checks: Sequence[Check]) -> list[Instruction]:
-    """Lets in what passes all checks, and goes on to the next instruction otherwise."""
+    """Returns instructions that let in a packet that passes all checks, and else continue after them."""
     program: list[Instruction] = []
     for index, check in enumerate(checks):
         rest = 2 * (len(checks) - index) - 1
@@ -176,7 +176,7 @@ def _keep_if_all(checks: Sequence[Check]) -> list[Instruction]:
 
 
 def marked_only(target: socket.socket, mark: bytes) -> None:
-    """Lets in only datagrams that begin with these 8 bytes, where the kernel can look."""
+    """Lets a socket receive only datagrams that begin with these 8 bytes, if the kernel supports filters."""
     words = struct.unpack("!II", mark)
     program = [
         *_keep_if_all([Check(_LOAD_WORD, _UDP_HEADER + 4 * at, word) for at, word in enumerate(words)]),

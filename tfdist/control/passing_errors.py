@@ -1,4 +1,4 @@
-"""Errors of a network or a file server that may pass: the data can be read when the job is started again."""
+"""Transient errors of a network or a file server: after a restart of the job, the data may be readable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NUMBERS = {
         errno.ETIMEDOUT,
     )
 } | {-3: "Temporary failure in name resolution"}  # of getaddrinfo
-# Python's own names and those of requests, urllib3, httpx, aiohttp and botocore.
+# Error names of Python itself and of requests, urllib3, httpx, aiohttp and botocore.
 _NAME = re.compile(
     r"^(?:[\w.]+\.)?(?:HTTPError: (?:HTTP Error )?(?:429|5\d\d)\b|"
     r"URLError: <urlopen error (?:[^>]* )?timed out>|"
@@ -41,9 +41,9 @@ _OF_TENSORFLOW = re.compile(rf"; ({'|'.join(map(re.escape, _NUMBERS.values()))})
 
 
 def reading_failed(sentence: str, error: BaseException | str, passes: bool = False) -> TfdistError:
-    """The error, with this sentence, about data that cannot be read: a StartupError if it may pass, else a DataError.
+    """Returns the error, with this sentence, for unreadable data: a StartupError if it may pass, else a DataError.
 
-    error: what was raised, or TensorFlow's text about it. passes: it is known that it may pass.
+    error: the exception, or TensorFlow's text about it. passes: whether it is known that it may pass.
     """
     if not (passes or (_text_may_pass(error) if isinstance(error, str) else may_pass(error))):
         return DataError(sentence)
@@ -53,7 +53,7 @@ def reading_failed(sentence: str, error: BaseException | str, passes: bool = Fal
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether it is an error of a network or a file server that may pass."""
+    """Returns whether this is an error of a network or a file server that may be transient."""
     return any(_what_may_pass(f"{kind.__name__}: {said(error)}") for kind in type(error).__mro__)
 
 

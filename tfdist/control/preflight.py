@@ -1,8 +1,8 @@
-"""Before TensorFlow opens its port: is the port free, and are all peers there?
+"""Checks before TensorFlow opens its port: is the port free, and are all peers there?
 
-TensorFlow answers a busy port with a bare error code, and a missing peer by waiting in silence. Here each worker
-listens on its own port and probes at every other; a peer that is already further, with TensorFlow's server on the same
-port, answers the probe just as well. When all have answered once, the port is handed over. A launcher reserves the
+For a busy port TensorFlow gives only an error code, and for a missing peer it waits silently. Here each worker listens
+on its own port and probes all others; a peer that is already further along, with TensorFlow's server on the same port,
+answers the probe just as well. When all have answered once, the port is freed for TensorFlow. A launcher reserves the
 ports of its workers (PortReservation) before it starts them.
 """
 
@@ -26,17 +26,17 @@ _PAUSE_SECONDS = 0.1  # between attempts
 _REPORT_SECONDS = 10.0  # between lines that say who is missing
 _PROBES_AT_ONCE = 32
 _PROBES_ACCEPTED_AT_ONCE = 4096
-# How long the port goes on answering, after all peers have answered, for those that have not probed it yet: nothing may
-# listen there later. Those that are further (see above) do not.
+# How long the port keeps answering after all peers have answered, for peers that have not probed it yet: later, nothing
+# may be listening there. Peers that are further along (see above) do not probe.
 _LINGER_SECONDS = 3.0
 
 
 class PortReservation:
-    """TCP ports that stay ours: bound with SO_REUSEPORT but not listening, for as long as the job runs.
+    """Reserves TCP ports while the job runs: sockets bound with SO_REUSEPORT, but not listening.
 
-    Nobody else can take them, and the workers can listen on them all the same: TensorFlow's gRPC server sets
-    SO_REUSEPORT if TF_GRPC_REUSE_PORT is "true" (without it, the server does not start beside the reservation).
-    Choosing a free port and letting it go again would leave a gap for another process to slip in.
+    No other program can take the ports, but the workers can listen on them: TensorFlow's gRPC server sets SO_REUSEPORT
+    if TF_GRPC_REUSE_PORT is "true" (without it, the server does not start beside the reservation). If a free port were
+    chosen and released, another process could take it before the worker does.
     """
 
     def __init__(self, count: int, host: str = "127.0.0.1"):
@@ -55,13 +55,13 @@ class PortReservation:
 
 
 class Preflight:
-    """Runs `wait_for_peers` in a thread while the body of the `with` runs (the import of TensorFlow), then joins it.
+    """Context manager: runs `wait_for_peers` in a thread while the body runs (the import of TensorFlow), then joins it.
 
-    Raises, at the end of the body, what `wait_for_peers` raised. An error of the body comes first.
+    Raises the error of `wait_for_peers`, if any, at the end of the body. An error of the body takes precedence.
     """
 
     def __init__(self, cluster: Cluster, timeout: float):
-        self.began = time.monotonic()  # from here --startup_timeout counts
+        self.began = time.monotonic()  # --startup_timeout counts from here
         self._error: TfdistError | None = None
         self._body_done = threading.Event()
         self._given_up = threading.Event()
@@ -69,7 +69,7 @@ class Preflight:
 
     def _run(self, cluster: Cluster, timeout: float) -> None:
         try:
-            # The port goes on answering during the body, for peers that have not probed yet.
+            # The port keeps answering during the body, for peers that have not probed it yet.
             wait_for_peers(cluster, timeout, until=self._body_done, given_up=self._given_up)
         except TfdistError as error:
             self._error = error
@@ -96,24 +96,24 @@ def wait_for_peers(
     given_up: threading.Event | None = None,
     report: Callable[[str], None] = say,
 ) -> None:
-    """Returns when every peer has answered at its address, and `until` (if given) is set; early if `given_up` is set.
+    """Returns when every peer has answered at its address and `until` (if given) is set; early if `given_up` is set.
 
     Args:
-      cluster: who is waited for; nobody if this process is alone or an evaluator, or if no addresses are known.
-      timeout: seconds that the peers have to appear.
-      report: takes a line about every ten seconds that says who is missing.
+      cluster: gives the peers; none if this process is alone or an evaluator, or if no addresses are known.
+      timeout: seconds in which the peers must appear.
+      report: called about every ten seconds with a line that says who is missing.
     Raises: StartupError if this worker's port is in use, or if a peer is missing after `timeout` seconds.
     """
     if cluster.size < 2 or cluster.rank < 0 or not cluster.peers:
         return
     missing = [rank for rank in range(cluster.size) if rank != cluster.rank]
     start = reported = complete = time.monotonic()
-    unseen = len(missing)  # by how many this worker has not been probed
+    unseen = len(missing)  # number of peers that have not probed this worker yet
     with _listen(cluster) as listener, ThreadPoolExecutor(_PROBES_AT_ONCE, "tfdist-probe") as probes:
         while (
             missing or (until and not until.is_set()) or (unseen > 0 and time.monotonic() < complete + _LINGER_SECONDS)
         ):
-            # Side by side: one address that swallows packets must not hold up the others.
+            # In parallel: an address that drops packets must not delay the others.
             found = probes.map(answers, [cluster.peers[rank] for rank in missing])
             missing = [rank for rank, answered in zip(missing, found, strict=True) if not answered]
             unseen -= _accept_probes(listener)
@@ -132,7 +132,7 @@ def wait_for_peers(
 
 
 def did_not_appear(names: str, count: int, timeout: float) -> StartupError:
-    """The error about processes that were waited for in vain."""
+    """Returns the error for processes that did not appear in time."""
     return StartupError(
         f"{names} did not appear within {timeout:g} s: start {'it' if count == 1 else 'them'}, check that the address"
         " in TF_CONFIG can be reached from here, or raise --startup_timeout."
@@ -140,9 +140,9 @@ def did_not_appear(names: str, count: int, timeout: float) -> StartupError:
 
 
 def bind_everywhere(port: int) -> socket.socket:
-    """A TCP socket bound to `port` (0: one that nobody has) on all interfaces, that allows sharing (SO_REUSEPORT).
+    """Returns a TCP socket bound to `port` (0: any free port) on all interfaces, with sharing allowed (SO_REUSEPORT).
 
-    IPv6 and IPv4 where the machine has both, as TensorFlow's gRPC server binds it. Raises OSError if the port is taken.
+    Uses IPv6 and IPv4 if the machine has both, like TensorFlow's gRPC server. Raises OSError if the port is taken.
     """
     for family in (socket.AF_INET6, socket.AF_INET) if socket.has_dualstack_ipv6() else (socket.AF_INET,):
         bound = socket.socket(family, socket.SOCK_STREAM)
@@ -150,7 +150,7 @@ def bind_everywhere(port: int) -> socket.socket:
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if port:  # connections of an earlier run that are still in TIME_WAIT do not count
+            if port:  # ignores connections of an earlier run that are still in TIME_WAIT
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(("", port))
             return bound
@@ -162,7 +162,7 @@ def bind_everywhere(port: int) -> socket.socket:
 
 
 def bind_shared(port: int, host: str) -> socket.socket:
-    """Binds a shared port, like `bind_everywhere`, at one IP address of this machine; "": all."""
+    """Binds a shared port, like `bind_everywhere`, at one IP address of this machine; "": on all interfaces."""
     if not host:
         return bind_everywhere(port)
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -178,19 +178,19 @@ def bind_shared(port: int, host: str) -> socket.socket:
 
 
 def _listen(cluster: Cluster) -> socket.socket:
-    """A socket that answers probes at this worker's port."""
+    """Opens a socket that answers probes at this worker's port. Raises StartupError."""
     host, _, port = cluster.address.rpartition(":")
     in_use = StartupError(
         f"Port {port} of {cluster.name(cluster.rank)} is in use on this machine: stop the process that listens there,"
         " or change the address in TF_CONFIG."
     )
-    # A server that allows sharing would let us bind and then take some of our connections: so probe first. The name in
-    # TF_CONFIG may belong to a service in front of this machine, so it is asked only if it is an address of our own.
+    # If another server allows sharing, we could bind its port, and it would take some of our connections: so probe
+    # first. The name in TF_CONFIG may belong to a service in front of this machine, so it is probed only if local.
     if answers(f"127.0.0.1:{port}") or (is_local(host) and answers(cluster.address)):
         raise in_use
     try:
         listener = bind_everywhere(int(port))
-        listener.listen(4096)  # the kernel lowers it to its own limit
+        listener.listen(4096)  # the kernel reduces it to its own limit
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise in_use from None
@@ -203,35 +203,35 @@ def _listen(cluster: Cluster) -> socket.socket:
 
 
 def _accept_probes(listener: socket.socket) -> int:
-    """Empties the queue of connections: in a large cluster it would fill up, and later peers would get no answer.
+    """Empties the queue of connections and returns how many there were.
 
-    Returns how many there were.
+    In a large cluster the queue would otherwise fill up, and later peers would get no answer.
     """
     accepted = 0
     with contextlib.suppress(BlockingIOError):
-        while accepted < _PROBES_ACCEPTED_AT_ONCE:  # who probes without end must not stop us
+        while accepted < _PROBES_ACCEPTED_AT_ONCE:  # endless probes must not block us
             connection, _ = listener.accept()
             accepted += 1
-            # Closed by a reset: an orderly close would keep the port in TIME_WAIT when TensorFlow wants it.
+            # Closed by a reset: after an orderly close the port would still be in TIME_WAIT when TensorFlow needs it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
     return accepted
 
 
 def answers(address: str) -> bool:
-    """Whether somebody listens at host:port."""
+    """Returns whether a process listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS) as connection:
-            # The kernel may pick the very port that it connects to, and so connect a socket to itself.
+            # The kernel may choose the target port as the local port, and so connect a socket to itself.
             return connection.getsockname() != connection.getpeername()
-    except (OSError, UnicodeError) as error:  # also: the name is not known yet, or cannot be a name
-        # It may have closed the connection before we look at it (_accept_probes): that is an answer, too.
+    except (OSError, UnicodeError) as error:  # also if the name is not known yet, or is not a valid name
+        # The peer may already have closed the connection (_accept_probes): that is an answer, too.
         return getattr(error, "errno", None) in (errno.ECONNRESET, errno.ENOTCONN)
 
 
 def is_local(host: str) -> bool:
-    """Whether a name or address is one of this machine: only those can be bound."""
+    """Returns whether a name or address belongs to this machine: only such addresses can be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

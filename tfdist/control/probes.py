@@ -1,8 +1,8 @@
-"""Probes who is still there: each process of a parameter-server job answers at its TF_CONFIG address.
+"""Probes which processes of a parameter-server job are still there: each answers at its TF_CONFIG address.
 
-The chief watches the parameter servers, without which it cannot go on; workers and parameter servers watch the chief,
-without which they have nothing to do. A probe is a TCP connection that is closed again; TensorFlow's server on the port
-does not mind.
+The chief watches the parameter servers, without which it cannot continue; workers and parameter servers watch the
+chief, without which they have nothing to do. A probe is a TCP connection that is closed again at once; it does not
+disturb TensorFlow's server on the port.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tfdist.control.terminal import say
 
 _PAUSE_SECONDS = 0.2
 _REPORT_SECONDS = 10.0
-_FAILED_PROBES = 3  # that stay unanswered, in a row, before somebody counts as gone
+_FAILED_PROBES = 3  # unanswered in a row, after which a process counts as gone
 
 
 class Prober:
@@ -30,7 +30,7 @@ class Prober:
         self._thread.start()
 
     def gone(self) -> list[str]:
-        """The names of those that do not answer any more."""
+        """Returns the names of the processes that no longer answer."""
         return [name for name, count in self._unanswered.items() if count >= _FAILED_PROBES]
 
     def close(self) -> None:
@@ -43,9 +43,9 @@ class Prober:
 
 
 def await_all(addresses: Mapping[str, str], timeout: float, give_up: Callable[[], bool] = lambda: False) -> None:
-    """Returns when every address (name -> host:port) has answered a probe, or when `give_up()` says so.
+    """Returns when every address (name -> host:port) has answered a probe, or when `give_up()` returns True.
 
-    Raises: StartupError naming those that did not within `timeout` seconds.
+    Raises: StartupError naming those that have not answered within `timeout` seconds.
     """
     missing, start = dict(addresses), time.monotonic()
     reported = start

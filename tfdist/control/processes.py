@@ -1,4 +1,4 @@
-"""Starting processes that end with the launcher, and spare ones that have done their imports."""
+"""Starts processes that end with the launcher, and spare processes that have already done their imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
-STANDBY_VARIABLE = "TFDIST_STANDBY"  # set: import all, then wait for a line on standard input (train.py)
+STANDBY_VARIABLE = "TFDIST_STANDBY"  # if set: import everything, then wait for a line on standard input (train.py)
 _LIBC = ctypes.CDLL(None)  # looked up before any fork
 
 
@@ -22,8 +22,8 @@ def spawn(
 ) -> subprocess.Popen:
     """Starts `command` with its output in a pipe. Raises OSError or SubprocessError.
 
-    It has a session of its own, so that signals of the terminal reach the launcher only and it can be ended with all
-    that it started; and the kernel ends it if the launcher is killed without a chance to do so itself.
+    The process gets its own session, so that the terminal's signals reach the launcher only, and so that it can be
+    killed together with its children. The kernel kills it if the launcher is killed and cannot do so itself.
     """
     parent = os.getpid()
 
@@ -32,7 +32,7 @@ def spawn(
         if os.getppid() != parent:
             os._exit(1)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)  # until the worker has a handler: by default it would end it
+            signal.signal(number, signal.SIG_IGN)  # until the worker has a handler: the default action would end it
         if affinity:
             os.sched_setaffinity(0, affinity)
 
@@ -48,13 +48,13 @@ def spawn(
 
 
 def output_of(process: subprocess.Popen) -> BufferedReader:
-    """The pipe with the output of a process that `spawn` started."""
+    """Returns the pipe with the output of a process that `spawn` started."""
     assert isinstance(process.stdout, BufferedReader)
     return process.stdout
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, or a debugger)."""
+    """Returns whether a process is stopped (by SIGSTOP or a debugger)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
@@ -62,9 +62,9 @@ def is_stopped(pid: int) -> bool:
 
 
 class Standbys:
-    """A spare process per rank.
+    """Spare processes, one per rank.
 
-    It costs the memory of an idle process, and saves the import when a job is started again.
+    Each costs the memory of an idle process, and saves the time of the imports when a job is restarted.
     """
 
     def __init__(self) -> None:
@@ -73,9 +73,9 @@ class Standbys:
     def start(
         self, rank: int, workers: int, environment: Mapping[str, str], affinity: set[int] | None, command: Sequence[str]
     ) -> None:
-        """Starts the spare of a rank, if there is none.
+        """Starts the spare process of a rank, if there is none.
 
-        It gets the GPUs, threads and cores of that rank of that many workers.
+        It gets the GPUs, threads and cores of this rank in a job of `workers` workers.
         """
         if (rank, workers) not in self._spares:
             with contextlib.suppress(OSError, subprocess.SubprocessError):  # without one the next start is only slower
@@ -86,7 +86,7 @@ class Standbys:
     def take(
         self, rank: int, workers: int, environment: Mapping[str, str], command: Sequence[str]
     ) -> subprocess.Popen | None:
-        """Hands over the spare, with its task; None if there is none that fits."""
+        """Gives the spare process its task and returns it; None if there is no suitable one."""
         spare = self._spares.pop((rank, workers), None)
         if spare is None or spare.poll() is not None:
             return None
@@ -100,7 +100,7 @@ class Standbys:
         return spare
 
     def close(self) -> None:
-        """Ends all spares."""
+        """Ends all spare processes."""
         for spare in self._spares.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(spare.pid, signal.SIGKILL)
@@ -109,9 +109,9 @@ class Standbys:
 
 
 def wait_as_standby(stdin: IO[str]) -> list[str]:
-    """Waits in the spare itself for its turn, takes over the environment, returns the arguments.
+    """Runs in the spare process: waits for its task, takes over the environment, and returns the arguments.
 
-    Ends if nobody is left to call.
+    Ends the process if the launcher is gone.
     """
     line = stdin.readline()
     if not line:

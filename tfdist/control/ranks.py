@@ -1,4 +1,4 @@
-"""Ranks as people and job systems write them: lists in flags, numbers in the environment."""
+"""Parses ranks: lists in flags, numbers in environment variables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tfdist.control.exit_codes import ClusterError, ConfigError
 
 
 def parse_ranks(flag: str, text: str, size: int | None = None) -> set[int] | None:
-    """The ranks that a flag names, for example 0,1; None for "all". Raises ConfigError.
+    """Returns the ranks that a flag lists, for example 0,1; None for "all". Raises ConfigError.
 
-    size: the ranks there are, where that is known.
+    size: the number of ranks, if it is known.
     """
     if text == "all":
         return None
@@ -23,7 +23,7 @@ def parse_ranks(flag: str, text: str, size: int | None = None) -> set[int] | Non
 
 
 def environment_number(environ: Mapping[str, str], name: str) -> int:
-    """A whole number that a job system has set. Raises ClusterError."""
+    """Returns a whole number from an environment variable that a job system has set. Raises ClusterError."""
     if not re.fullmatch("[0-9]{1,9}", environ[name]):
         raise ClusterError(
             f"{name}={environ[name]} is no whole number from 0 on: leave it to the job system, or set TF_CONFIG."

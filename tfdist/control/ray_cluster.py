@@ -1,8 +1,8 @@
-"""Room on a Ray cluster: how many workers it has room for now, held for them in placement groups.
+"""Room on a Ray cluster: how many workers fit now, with resources reserved for them in placement groups.
 
-The least number of workers is one placement group: all of them or none. Every further worker is a placement group of
-its own, which Ray fills as soon as it can (and for which its autoscaler, if there is one, adds nodes). So a job starts
-with what there is, and learns that there is room for more from groups that have been filled meanwhile.
+The least number of workers is one placement group: all of them or none. Every further worker has its own placement
+group, which Ray fills as soon as it can (and for which its autoscaler, if there is one, adds nodes). So a job starts
+with the workers that fit, and learns from groups that have been filled meanwhile that there is room for more.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tfdist.control.terminal import say
 
 _ASK_EVERY_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
-_SETTLE_SECONDS = 5.0  # without a change in what is placed, before the number of workers is taken as final
+_SETTLE_SECONDS = 5.0  # without a change in the placed workers, before their number is taken as final
 
 
 def connect() -> None:
-    """Connects to the Ray cluster of this machine, or of RAY_ADDRESS.
+    """Connects to the Ray cluster of this machine, or to that of RAY_ADDRESS.
 
     Raises UnsupportedError (no Ray) or StartupError (no cluster).
     """
@@ -29,7 +29,7 @@ def connect() -> None:
     except ImportError:
         raise UnsupportedError('--on=ray needs Ray, which is not installed: pip install "ray>=2.40".') from None
     try:
-        # The workers' output comes through the launcher, under their names.
+        # The launcher relays the workers' output, prefixed with their names.
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:  # RuntimeError: of another version
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -40,11 +40,10 @@ def connect() -> None:
 
 
 class RayPlacements:
-    """A WorkerSupply that also says where: `places` has a Ray scheduling strategy for
-    each.
+    """A WorkerSupply that also says where workers run: `places` has a Ray scheduling strategy for each worker.
 
     Args:
-      most, least: workers; `least` 0: always `most`.
+      most, least: number of workers; `least` 0: always `most`.
       cpus, gpus: of each worker.
       timeout: seconds to wait for room for the least number.
     """
@@ -60,9 +59,9 @@ class RayPlacements:
         self._stopped = False
 
     def ask(self) -> int:
-        """Gives up the places of the job before, asks for all anew, and waits.
+        """Releases the places of the previous job, requests all again, and waits for them.
 
-        Raises StartupError if the time is over.
+        Raises StartupError after `timeout` seconds without room for the least number.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -90,8 +89,8 @@ class RayPlacements:
         return self.count
 
     def wanted(self) -> int:
-        """The number of workers wanted now: more than before once room for them has been there for some seconds. A lost
-        place is no reason to stop: its worker fails, or has not been started."""
+        """Returns the number of workers wanted now: more than before once there has been room for them for some
+        seconds. A lost place is no reason to stop: its worker will fail, or has not been started."""
         if self.count < self.most and time.monotonic() - self._asked_at > _ASK_EVERY_SECONDS:
             placed = self._look()
             if placed > self.count and time.monotonic() - self._changed_at > _SETTLE_SECONDS:
@@ -102,11 +101,11 @@ class RayPlacements:
         """Does nothing: Ray knows where there is room."""
 
     def stop(self) -> None:
-        """Ends the waiting of `ask`; for signal handlers."""
+        """Makes a waiting `ask` return; for signal handlers."""
         self._stopped = True
 
     def close(self) -> None:
-        """Gives up all places."""
+        """Releases all places."""
         from ray.util import remove_placement_group
 
         for group in self._groups:
@@ -119,7 +118,7 @@ class RayPlacements:
         self._groups.append(placement_group([dict(self.bundle)] * bundles, strategy="PACK"))
 
     def _placed(self) -> int:
-        """Workers for which there is a place."""
+        """Returns the number of workers for which there is a place."""
         return sum(group.bundle_count for group in self._groups if _is_placed(group))
 
     def _look(self) -> int:
@@ -160,7 +159,7 @@ def _is_placed(group) -> bool:
 
 
 def describe_cluster() -> str:
-    """A phrase about the cluster: "the cluster has 3 nodes (2 CPUs; 2 CPUs, 1 GPU; 1 CPU), of which 1 CPU is free"."""
+    """Describes the cluster: "the cluster has 3 nodes (2 CPUs; 2 CPUs, 1 GPU; 1 CPU), with 1 CPU free"."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

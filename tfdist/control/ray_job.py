@@ -1,7 +1,7 @@
-"""The workers of a job on the nodes of a Ray cluster: an actor for each, which runs it as a process (ray_worker.py).
+"""Runs a job's workers on the nodes of a Ray cluster: one actor per worker, which runs it as a process (ray_worker.py).
 
-The launcher looks after the actors as it does after processes of its own: it fetches their output and exit codes, hands
-on signals, and takes an actor that is gone for a worker that is lost.
+The launcher handles the actors like its own processes: it fetches their output and exit codes, passes on signals, and
+treats an actor that is gone as a lost worker.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tfdist.control.job import Job, JobOptions, Relay
 from tfdist.control.tf_config import worker_environment
 from tfdist.control.workers import Worker
 
-# Variables of the launcher's environment that workers get, as they are about the run; the rest is their node's.
+# Variables of the launcher's environment that workers get, since they concern the run; all others come from the node.
 PASSED_ON = ("TFDIST_", "TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "OTEL_", "MLFLOW_", "WANDB_")
-_UNREACHABLE_SECONDS = 30.0  # an actor that Ray says cannot be reached for the moment counts as lost after this
-_ANSWER_SECONDS = 5.0  # for an actor whose worker is to be killed, before it is ended itself
+_UNREACHABLE_SECONDS = 30.0  # after which an actor that Ray calls temporarily unreachable counts as lost
+_ANSWER_SECONDS = 5.0  # for an actor to answer after its worker was to be killed; then the actor is ended
 
 
 class Outcome(NamedTuple):
-    """The end of a worker."""
+    """How and when a worker ended."""
 
     code: int
     at: float  # monotonic seconds
@@ -36,12 +36,12 @@ class Outcome(NamedTuple):
 
 @dataclass
 class ActorWorker(Worker):
-    """A worker that an actor speaks for."""
+    """A worker whose process is controlled by an actor."""
 
     actor: Any = field(kw_only=True)
     host: str = field(kw_only=True)
     returncode: int | None = None
-    outcome: Outcome | None = None  # from the thread that attends to it
+    outcome: Outcome | None = None  # set by the thread that attends to the worker
     signals: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # to be passed on
 
     @property
@@ -49,17 +49,17 @@ class ActorWorker(Worker):
         return self.returncode
 
     def signal(self, number: int) -> None:
-        """Keeps the signal for later, since Ray must not be called in a signal handler."""
+        """Queues the signal, since Ray must not be called in a signal handler."""
         self.signals.put(number)
 
 
 class RayJob(Job[ActorWorker]):
-    """Starts workers on a Ray cluster, relays their output, stops all when one fails.
+    """Starts workers on a Ray cluster, relays their output, and stops all when one fails.
 
     Args:
-      arguments: what the Python of each worker's node is called with.
+      arguments: command-line arguments of Python on each worker's node.
       places: a Ray scheduling strategy for each worker.
-      cpus: of each worker; with `pin` it has as many threads.
+      cpus: of each worker; with `pin` it gets as many threads.
       timeout: seconds that Ray may take to start the actors.
       options: fields of JobOptions.
     """
@@ -100,7 +100,7 @@ class RayJob(Job[ActorWorker]):
             )
             worker.relay.start()
             self.workers.append(worker)
-            if self._kill_at is not None:  # asked to stop in this very moment
+            if self._kill_at is not None:  # asked to stop in the meantime
                 worker.signal(signal.SIGTERM)
 
     def _start_actors(self) -> list:
@@ -117,7 +117,8 @@ class RayJob(Job[ActorWorker]):
         ]
 
     def _meet(self, actors: list) -> tuple[list[str], list[ActorWorker]]:
-        """The address of each worker, "" if it is lost, and the workers, neighbours on a node beside each other."""
+        """Returns the address of each worker ("" if it is lost), and the workers; those on one node have consecutive
+        ranks."""
         import ray
         from ray.exceptions import RayError
 
@@ -128,7 +129,7 @@ class RayJob(Job[ActorWorker]):
                 pass
             try:
                 addresses.append(ray.get(call, timeout=0))
-            except RayError:  # also: not in time
+            except RayError:  # also if it did not answer in time
                 addresses.append("")
         order = sorted(range(len(actors)), key=lambda index: (addresses[index].rpartition(":")[0], index))
         addresses = [addresses[index] for index in order]
@@ -145,7 +146,7 @@ class RayJob(Job[ActorWorker]):
         return addresses, workers
 
     def _attend(self, worker: ActorWorker, log: BinaryIO, addresses: list[str]) -> None:
-        """Looks after a worker to its end, from its start if all have an address."""
+        """Handles a worker until its end. Starts it first, if all workers have an address."""
         from ray.exceptions import RayError
 
         relay = Relay(self, worker, log)
@@ -164,12 +165,12 @@ class RayJob(Job[ActorWorker]):
         worker.outcome = Outcome(int(code), time.monotonic())
 
     def _run(self, worker: ActorWorker, relay: Relay, addresses: list[str]) -> int:
-        """The exit code of a worker. Raises RayError if its actor is gone."""
+        """Runs a worker and returns its exit code. Raises RayError if its actor is gone."""
         environment = {
             **self.environment,
             **worker_environment(addresses, worker.rank, self.cpus if self.options.pin else 0, self.environment),
         }
-        if not self.options.gpus_per_worker:  # otherwise Ray has said which
+        if not self.options.gpus_per_worker:  # otherwise Ray has chosen the GPUs
             environment["CUDA_VISIBLE_DEVICES"] = "-1"
         problem = self._answer(worker, lambda: worker.actor.start.remote(self.arguments, environment, os.getcwd()))
         if problem:
@@ -189,9 +190,9 @@ class RayJob(Job[ActorWorker]):
         return code
 
     def _answer(self, worker: ActorWorker, call: Callable[[], Any]) -> Any:
-        """What an actor answers.
+        """Returns an actor's answer to a call.
 
-        Repeats the call while Ray cannot reach the actor, but may yet. Raises RayError if it is gone.
+        Repeats the call while Ray says that the actor is temporarily unreachable. Raises RayError if it is gone.
         """
         import ray
         from ray.exceptions import ActorUnavailableError
@@ -221,7 +222,7 @@ class RayJob(Job[ActorWorker]):
         self._end([worker.actor for worker in self.workers])
 
     def _end(self, actors: list) -> None:
-        """Ends actors, and with them what they started."""
+        """Ends actors, and with them the processes that they started."""
         import ray
 
         for actor in actors:

@@ -1,8 +1,8 @@
-"""The part of a Ray job that runs on the nodes: an actor that starts one worker as a process of its own and speaks for
-it.
+"""The part of a Ray job that runs on the nodes: an actor that starts one worker as a separate process and controls it.
 
-A process, because TensorFlow's state ends with the process only, and because exit codes, signals and output are then
-the same as on one machine. The kernel ends it when the actor ends (processes.spawn), and with that when its node does.
+It is a separate process because TensorFlow's state ends only with its process, and because exit codes, signals and
+output are then the same as on one machine. The kernel ends it when the actor ends (processes.spawn), and so also when
+its node does.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from collections.abc import Mapping, Sequence
 from tfdist.control.preflight import PortReservation
 from tfdist.control.processes import output_of, spawn
 
-_ANSWER_SECONDS = 0.2  # that `exchange` waits for news
+_ANSWER_SECONDS = 0.2  # for which `exchange` waits for output or the end
 _LARGEST_ANSWER = 1 << 20  # bytes
-_LARGEST_BACKLOG = 1 << 24  # bytes that nobody has fetched; then the worker's own writing waits
+_LARGEST_BACKLOG = 1 << 24  # bytes of output not yet fetched; beyond that, writes of the worker block
 
 
 class RayWorker:
-    """A worker's process and its control. Its methods are called one at a time, by the launcher.
+    """Starts and controls a worker's process. The launcher calls its methods one at a time.
 
-    `host`: of this node, by default as Ray knows it.
+    host: address of this node; by default the one that Ray uses.
     """
 
-    _process: subprocess.Popen  # from `start` on
+    _process: subprocess.Popen  # set by `start`
 
     def __init__(self, host: str = ""):
         if not host:
@@ -37,20 +37,19 @@ class RayWorker:
 
             host = ray.util.get_node_ip_address()
         self._port = PortReservation(1, f"[{host}]" if ":" in host else host)
-        self._output, self._begin = bytearray(), 0  # what has not been fetched, and its place in all that was written
+        self._output, self._begin = bytearray(), 0  # output not yet fetched, and its offset in the whole output
         self._news = threading.Condition()
         self._ended = False
-        self._passed = 0  # signals that were passed on
+        self._passed = 0  # number of signals passed on so far
 
     def address(self) -> str:
-        """host:port that is reserved for the worker."""
+        """Returns the host:port that is reserved for the worker."""
         return self._port.addresses[0]
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> str:
-        """Starts this node's Python with `arguments`, in `folder` where there is such a folder. Returns "", or why it
-        cannot be.
+        """Starts this node's Python with `arguments`, in `folder` if it exists. Returns "", or why this failed.
 
-        `environment` comes on top of the actor's own; of PYTHONPATH both count.
+        `environment` is added to the actor's own environment; the two PYTHONPATHs are joined.
         """
         with contextlib.suppress(OSError):
             os.chdir(folder)
@@ -75,10 +74,11 @@ class RayWorker:
             self._news.notify_all()
 
     def exchange(self, received: int, signals: Sequence[int], before: int | None = None) -> tuple[bytes, int | None]:
-        """Passes signals on to the worker, and returns (what it wrote since its first `received` bytes, exit code).
+        """Passes signals on to the worker, and returns (its output after the first `received` bytes, exit code).
 
-        The code is None while it runs or there is more to fetch. Waits a moment for news. May be repeated with the same
-        arguments if an answer was lost. before: how many signals were given in calls before; None: these are new.
+        The code is None while the worker runs or there is more to fetch. Waits a moment for output or the end. May be
+        repeated with the same arguments if an answer was lost. before: number of signals given in earlier calls; None:
+        all of these are new.
         """
         new = signals if before is None else signals[self._passed - before :]
         self._passed += len(new)
@@ -96,14 +96,14 @@ class RayWorker:
             return data, code if len(data) == len(self._output) else None
 
     def _code(self) -> int | None:
-        """The exit code once the worker has ended and its output is complete."""
+        """Returns the exit code once the worker has ended and its output is complete; None before."""
         if self._process.returncode is None and os.waitid(
             os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
         ):
-            # What it leaves behind; before its number can be given to another process.
+            # Kills its child processes; must come before its process id can be reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            with self._news:  # a process that left its session may hold the pipe open
+            with self._news:  # a process that left its session may keep the pipe open
                 self._news.wait_for(lambda: self._ended or len(self._output) >= _LARGEST_BACKLOG, 2)
         return self._process.returncode

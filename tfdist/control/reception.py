@@ -1,4 +1,4 @@
-"""The accepting side of wire.py's handshake, for many connections side by side."""
+"""The accepting side of wire.py's handshake, for many connections in parallel."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from tfdist.control import wire
 from tfdist.control.terminal import say
 
-_PATIENCE = 5.0  # seconds for a stranger to prove that it is none
-_MOST_STRANGERS = 512  # at a time; the oldest makes room
+_PATIENCE = 5.0  # seconds for a stranger to prove that it belongs to the job
+_MOST_STRANGERS = 512  # at a time; beyond that the oldest is dropped
 _ACCEPT_AT_ONCE = 32
-_MOST_NOTES = 3  # lines about those who were turned away
-_FIXED_BYTES = wire.HELLO_BYTES + wire.PROOF_BYTES + wire.LENGTH.size  # what comes before a message
+_MOST_NOTES = 3  # lines about rejected connections
+_FIXED_BYTES = wire.HELLO_BYTES + wire.PROOF_BYTES + wire.LENGTH.size  # before the message
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Somebody who has proved to be of the job. The connection does not block."""
+    """A connection whose other side has proved that it belongs to the job. The socket is non-blocking."""
 
     rank: int
     connection: socket.socket
@@ -36,26 +36,26 @@ class _Stranger:
     host: str
     until: float  # monotonic
     data: bytes = b""
-    mine: bytes = b""  # my hello: set once theirs is there
-    rank: int = -1  # as it says: set with `mine`
-    length: int = -1  # of the message: set once the proof is there
+    mine: bytes = b""  # our hello: set once the stranger's has arrived
+    rank: int = -1  # the rank it claims: set together with `mine`
+    length: int = -1  # of the message: set once the proof has arrived
 
     @property
     def theirs(self) -> bytes:
-        """The bytes of its hello."""
+        """The bytes of the stranger's hello."""
         return self.data[: wire.HELLO_BYTES]
 
 
 class Reception:
-    """Takes the connections of a listening socket, many side by side, so that nobody can hold up the others.
+    """Accepts the connections of a listening socket, many in parallel, so that none can hold up the others.
 
-    Args: rank, of this process; admits, whether somebody who has proved to be of the job may come in as a rank.
+    Args: rank: of this process. admits: returns whether a process that belongs to the job is admitted as this rank.
     """
 
     def __init__(self, listener: socket.socket, key: wire.SharedKey, rank: int, admits: Callable[[int], bool]):
         self._listener, self._key, self._rank, self._admits = listener, key, rank, admits
         self._strangers: dict[_Stranger, None] = {}  # the oldest first
-        self.notes: dict[str, None] = {}  # sentences about those who were turned away, in order
+        self.notes: dict[str, None] = {}  # sentences about rejected connections, in order
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -67,7 +67,7 @@ class Reception:
         self.close()
 
     def poll(self, timeout: float) -> list[Arrival]:
-        """The new arrivals that have proved themselves; waits up to `timeout` seconds for news of any kind."""
+        """Returns newly admitted connections; waits up to `timeout` seconds for any activity."""
         arrivals = []
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._listener:
@@ -80,7 +80,7 @@ class Reception:
         return arrivals
 
     def close(self) -> None:
-        """Turns away those who have not proved themselves. The listening socket stays open."""
+        """Closes all connections that have not proved anything yet. The listening socket stays open."""
         for stranger in list(self._strangers):
             self._drop(stranger)
         self._selector.close()
@@ -91,7 +91,7 @@ class Reception:
                 connection, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # it is gone again; or there are too many open files
+            except OSError:  # the other side is gone again, or too many files are open
                 time.sleep(0.01)
                 return
             connection.setblocking(False)
@@ -109,7 +109,7 @@ class Reception:
             say(note)
 
     def _wanted(self, stranger: _Stranger) -> int:
-        """Bytes that it may have sent by now in all."""
+        """Returns how many bytes in all the stranger may have sent by now."""
         return (_FIXED_BYTES if stranger.mine else wire.HELLO_BYTES) + max(stranger.length, 0)
 
     def _read(self, stranger: _Stranger) -> Arrival | None:
@@ -130,9 +130,9 @@ class Reception:
             return None
 
     def _judge(self, stranger: _Stranger) -> str | None:
-        """Looks at a piece that is complete.
+        """Checks a complete part of the handshake.
 
-        None: all is well; else it is to be dropped, with this note if there is one.
+        Returns None if it is valid; else the stranger must be dropped, with the returned note unless that is empty.
         """
         if not stranger.mine:
             hello = wire.Hello.read(stranger.theirs)

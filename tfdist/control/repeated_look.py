@@ -1,4 +1,4 @@
-"""A look at something again and again, by a thread, while something else is done."""
+"""Calls a function repeatedly in a thread while other code runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def repeatedly(look: Callable[[], float | None], name: str) -> Iterator[None]:
-    """A context in which `look` is called in a thread of that name, and once more at its end. It returns the seconds
-    until the next look; None: the thread has seen enough."""
+    """Context manager: calls `look` repeatedly in a thread with this name, and once more at exit. `look` returns the
+    seconds until its next call; None ends the thread."""
     done = threading.Event()
 
     def repeat() -> None:

@@ -1,4 +1,4 @@
-"""Finds the cluster: the environment of a process -> Cluster."""
+"""Finds the cluster: makes a Cluster from the environment of a process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _OF_A_POD = ("TFDIST_WORKERS", "JOB_COMPLETION_INDEX", "TFDIST_ADDRESS")
 
 
 def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
-    """The Cluster of a pod of an Indexed Job of `tfdist.jobs`, by its variables; else None. Raises ClusterError.
+    """Makes a Cluster from the variables of a pod of a `tfdist.jobs` Indexed Job; None elsewhere. Raises ClusterError.
 
-    Kubernetes, or any system that numbers processes, gives the number in JOB_COMPLETION_INDEX; TFDIST_WORKERS and
-    TFDIST_ADDRESS come from our job file, for example 4 and digits-{index}.digits:2222. The addresses follow by rule,
-    without a call to any server.
+    Kubernetes, or any system that numbers processes, sets JOB_COMPLETION_INDEX to this process's number. Our job file
+    sets TFDIST_WORKERS and TFDIST_ADDRESS, for example to 4 and digits-{index}.digits:2222. All addresses follow from
+    this template, without a call to any server.
     """
     if not (environ.get("TFDIST_WORKERS") or environ.get("TFDIST_ADDRESS")) or environ.get("TFDIST_WORKERS") == "1":
         return None
@@ -43,8 +43,8 @@ def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
     return Cluster.of_workers(addresses, rank)
 
 
-# Tried in this order; the first that answers wins: what the user set, then launchers, then engines around them. A new
-# kind of cluster is one function and an entry here.
+# Tried in this order; the first that returns a Cluster wins: what the user has set, then launchers, then the engines
+# around them. To support a new kind of cluster, write one function and add it here.
 RESOLVERS: list[Callable[[Mapping[str, str]], Cluster | None]] = [
     from_tf_config,
     from_horovod,
@@ -54,7 +54,10 @@ RESOLVERS: list[Callable[[Mapping[str, str]], Cluster | None]] = [
 
 
 def resolve_cluster(environ: Mapping[str, str]) -> Cluster:
-    """The cluster that the environment describes; alone if no resolver finds one. Raises ClusterError."""
+    """Returns the cluster that the environment describes; a single process if no resolver finds one.
+
+    Raises ClusterError.
+    """
     for resolver in RESOLVERS:
         cluster = resolver(environ)
         if cluster is not None:

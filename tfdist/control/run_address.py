@@ -1,6 +1,6 @@
-"""The place of a run: a folder, or an object store (a URL), of which each machine has a working copy.
+"""Where a run lives: in a folder, or in an object store (a URL) of which each machine has a working copy.
 
-Everything that a run writes goes to the working copy first, on a local disk; storage/ sends it on.
+Everything that a run writes goes first to the working copy, on a local disk; storage/ then uploads it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tfdist.control.exit_codes import ConfigError
 
-SNAPSHOTS = "checkpoints"  # the folder of them in that of a run, and of a backup in a store
-_LONGEST_BYTES = 800  # of a URL without its scheme: S3 allows names of 1024, and those of files follow
-# scheme -> (package of its file system, what it is). pyproject.toml has extras for them.
+SNAPSHOTS = "checkpoints"  # name of the snapshots' folder in a run folder, and in a backup's folder in a store
+_LONGEST_BYTES = 800  # of a URL without its scheme: S3 allows names of 1024 bytes, and file names are appended
+# scheme -> (package of its file system, description). pyproject.toml has extras for them.
 STORES = {
     "s3": ("s3fs", "Amazon S3, and whatever speaks its protocol"),
     "gs": ("gcsfs", "Google Cloud Storage"),
@@ -25,12 +25,12 @@ STORES = {
 
 
 def is_url(place: str) -> bool:
-    """Whether a place is no folder of this machine."""
+    """Returns whether a place is a URL, not a folder of this machine."""
     return "://" in place
 
 
 def is_below(place: str, other: str) -> bool:
-    """Whether a place is another one, or lies in it."""
+    """Returns whether `place` is the same as `other`, or lies below it."""
     if is_url(place) != is_url(other):
         return False
     if not is_url(place):
@@ -39,34 +39,34 @@ def is_below(place: str, other: str) -> bool:
 
 
 def working_folder(run_dir: str, cache_dir: str) -> Path:
-    """The folder of a run on this machine: `run_dir` itself, or the working copy of a URL."""
+    """Returns the folder of a run on this machine: `run_dir` itself, or the working copy of a URL."""
     if not is_url(run_dir):
         return Path(run_dir)
     return cache_folder(cache_dir) / "runs" / folder_name(run_dir)
 
 
 def backup_folder(backup_dir: str, cache_dir: str) -> str:
-    """The folder of a backup on this machine: `backup_dir` itself, or what is kept here of a URL."""
+    """Returns the folder of a backup on this machine: `backup_dir` itself, or the local copy of a URL."""
     if not is_url(backup_dir):
         return backup_dir
     return str(cache_folder(cache_dir) / "backups" / folder_name(backup_dir) / SNAPSHOTS)
 
 
 def folder_name(url: str) -> str:
-    """The name of a URL's folder on this machine: each has its own."""
+    """Returns the name of a URL's folder on this machine, different for each URL."""
     address = url.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", address.rpartition("/")[2])[:60]
     return f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:12]}"
 
 
 def cache_folder(cache_dir: str) -> Path:
-    """`cache_dir`, or what the XDG Base Directory Specification says."""
+    """Returns `cache_dir`, or if that is empty the folder according to the XDG Base Directory Specification."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(cache_dir) if cache_dir else (Path(base) if base else Path.home() / ".cache") / "tfdist"
 
 
 def check_address(flag: str, place: str) -> None:
-    """Raises ConfigError if a URL names no place in a store that tfdist knows. flag: that it was given with."""
+    """Raises ConfigError if a URL is not a valid place in a store that tfdist supports. flag: the URL's flag."""
     meant = place.strip()
     if mistyped := re.fullmatch(rf"({'|'.join(STORES)})(?::/?|//)([^/].*)", meant):
         meant = f"{mistyped[1]}://{mistyped[2]}"

@@ -1,7 +1,7 @@
-"""Signals as requests: SIGTERM and SIGHUP ask for "save and stop", SIGUSR1 for "save and go on".
+"""Signals as requests: SIGTERM and SIGHUP ask for "save and stop", SIGUSR1 for "save and continue".
 
-A handler only sets a flag. The loop hands the flags to the next step, whose reduction tells them to every worker, so
-that all save (and stop) at the same step, whichever worker was signalled.
+A handler only sets a flag. The loop passes the flags to the next step, whose all-reduce tells them to every worker, so
+that all save (and stop) at the same step, whichever worker got the signal.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ _SAME_REQUEST_SECONDS = 1.0
 
 
 def on_hangup(handler: Callable[..., Any]) -> None:
-    """Takes over SIGHUP, which comes when a terminal is closed, unless it is ignored (nohup). In the main thread."""
+    """Installs a handler for SIGHUP (sent when a terminal is closed), unless the signal is ignored (nohup).
+
+    Must be called in the main thread.
+    """
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, handler)
 
 
 class StopSignals:
-    """Whether a signal is a second request to stop, which ends the process at once, or the first one sent twice, which
-    must not: the process is still saving."""
+    """Distinguishes a second request to stop, which ends the process at once, from a first request that was sent twice,
+    which must not: the process is still saving."""
 
     def __init__(self) -> None:
-        self._asked_at = 0.0  # the first SIGTERM or SIGINT; 0: none yet
+        self._asked_at = 0.0  # time of the first SIGTERM or SIGINT; 0: none yet
 
     def is_second(self, number: int) -> bool:
-        """Whether a signal is a second request. SIGHUP never is: a closed terminal may send it twice, and SIGTERM may
-        follow. SIGTERM is if it does not come at once, as some engines signal a process and its group; SIGINT, which
-        somebody has typed, always."""
+        """Returns whether a signal is a second request. SIGHUP never is: a closed terminal may send it twice, and
+        SIGTERM may follow. A later SIGTERM is one unless it follows at once, since some engines signal a process and
+        also its group. A later SIGINT always is one, since somebody has typed it."""
         if number == signal.SIGHUP:
             return False
         now, before = time.monotonic(), self._asked_at
@@ -43,19 +46,19 @@ class StopSignals:
 
 
 class SignalRequests:
-    """The requests of this process; `save` and `stop` are read by the loop."""
+    """The requests that this process has received; the loop reads `save` and `stop`."""
 
     def __init__(self) -> None:
         self.save = False
         self.stop = False
-        self.all_saved = False  # training is over: a request finds nothing to do
+        self.all_saved = False  # training is over: a request has no effect
         self.on_stop: Callable[[], None] = lambda: None  # called once, in the handler
         self._signalled = False  # `stop` may have been set without a signal, by the platform's notice
         self._signals = StopSignals()
 
     def install(self) -> SignalRequests:
-        """Takes over SIGTERM, SIGUSR1 and, unless it is ignored (nohup), SIGHUP; only in the main thread. A second
-        SIGTERM ends the process at once.
+        """Installs handlers for SIGTERM, SIGUSR1 and, unless it is ignored (nohup), SIGHUP. Must be called in the main
+        thread. A second SIGTERM ends the process at once.
         """
         signal.signal(signal.SIGTERM, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_usr1)

@@ -1,8 +1,8 @@
-"""Makes a Cluster from what Slurm tells a process about the others. No wrapper script, no call to any server.
+"""Makes a Cluster from Slurm's environment variables, without a wrapper script and without a call to any server.
 
-Inside a step (`srun`) with several tasks. The step's node list and tasks per node give each task's host. The port is a
-function of the job and step, plus the rank, so that jobs that share a node rarely meet; TFDIST_PORT, if set, is the
-first port. A shell inside an allocation, a batch script and a step of one task are alone.
+Applies inside a step (`srun`) with several tasks. The step's node list and tasks per node give each task's host. The
+port is a function of the job and step, plus the rank, so that jobs that share a node rarely collide; TFDIST_PORT, if
+set, is the first port. A shell inside an allocation, a batch script, and a step of one task each run as one worker.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 from tfdist.control.ranks import environment_number
 
-_FIRST_PORT, _PORTS, _STRIDE = 10_000, 20_000, 64  # below the ports that Linux gives out by itself (from 32768)
+_FIRST_PORT, _PORTS, _STRIDE = 10_000, 20_000, 64  # below Linux's ephemeral ports (from 32768)
 
 
 def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
-    """The Cluster of a Slurm step with several tasks, by its variables; None outside of one. Raises ClusterError."""
+    """Makes the Cluster of a Slurm step with several tasks from its variables; None outside of one.
+
+    Raises ClusterError.
+    """
     needed = (
         "SLURM_JOB_ID",
         "SLURM_PROCID",
@@ -60,7 +63,7 @@ def from_slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _distribute(nodes: list[str], counts: list[int], distribution: str) -> list[str]:
-    """The host of each rank. block: a node's tasks follow each other; cyclic: ranks go round the nodes."""
+    """Returns the host of each rank. block: the ranks of a node are consecutive; cyclic: round-robin over the nodes."""
     kind = distribution.lower().partition(":")[0].partition(",")[0]
     if kind in ("block", "*", "unknown", ""):
         return [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
@@ -73,7 +76,7 @@ def _distribute(nodes: list[str], counts: list[int], distribution: str) -> list[
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's counts per node: "2(x3),1" -> [2, 2, 2, 1]. Raises ClusterError."""
+    """Expands Slurm's counts per node: "2(x3),1" -> [2, 2, 2, 1]. Raises ClusterError."""
     counts: list[int] = []
     for piece in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", piece)
@@ -84,9 +87,9 @@ def expand_counts(text: str) -> list[int]:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Slurm's host list: "gpu[08-10,3],a[1-2]b[1-2],login" -> gpu08 gpu09 gpu10 gpu3 a1b1 a1b2 a2b1 a2b2 login.
+    """Expands Slurm's host list: "gpu[08-10,3],a[1-2]b[1-2],login" -> gpu08 gpu09 gpu10 gpu3 a1b1 a1b2 a2b1 a2b2 login.
 
-    Leading zeros give the width. Raises ClusterError on text that is no host list.
+    Leading zeros give the width. Raises ClusterError if the text is not a host list.
     """
     hosts = [host for piece in _split(text) for host in _expand(piece, text)]
     if not all(re.fullmatch(r"[\w.-]+", host) for host in hosts):
@@ -95,7 +98,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Splits at the commas outside of brackets."""
+    """Splits at commas that are not inside brackets."""
     pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not text or ",".join(pieces) != text:
         raise _bad_hostlist(text)

@@ -1,7 +1,7 @@
-"""Sets a time limit for the whole start: from the first probe at a peer until all are connected.
+"""Sets a time limit for the whole start: from the first probe of a peer until all workers are connected.
 
-A peer that has answered its probe may die or stop before TensorFlow (or Horovod, or our own rendezvous) has met it.
-What then waits does so in C++, with limits of its own that begin anew or with none. So a thread looks at the clock.
+A peer that has answered its probe may die or stop before TensorFlow (or Horovod, or our own rendezvous) has connected
+to it. The wait is then in C++ code, which has no time limit or starts its own from zero. So a thread checks the clock.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tfdist.control.exit_codes import ExitCode, end_process
 from tfdist.control.preflight import answers
 
 _PROBES_AT_ONCE = 32
-_MARGIN_SECONDS = 0.5  # for those who wait with the same limit themselves, and know better whom for
+_MARGIN_SECONDS = 0.5  # so that code with the same limit, which knows better what it waits for, ends first
 
 
 @contextlib.contextmanager
 def connecting(cluster: Cluster, timeout: float, began: float | None) -> Iterator[None]:
-    """The body connects all workers. If it has not ended `timeout` seconds after `began` (time.monotonic(); None: now),
-    this process ends with exit code STARTUP and a sentence.
+    """Context manager whose body connects all workers. If it has not ended `timeout` seconds after `began`
+    (time.monotonic(); None: now), this process ends with exit code STARTUP and a sentence.
 
-    Not where there is nobody to wait for, nor where the process goes on without those who are missing (--elastic).
+    Does nothing if there is nobody to wait for, or if the process can continue without missing workers (--elastic).
     """
     if cluster.size < 2 or cluster.is_broken is not None:
         yield
@@ -47,7 +47,7 @@ def connecting(cluster: Cluster, timeout: float, began: float | None) -> Iterato
 
 
 def too_late(cluster: Cluster, timeout: float) -> str:
-    """The sentence, with those who do not answer (any more)."""
+    """Returns the error sentence, which names the workers that no longer answer, if there are any."""
     others = [rank for rank in range(len(cluster.peers)) if rank != cluster.rank]
     with ThreadPoolExecutor(_PROBES_AT_ONCE, "tfdist-probe") as probes:
         answered = list(probes.map(answers, [cluster.peers[rank] for rank in others]))

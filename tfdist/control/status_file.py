@@ -1,4 +1,4 @@
-"""RUN_DIR/status.json: its name, and what is in it."""
+"""RUN_DIR/status.json: its name, and a parser of its content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STATUS_FILE = "status.json"
 
 
 def parse_status(text: str) -> dict[str, Any]:
-    """Parses a file's content: {"status", "run_id"}; {} if it is damaged."""
+    """Parses the file's content: returns {"status", "run_id"}; {} if it is damaged."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""Starts a job again after a failure: when, how often, and when to give up.
+"""Restarts a job after a failure; decides when, how often, and when to give up.
 
 The contract with any engine that restarts jobs (this one, Kubernetes, Slurm): a job that ended with a code of
-exit_codes.RESTARTABLE is started again with the same flags and run folder, with any number of workers; it goes on from
-the newest valid snapshot. All workers are started anew, since none can rejoin a TensorFlow cluster.
+exit_codes.RESTARTABLE is started again with the same flags and run folder, with any number of workers. It resumes from
+the newest valid snapshot. All workers are restarted, since none can rejoin a TensorFlow cluster.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SNAPSHOT = re.compile(r"^step-(\d+)$")
 
 @dataclass
 class RestartPolicy:
-    """The number of failures without progress that are allowed, and the wait after each.
+    """How many failures without progress are allowed, and the backoff after each.
 
     The wait doubles from `first_wait` to at most `longest_wait` seconds, times a random factor of 0.5 to 1, so that
-    many jobs that failed together do not come back together. Any progress (a newer snapshot or backup) forgives all
-    failures so far.
+    many jobs that failed together do not restart together. Any progress (a newer snapshot or backup) resets the count
+    of failures.
     """
 
     max_restarts: int
@@ -40,10 +40,11 @@ class RestartPolicy:
     longest_wait: float = 60.0
     random: Callable[[], float] = random.random
     failures: int = 0  # since the last progress
-    step: int = -1  # of what was saved last, -1 for none
+    step: int = -1  # of the newest snapshot or backup; -1: none
 
     def after(self, code: int, step: int) -> float | None:
-        """Seconds to wait before starting again; None: give up. `step`: of what it had saved last when it ended."""
+        """Returns the seconds to wait before the restart; None: give up. step: of the newest snapshot or backup when
+        the job ended."""
         if self.max_restarts == 0:
             return None
         known = {member.value for member in ExitCode}
@@ -51,7 +52,7 @@ class RestartPolicy:
             return None
         if step > self.step:
             self.step, self.failures = step, 0
-        if code == ExitCode.PREEMPTED:  # it saved and asked to be started again: no failure
+        if code == ExitCode.PREEMPTED:  # it saved and asked to be started again: not a failure
             return 0.0
         self.failures += 1
         if self.failures > self.max_restarts:
@@ -62,9 +63,8 @@ class RestartPolicy:
 class Supervisor:
     """Runs jobs made by `make_job(workers)` until one ends well, the policy gives up, or `stop` is called.
 
-    workers: how many there are to be; when that changes while a job runs, the job
-    saves, ends and is started again.
-    standby_after: seconds into a job at which spare processes for the next one are started; None: never.
+    workers: decides the number of workers. When it changes while a job runs, the job saves, ends and is restarted.
+    standby_after: seconds into a job after which spare processes for the next one are started; None: never.
     counted: what `newest_step` counts, for messages.
     """
 
@@ -84,18 +84,19 @@ class Supervisor:
         self._stopped = False
 
     def stop(self) -> None:
-        """Ends restarts. The running job is the caller's to signal."""
+        """Prevents further restarts. The caller must signal the running job itself."""
         self._stopped = True
         self.workers.stop()
 
     def run(self) -> JobResult:
-        """The result of the last job; its code is CRASH_LOOP if the same failure came again and again."""
+        """Runs jobs and returns the result of the last one. Its code is CRASH_LOOP if the job failed too often without
+        progress."""
         while True:
             count = self.workers.ask()
             if self._stopped:
                 return JobResult(ExitCode.PREEMPTED, "the job was asked to stop before it was started", {})
             self.job = job = self.make_job(count)
-            if self._stopped:  # asked while it was made: whoever asked had no job to tell
+            if self._stopped:  # stopped while the job was being made: the caller had no job to signal
                 job.request_stop()
             try:
                 job.start()
@@ -122,7 +123,7 @@ class Supervisor:
                 return result
 
     def _watch(self, job: Job, count: int) -> tuple[JobResult, bool]:
-        """Watches a job to its end: (result, whether it was asked to end as another number of workers is wanted)."""
+        """Watches a job until it ends. Returns (result, whether it was asked to end for another number of workers)."""
         started, resized = time.monotonic(), False
         while (result := job.poll()) is None:
             if self.standby_after is not None and time.monotonic() - started > self.standby_after:
@@ -140,7 +141,7 @@ class Supervisor:
 
     def _give_up(self, result: JobResult, step: int) -> JobResult:
         if self.policy.failures <= self.policy.max_restarts or self.policy.max_restarts == 0:
-            return result  # starting again would not help, or is not wanted
+            return result  # a restart would not help, or is not wanted
         first = "snapshot" if self.counted == "step" else self.counted
         where = f"after {self.counted} {step}" if step >= 0 else f"before the first {first}"
         cause = (
@@ -156,12 +157,12 @@ class Supervisor:
 
 
 def newest_saved_step(run_dir: Path, backup_folder: str) -> int:
-    """The step of the newest folder of a snapshot or backup, -1 if there is none.
+    """Returns the step of the newest snapshot's or backup's folder; -1 if there is none.
 
-    Whether it is valid is for the workers to find out.
+    Does not check whether it is valid: the workers do.
     """
     names = list[str]()
-    snapshots = (run_dir / SNAPSHOTS, run_dir / "parts")  # of a run in a store each machine may have parts alone
+    snapshots = (run_dir / SNAPSHOTS, run_dir / "parts")  # if the run is in a store, a machine may have only parts
     for folder in (*snapshots, *([Path(backup_folder)] if backup_folder else [])):
         with contextlib.suppress(OSError):
             names += os.listdir(folder)

@@ -1,8 +1,8 @@
-"""TF_CONFIG, read and written. Checked here, before TensorFlow sees any of it.
+"""Reads, checks and writes TF_CONFIG. The check comes before TensorFlow sees any of it.
 
 It is `{"cluster": {"chief": ["host:port"], "worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}`.
-Without a "chief" the first worker is the chief. An "evaluator" takes no part in training and need not be listed. With
-"ps" (parameter servers), which need a "chief", --strategy=parameter_server is meant: the chief then only coordinates.
+Without a "chief", the first worker is the chief. An "evaluator" takes no part in training and need not be listed. "ps"
+(parameter servers) requires a "chief" and is for --strategy=parameter_server: the chief then only coordinates.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tfdist.control.exit_codes import ClusterError
 
 
 class Task(NamedTuple):
-    """The place of one process in a cluster."""
+    """Role and index of one process in a cluster."""
 
     role: str
-    index: int  # among those of its role
+    index: int  # among the processes of its role
 
 
 def from_tf_config(environ: Mapping[str, str]) -> Cluster | None:
-    """Makes a Cluster from TF_CONFIG; None if it is not set or empty."""
+    """Makes a Cluster from TF_CONFIG; None if that is not set or empty."""
     text = environ.get("TF_CONFIG")
     return None if _is_empty(text) else parse_tf_config(text)
 
@@ -34,7 +34,7 @@ def _is_empty(text: str | None) -> bool:
 
 
 def parse_tf_config(text: str | None) -> Cluster:
-    """Reads and checks TF_CONFIG; alone if there is none.
+    """Reads and checks TF_CONFIG; a single process if there is none.
 
     Raises ClusterError with a sentence that names the field and the fix.
     """
@@ -42,7 +42,7 @@ def parse_tf_config(text: str | None) -> Cluster:
         return Cluster()
     try:
         config = json.loads(text, object_pairs_hook=_no_repeated_keys)
-    except (ValueError, RecursionError) as error:  # also a number without end, or brackets
+    except (ValueError, RecursionError) as error:  # also an endless number, or endless brackets
         if isinstance(error, ClusterError):
             raise
         raise ClusterError(
@@ -62,7 +62,7 @@ def parse_tf_config(text: str | None) -> Cluster:
 
 
 def _no_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Raises ClusterError for repeated keys: Python's JSON reader would keep only the last, and so lose workers."""
+    """Raises ClusterError for repeated keys: Python's JSON reader would keep only the last one, and lose workers."""
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
@@ -135,7 +135,7 @@ def _check_task(task: object, spec: Mapping[str, list[str]]) -> Task:
         raise ClusterError(f"TF_CONFIG: task.index is missing: give each {role} its own, 0 to {count - 1}.")
     index = task.get("index", 0)
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
-        index = int(index)  # templates of job systems often write numbers as texts
+        index = int(index)  # templates of job systems often write numbers as strings
     if not isinstance(index, int) or isinstance(index, bool):
         raise ClusterError(
             f"TF_CONFIG: task.index is {json.dumps(index)}, not a whole number: use 0 to {max(count - 1, 0)}."
@@ -157,10 +157,10 @@ def _check_task(task: object, spec: Mapping[str, list[str]]) -> Task:
 def worker_environment(
     addresses: Sequence[str], rank: int | None, threads: int, environment: Mapping[str, str], servers: int = 0
 ) -> dict[str, str]:
-    """The environment of one of the local workers at `addresses`, or (rank None) an evaluator beside them.
+    """Returns the environment of one of the local workers at `addresses`, or (rank None) of an evaluator beside them.
 
-    A worker that is alone gets no TF_CONFIG. `threads`: 0 leaves their number alone, as does a variable that is set.
-    With `servers` the addresses belong to the chief, the workers and, last, as many parameter servers.
+    A single worker gets no TF_CONFIG. `threads`: 0 does not set the number of threads; variables already set are kept.
+    With `servers`, the addresses belong to the chief, the workers and, last, that number of parameter servers.
     """
     result = {"TF_GRPC_REUSE_PORT": "true", "PYTHONUNBUFFERED": "1"}
     if rank is None or len(addresses) > 1:
@@ -179,7 +179,7 @@ def worker_environment(
 
 
 def local_tasks(count: int, servers: int) -> list[Task]:
-    """The processes of a local job in rank order: all workers, or a chief, workers and `servers` parameter servers."""
+    """Returns the tasks of a local job in rank order: workers, or a chief, workers and `servers` parameter servers."""
     if not servers:
         return [Task("worker", index) for index in range(count)]
     return [

@@ -1,9 +1,9 @@
-"""The job token: a secret that the processes of one job share, by which each knows the others (control/wire.py).
+"""The job token: a secret shared by the processes of one job, with which they authenticate each other (wire.py).
 
-The launcher, on this machine and on Ray, and the Slurm script make one for every start of a job, and hand it over in
+The launcher, on this machine and on Ray, and the Slurm script make a new token for every start of a job, and pass it in
 the environment (TFDIST_JOB_TOKEN). Workers that are started by hand get it from there too, or from a file that only
-their user can read (--job_token_file). It is taken out of the environment as soon as it is read, so that no child
-process, tracker or log gets it from there, and no text that Python makes of a Secret shows it.
+their user can read (--job_token_file). It is removed from the environment as soon as it is read, so that no child
+process, tracker or log gets it from there. A Secret's text (repr, str) does not show it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 VARIABLE = "TFDIST_JOB_TOKEN"
 _LEAST_CHARACTERS = 16
 _MOST_BYTES = 4096
-_taken = ""  # what this process's environment held
+_taken = ""  # the token that was in this process's environment
 
 
 @dataclass(frozen=True)
 class Secret:
-    """A job token; false if there is none."""
+    """A job token. Its truth value is False if there is none."""
 
     value: bytes = field(default=b"", repr=False)
 
@@ -40,20 +40,20 @@ class Secret:
         return bool(self.value)
 
     def key(self, purpose: str, *context: str) -> bytes:
-        """32 bytes for one purpose, and for one meeting of which only the processes of the job know the `context`."""
+        """Derives a key of 32 bytes for one purpose and one session, whose `context` only the job's processes know."""
         parts = [part.encode() for part in (purpose, *context)]
         return hmac.digest(self.value, b"".join(len(part).to_bytes(4, "big") + part for part in parts), hashlib.sha256)
 
 
 def make() -> str:
-    """A new token, fit for an environment variable."""
+    """Makes a new token that can be put into an environment variable."""
     return secrets.token_hex(32)
 
 
 def read(environment: MutableMapping[str, str], file: str = "") -> Secret:
-    """The token of this process: from the file if one is named, else from the environment, from which it is removed.
+    """Reads the token of this process: from the file if given, else from the environment, and removes it there.
 
-    Raises ConfigError for a file that others can read, and for a token that could be guessed.
+    Raises ConfigError if others can read the file, and if the token could be guessed.
     """
     global _taken
     value = environment.pop(VARIABLE, "")
@@ -76,7 +76,7 @@ def _read_file(path: str) -> str:
     try:
         with open(
             path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-        ) as file:  # a pipe would wait for its writer
+        ) as file:  # opening a pipe would wait for its writer
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"--job_token_file={path} is not a plain file: name one that holds the token.")
@@ -96,12 +96,12 @@ def _read_file(path: str) -> str:
 
 
 def host_of(address: str) -> str:
-    """The host of host:port, without the brackets of an IPv6 address."""
+    """Returns the host of host:port, without the brackets of an IPv6 address."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine by its very name, so that nobody else can reach it."""
+    """Returns whether a host is a loopback name or address, which other machines cannot reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -109,9 +109,9 @@ def is_loopback(host: str) -> bool:
 
 
 def with_token(cluster: Cluster, environment: MutableMapping[str, str], file: str) -> Cluster:
-    """The cluster of a process that is about to talk to the others, with the job's token. Raises what `read` raises.
+    """Adds the job's token to the cluster of a process about to connect to the others. Raises what `read` raises.
 
-    Says, on the chief, if there is none and so whoever reaches the workers' addresses can pose as one of them.
+    On the chief, prints a warning if there is no token, since whoever reaches the workers can then pose as one of them.
     """
     secret, peers = read(environment, file), cluster.peers
     if cluster.is_chief and len(peers) > 1 and not secret and not all(is_loopback(host_of(peer)) for peer in peers):

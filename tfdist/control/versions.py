@@ -1,5 +1,5 @@
-"""Refuses Python, TensorFlow and Keras versions that tfdist has not been shown to work with, before they are
-imported.
+"""Refuses versions of Python, TensorFlow and Keras with which tfdist has not been tested, before the import. Also
+prepares the import of TensorFlow and Keras.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SERIES = {("tensorflow", "tensorflow-cpu", "tensorflow-intel"): "2.21", ("keras"
 
 
 def check(python: tuple[int, int] = sys.version_info[:2], installed=metadata.version) -> None:
-    """Raises UnsupportedError with a sentence if a version does not fit. `installed`: name -> version."""
+    """Raises UnsupportedError with a sentence if a version is not supported. `installed`: name -> version."""
     if not PYTHON[0] <= python <= PYTHON[1]:
         raise UnsupportedError(f"Python {python[0]}.{python[1]} is not supported: use Python 3.11, 3.12 or 3.13.")
     for names, series in SERIES.items():
@@ -40,19 +40,19 @@ def _first_version(names: tuple[str, ...], installed) -> str | None:
 
 
 def quiet() -> None:
-    """Keeps TensorFlow's start-up notices off the terminal; what is set already stays.
+    """Keeps TensorFlow's start-up notices off the terminal; does not change variables that are already set.
 
-    Before TensorFlow is imported.
+    Must be called before TensorFlow is imported.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # the default; setting it spares its notice
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # the default; setting it avoids the notice about it
 
 
 def prefer_cublas() -> None:
-    """Makes XLA take cuBLAS for matrix products on GPUs, unless XLA_FLAGS says otherwise, and try no kernels of its
-    own: GPT-2 on an H200 trained 9 % faster, and after 29 seconds, not 89, as most of these went to trying.
+    """Makes XLA use cuBLAS for matrix products on GPUs, and not try kernels of its own, unless XLA_FLAGS says
+    otherwise. GPT-2 on an H200 trained 9 % faster, and began after 29 seconds instead of 89, most spent on trying.
 
-    Before TensorFlow is imported.
+    Must be called before TensorFlow is imported.
     """
     flags = os.environ.get("XLA_FLAGS", "").strip()
     names_a_file = flags and not flags.startswith("--")
@@ -61,18 +61,18 @@ def prefer_cublas() -> None:
 
 
 def import_keras() -> None:
-    """Imports Keras without scikit-learn and Matplotlib, which it loads for its wrappers and galleries where it finds
-    them: a quarter of a worker's start. `keras.visualization` cannot draw then.
+    """Imports Keras without scikit-learn and Matplotlib, which it would load, if installed, for its wrappers and
+    galleries: a quarter of a worker's start-up time. `keras.visualization` then cannot draw.
 
-    Python's collector rests meanwhile, and never looks at what was imported: it would walk it again and again while
-    the first step is traced (a seventh of the processor time until then)."""
+    Garbage collection is off during the import, and permanently skips the imported objects: it would traverse them
+    again and again while the first step is traced (a seventh of the processor time until then)."""
     if "keras" in sys.modules:
         return
     collects = gc.isenabled()
     gc.disable()
     hidden = [name for name in ("sklearn", "matplotlib") if name not in sys.modules]
     for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]  # "not installed", to the import statement
+        sys.modules[name] = None  # type: ignore[assignment]  # makes the import statement fail
     try:
         import keras  # noqa: F401
     finally:

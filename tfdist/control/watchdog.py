@@ -1,6 +1,6 @@
-"""Time-outs per section of a run: what a worker is doing, since when, and what happens when it takes too long.
+"""Time limits per section of a run: what a worker is doing, since when, and what happens when it takes too long.
 
-The watched code only says which section it is in. A thread looks at the clock; it runs even while the main thread is
+The watched code only says which section it is in. A thread checks the clock; it runs even while the main thread is
 blocked in Python or inside TensorFlow.
 """
 
@@ -20,9 +20,9 @@ from typing import NamedTuple
 from tfdist.control import sections
 
 _FRAMES_SHOWN = 6
-# Frames below these packages tell how a call is made, not what is being called.
+# Frames in these packages show how a call is made, not what is called.
 _PLUMBING = ("/tensorflow/", "/keras/", "/absl/", "/contextlib.py", "/runpy.py", "<frozen runpy>")
-_LOOKING = threading.Lock()  # so that one look does not turn garbage collection on again while another goes on
+_LOOKING = threading.Lock()  # so that no stack walk turns garbage collection on again during another
 
 
 class Watchdog:
@@ -62,7 +62,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """A context in section `name`, and then back in the one around it."""
+        """Context manager: enters section `name`, and returns to the enclosing section at exit."""
         outer = self.name
         self.enter(name)
         try:
@@ -71,7 +71,7 @@ class Watchdog:
             self.enter(outer)
 
     def stop_within(self, seconds: float) -> None:
-        """The process must have ended in this time: section "stopping" counts from now, beside the others.
+        """Requires the process to end within this time: section "stopping" starts now, in parallel with the others.
 
         For signal handlers.
         """
@@ -79,15 +79,15 @@ class Watchdog:
             self._stop_at, self._stop_seconds = self._now() + seconds, seconds
 
     def stop_in_any_time(self) -> None:
-        """Nothing is lost any more, however long the process takes to end."""
+        """Removes the limit of `stop_within`: nothing can be lost any more, however long the process takes to end."""
         self._stop_at = None
 
     def seconds(self) -> float:
-        """The seconds spent in the present section."""
+        """Returns the seconds spent in the current section."""
         return self._now() - self.since
 
     def expired(self) -> tuple[str, float] | None:
-        """(section, seconds) of what has outlasted its limit, or None."""
+        """Returns (section, seconds) of a section that has exceeded its limit, or None."""
         name, seconds, stop_at = self.name, self.seconds(), self._stop_at
         if 0 < self.limits.get(name, 0) < seconds:
             return name, seconds
@@ -103,7 +103,8 @@ class Watchdog:
 
 
 def main_thread_at() -> str:
-    """The main thread's place, innermost first: "loop.py:80 train < session.py:210 run". No library frames."""
+    """Returns where the main thread is, innermost frame first: "loop.py:80 train < session.py:210 run". Library frames
+    are left out."""
     main = _main_thread()
     stack = _stacks(main).get(main)
     if stack is None:
@@ -117,7 +118,7 @@ def _main_thread() -> int:
 
 
 def all_stacks() -> str:
-    """The Python stacks of all threads but this one, as text for the log; the main thread's first."""
+    """Returns the Python stacks of all threads except this one, as text for the log; the main thread's comes first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = {ident: stack for ident, stack in _stacks().items() if ident != threading.get_ident()}
     main = _main_thread()
@@ -128,7 +129,7 @@ def all_stacks() -> str:
 
 
 class _Place(NamedTuple):
-    """The place of a frame."""
+    """The source location of a frame."""
 
     file: str
     line: int | None
@@ -136,17 +137,18 @@ class _Place(NamedTuple):
 
 
 def _as_text(stack: Sequence[_Place]) -> str:
-    """The stack as Python shows a traceback."""
+    """Formats a stack as Python formats a traceback."""
     frames = [traceback.FrameSummary(place.file, place.line, place.function) for place in reversed(stack)]
     return "".join(traceback.StackSummary.from_list(frames).format())
 
 
 def _stacks(only: int | None = None) -> dict[int, list[_Place]]:
-    """thread, or only this one -> where its frames are, innermost first.
+    """Returns thread id -> source locations of its frames, innermost first. only: the one thread to include; None: all.
 
-    Without garbage collection: a walk over frames makes objects; in Python 3.11 that may collect, a finalizer may let
-    the other thread run on, and its frame is gone under the walk's feet. A worker died of that once in some ten
-    thousand looks. Not with faulthandler, which reads threads while TensorFlow's are being made, and then crashes, too.
+    Garbage collection is off meanwhile. A walk over frames creates objects, which in Python 3.11 may start a
+    collection; a finalizer may then let the other thread run, and the frame being walked disappears. This crashed a
+    worker about once in ten thousand walks. faulthandler is no alternative: it also crashes, when it reads threads
+    while TensorFlow is creating some.
     """
     with _LOOKING:
         collects = gc.isenabled()

@@ -1,17 +1,17 @@
-"""Lets two processes of a job make sure of each other before either reads a word of the other's.
+"""Mutual authentication: two processes of a job verify each other before either reads a message of the other.
 
-Every TCP connection of tfdist's own (rendezvous, rings, membership) begins so; TensorFlow's and Horovod's do not. I is
-the initiator, who connects, A the acceptor:
+Every TCP connection of tfdist's own (rendezvous, rings, membership) begins with this handshake; TensorFlow's and
+Horovod's do not. I is the initiator, who connects; A is the acceptor:
 
   I -> A   hello: magic, whether there is a token, rank, nonce
   A -> I   hello, and HMAC-SHA256("accepts", both hellos)
   I -> A   HMAC-SHA256("connects", both hellos), length, message
   A -> I   one byte: you are admitted
 
-The key comes from the job token, the purpose, and the meeting (a ring: the table of all endpoints, each with a random
-part). Nothing of varying length is read before the other side has proved itself, so a stranger costs 81 bytes and a few
-seconds of one of a bounded number of places. What comes after is neither encrypted nor signed. This file has I's side;
-A's is in reception.py.
+The key is derived from the job token, the purpose, and the session (for a ring: the table of all endpoints, each with a
+random part). Nothing of variable length is read before the other side has authenticated itself, so a stranger costs 81
+bytes and a few seconds of one of a bounded number of places. Later data are neither encrypted nor signed. This file has
+I's side; A's side is in reception.py.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ LENGTH = struct.Struct("!I")
 PROOF_BYTES = hashlib.sha256().digest_size
 ADMITTED = b"\x01"
 _CURE = f"give all workers the same token, by --job_token_file or {VARIABLE}"
-OTHER_TOKEN = f"has another job token, or is of another job: {_CURE}."  # the rest of a sentence
+OTHER_TOKEN = f"has another job token, or is of another job: {_CURE}."  # the end of a sentence
 
 
 class OtherJobError(Exception):
-    """The other side is one of another job, or has no token where this one has one. Its text goes on after a name."""
+    """The other side is of another job, or only one side has a token. The text continues a sentence after a name."""
 
 
 class Hello(NamedTuple):
-    """The bytes with which either side begins."""
+    """The first message of either side."""
 
-    token: bool  # whether it has a job token
+    token: bool  # whether the side has a job token
     rank: int
 
     @classmethod
     def read(cls, data: bytes) -> Hello | None:
-        """Reads a hello; None if it is no tfdist that speaks."""
+        """Reads a hello; None if the other side is not tfdist."""
         magic, token, rank, _ = _HELLO.unpack(data)
         return cls(token, rank) if magic == _MAGIC else None
 
 
 @dataclass(frozen=True)
 class SharedKey:
-    """The secret that both ends of a connection must have alike."""
+    """The secret key that must be the same at both ends of a connection."""
 
     key: bytes = field(repr=False)
     token: bool  # whether the key comes from a job token
@@ -72,18 +72,18 @@ class SharedKey:
         return _HELLO.pack(_MAGIC, self.token, rank, secrets.token_bytes(32))
 
     def proof_of_accepting(self, connecting: bytes, accepting: bytes) -> bytes:
-        """The accepting side's proof, from the hellos of both."""
+        """Returns the accepting side's proof, computed from both hellos."""
         return self._proof(b"accepts", connecting, accepting)
 
     def proof_of_connecting(self, connecting: bytes, accepting: bytes) -> bytes:
-        """The connecting side's proof, from the hellos of both."""
+        """Returns the connecting side's proof, computed from both hellos."""
         return self._proof(b"connects", connecting, accepting)
 
     def _proof(self, word: bytes, connecting: bytes, accepting: bytes) -> bytes:
         return hmac.digest(self.key, word + connecting + accepting, hashlib.sha256)
 
     def token_mismatch(self, token: bool) -> str:
-        """The end of a sentence about another with a token where this one has none, or the reverse. "": they agree."""
+        """Returns the end of a sentence if only one of the two sides has a token; "" if they agree."""
         if token == self.token:
             return ""
         has = {True: "a job token", False: "none"}
@@ -91,14 +91,12 @@ class SharedKey:
 
 
 def endpoint(host: str, listener: socket.socket) -> str:
-    """host:port/nonce: where a socket can be reached, and a random part that makes the table of all endpoints
-    unique.
-    """
+    """Returns host:port/nonce: a socket's address, and a random part that makes the table of all endpoints unique."""
     return f"{host}:{listener.getsockname()[1]}/{secrets.token_hex(8)}"
 
 
 def address_of(place: str) -> tuple[str, int]:
-    """(host, port) of host:port, or of an endpoint."""
+    """Returns (host, port) of host:port, or of an endpoint."""
     address = place.partition("/")[0]
     return host_of(address), int(address.rpartition(":")[2])
 
@@ -106,13 +104,13 @@ def address_of(place: str) -> tuple[str, int]:
 def connect(
     place: str, key: SharedKey, rank: int, expected: int, deadline: float, message: bytes = b""
 ) -> socket.socket:
-    """A connection to rank `expected` at `place`, that has admitted this rank; `message` comes with it.
+    """Connects to rank `expected` at `place` and sends `message`. Returns the connection once this rank is admitted.
 
-    Raises OSError if there is no answer, or none of tfdist, before `deadline` (monotonic); OtherJobError.
+    Raises OSError if no tfdist process answers before `deadline` (monotonic); OtherJobError.
     """
     connection = socket.create_connection(address_of(place), timeout=_left(deadline))
     try:
-        if connection.getsockname() == connection.getpeername():  # the kernel picked the very port that it connects to
+        if connection.getsockname() == connection.getpeername():  # the kernel connected the socket to itself
             raise ConnectionError("nobody listens there")
         mine = key.hello(rank)
         connection.sendall(mine)
@@ -127,7 +125,7 @@ def connect(
             read_exactly(connection, PROOF_BYTES, deadline), key.proof_of_accepting(mine, theirs)
         )
         if not proven:
-            with contextlib.suppress(OSError):  # so that the other side can tell the same
+            with contextlib.suppress(OSError):  # so that the other side can report the same
                 connection.sendall(proof + LENGTH.pack(0))
         if not proven or hello.rank != expected:
             raise OtherJobError(OTHER_TOKEN)
@@ -148,7 +146,7 @@ def _left(deadline: float) -> float:
 
 
 def read_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """`count` bytes. Raises OSError if they are not there before the deadline, however slowly they come."""
+    """Reads `count` bytes. Raises OSError if not all have arrived before the deadline, however slowly they come."""
     data = b""
     while len(data) < count:
         connection.settimeout(_left(deadline))
@@ -160,13 +158,13 @@ def read_exactly(connection: socket.socket, count: int, deadline: float) -> byte
 
 
 def send_message(connection: socket.socket, message: Any) -> None:
-    """Sends JSON with its length."""
+    """Sends a message as JSON, preceded by its length."""
     data = json.dumps(message).encode()
     connection.sendall(LENGTH.pack(len(data)) + data)
 
 
 def read_message(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Reads the object that `send_message` sent. Raises OSError; ValueError for what is none."""
+    """Reads a JSON object that `send_message` has sent. Raises OSError; ValueError if the message is not an object."""
     (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size, deadline))
     if length > LARGEST_MESSAGE:
         raise ValueError(f"a message of {length} bytes")
@@ -174,7 +172,7 @@ def read_message(connection: socket.socket, deadline: float) -> dict[str, Any]:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for anything else, however deep it is nested."""
+    """Parses a JSON object. Raises ValueError for anything else, however deeply it is nested."""
     try:
         message = json.loads(data)
     except RecursionError:

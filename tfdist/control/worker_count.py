@@ -1,4 +1,4 @@
-"""Decides how many workers a job is to have: as many as there is room for, between --min_workers and --workers."""
+"""Decides how many workers a job has: as many as there is room for, between --min_workers and --workers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ _ANSWER_SECONDS = 30.0
 
 
 class WorkerSupply(Protocol):
-    """Says how many workers there are to be."""
+    """Decides how many workers a job should have."""
 
-    count: int  # as it was last answered
+    count: int  # the last answer
 
     def ask(self) -> int:
-        """The number of workers to start a job with; may wait."""
+        """Returns the number of workers to start a job with; may wait."""
         ...
 
     def wanted(self) -> int:
-        """The number of workers wanted while the job runs; never waits."""
+        """Returns the number of workers wanted while the job runs; never waits."""
         ...
 
     def failed(self, rank: int | None, progress: bool) -> None:
-        """A job has failed because of `rank`; `progress`: there is a newer snapshot than at the failure before."""
+        """Reports that a job failed because of `rank`. progress: whether there has been a new snapshot since the
+        previous failure."""
 
     def stop(self) -> None:
-        """Ends the waiting of `ask`; for signal handlers."""
+        """Makes a waiting `ask` return; for signal handlers."""
 
 
 class WorkerCount:
-    """A WorkerSupply on this machine: shrinks when a worker cannot be brought back, grows again later.
+    """A WorkerSupply for this machine: shrinks when a worker cannot be brought back, grows again later.
 
-    With `discover` (a shell command that prints how many workers there is room for) its answer decides. Without, a rank
-    that is the cause of two failures in a row, with no progress in between, counts as gone; after `grow_after` seconds
-    it is tried again, and each time that fails the wait doubles. `fits` says which numbers a job can have at all.
+    If `discover` is given (a shell command that prints how many workers there is room for), its answer decides. Without
+    it, a rank that causes two failures in a row, without progress in between, counts as gone; it is tried again after
+    `grow_after` seconds, and each time that fails the wait doubles. `fits` says which numbers of workers are possible.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class WorkerCount:
         self._stopped = False
 
     def failed(self, rank: int | None, progress: bool) -> None:
-        """A job has failed because of `rank`; `progress`: there is a newer snapshot than at the failure before."""
+        """Reports that a job failed because of `rank`. progress: whether there has been a new snapshot since the
+        previous failure."""
         repeated = rank is not None and rank == self._last_root_cause and not progress
         self._last_root_cause = rank
         if repeated and not self.discover and (fewer := self._at_most(self.count - 1)):
@@ -68,11 +70,11 @@ class WorkerCount:
             self.grow_after *= 2
 
     def _at_most(self, count: int) -> int:
-        """The largest number that a job can have, if so many workers are there; 0: there are too few."""
+        """Returns the largest possible number of workers up to `count`; 0 if there are too few."""
         return next((each for each in range(count, self.least - 1, -1) if self._fits(each)), 0)
 
     def wanted(self) -> int:
-        """The number of workers wanted now. Never waits for the answer of `discover`."""
+        """Returns the number of workers wanted now. Never waits for the answer of `discover`."""
         if self.discover:
             self._ask()
         elif self._grow_at is not None and self._now() >= self._grow_at:
@@ -80,7 +82,7 @@ class WorkerCount:
         return self.count
 
     def ask(self) -> int:
-        """The number of workers wanted, after waiting for an answer of `discover`."""
+        """Waits for an answer of `discover` and returns the number of workers wanted."""
         if self.discover:
             self._ask()
             while self._asking and self._asking.is_alive() and not self._stopped:
@@ -88,7 +90,7 @@ class WorkerCount:
         return self.wanted()
 
     def stop(self) -> None:
-        """Ends the waiting of `ask`; for signal handlers."""
+        """Makes a waiting `ask` return; for signal handlers."""
         self._stopped = True
 
     def _ask(self) -> None:
@@ -105,4 +107,4 @@ class WorkerCount:
             ).stdout
             self.count = self._at_most(max(self.least, min(self.most, int(output.split()[-1])))) or self.count
         except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
-            pass  # no answer: what was known stays
+            pass  # no answer: keep the last one

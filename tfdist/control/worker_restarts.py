@@ -1,4 +1,4 @@
-"""Decides when a dead worker of a parameter-server job is started again: soon, but not for ever."""
+"""Decides when a dead worker of a parameter-server job is restarted: soon, but not endlessly."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import time
 
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 
-_LIVED_SECONDS = 60.0  # a worker that lived this long had started well
-_WAIT_SECONDS = 1.0  # until it is started again
-_MOST = 5  # times in a row
+_LIVED_SECONDS = 60.0  # a worker that ran this long had started well
+_WAIT_SECONDS = 1.0  # before the restart
+_MOST = 5  # restarts in a row
 
 
 class WorkerRestarts:
-    """Asked about every worker at every look, by name."""
+    """Decides about restarts of workers, by name. `due` is called for every worker in every poll of the job."""
 
     def __init__(self) -> None:
-        self._since: dict[str, float] = {}  # when it was seen dead
-        self._started: dict[str, float] = {}  # when it was last started again
+        self._since: dict[str, float] = {}  # when the worker was first seen dead
+        self._started: dict[str, float] = {}  # when it was last restarted
         self._in_a_row: dict[str, int] = {}
 
     def due(self, name: str, code: int | None) -> bool:
-        """Whether to start it again now. `code`: its exit code; negative: the signal that killed it; None: it runs."""
+        """Returns whether to restart the worker now. code: its exit code; negative: the signal that killed it; None: it
+        is running."""
         if not code:
             return False
         now = time.monotonic()
@@ -39,5 +40,5 @@ class WorkerRestarts:
         return True
 
     def is_pending(self, name: str) -> bool:
-        """Whether it is dead and about to be started again."""
+        """Returns whether the worker is dead and about to be restarted."""
         return name in self._since

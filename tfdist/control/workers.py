@@ -1,4 +1,4 @@
-"""A process of a job, its end, and how much that says about the cause."""
+"""A process of a job, how it ended, and whether it is the cause of the job's failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from tfdist.control.exit_codes import MEANING, ExitCode
 
 _LAST_LINES = 20
-# An empty line; an indented one, as of the source in a traceback or a warning; and a warning of Python itself.
+# Lines that do not explain a failure: empty lines; indented ones (source lines of tracebacks and warnings); warnings of
+# Python itself.
 _NO_CAUSE = re.compile(r"\s|$|\S+:\d+: \w*Warning: ")
 
 
@@ -26,11 +27,11 @@ class Worker:
     rank: int | None  # None: the evaluator
     shown: bool
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
-    error: str = ""  # the last line with which it named an error
+    error: str = ""  # the last line in which it named an error
     ended_at: float = 0.0
     killed: bool = False  # by us, since it did not end when asked to
-    lost: str = ""  # how, if what it ran on is gone
-    relay: threading.Thread = field(init=False)  # copies its output; set before it is one of the job's workers
+    lost: str = ""  # set if the node or actor that it ran on is gone: a phrase that says how
+    relay: threading.Thread = field(init=False)  # copies its output; set before the worker is added to the job
 
     @property
     def code(self) -> int | None:
@@ -50,7 +51,7 @@ class Worker:
         return self.rank
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process and all that it started."""
+        """Sends a signal to the process and its child processes."""
         raise NotImplementedError
 
 
@@ -73,15 +74,15 @@ class LocalWorker(Worker):
 class JobResult:
     """The result of a job."""
 
-    code: int  # what the launcher exits with
-    cause: str  # a sentence; "" if all went well
+    code: int  # exit code of the launcher
+    cause: str  # a sentence; "" if the job succeeded
     exit_codes: dict[str, int]  # by worker name; negative: the signal that killed it
-    last_lines: tuple[str, ...] = ()  # what the worker that is the cause wrote last, if its output was not shown
-    rank: int | None = None  # of the worker that is the cause
+    last_lines: tuple[str, ...] = ()  # last output of the worker that caused the failure, if not shown
+    rank: int | None = None  # of the worker that caused the failure
 
 
 def root_cause_order(worker: Worker) -> int:
-    """A key to sort by: 0: it surely failed by itself; the higher, the more likely a peer was gone or we ended it."""
+    """Sort key: 0 if the worker surely failed by itself; the higher, the more likely a peer was gone or we ended it."""
     if worker.killed or worker.rank is None:
         return 3
     if worker.lost:
@@ -92,7 +93,10 @@ def root_cause_order(worker: Worker) -> int:
 
 
 def describe(worker: Worker) -> str:
-    """A phrase on how a worker failed: "worker 1 was killed by signal 9 (SIGKILL)", with what it last said about it."""
+    """Returns a phrase that says how a worker failed, with its last message about it if there is one.
+
+    For example: "worker 1 was killed by signal 9 (SIGKILL)".
+    """
     if worker.killed:
         return f"{worker.name} did not end when asked to (SIGTERM) and was killed"
     if worker.lost:
@@ -109,8 +113,8 @@ def describe(worker: Worker) -> str:
 
 
 def _meaning(code: int, error: str) -> str:
-    """The meaning of an exit code in tfdist. error: the last sentence of tfdist's that the process has written; tfdist
-    ends it with its code, and where it does not, the code may be that of a user's script."""
+    """Returns the meaning of an exit code in tfdist. error: the last error sentence of tfdist that the process has
+    written. Such a sentence ends with tfdist's code; if it does not, the code may be that of a user's script."""
     meaning = f"{ExitCode(code).name}: {MEANING[ExitCode(code)]}"
     by_tfdist = f"(exit code {code}, " in error or code in (ExitCode.INTERNAL, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
     return meaning if by_tfdist else f"the script's own, or {meaning}"

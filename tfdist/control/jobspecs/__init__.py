@@ -1,7 +1,7 @@
-"""Job files for Slurm and Kubernetes, and a Dockerfile, as text made from the templates in this folder.
+"""Makes job files for Slurm and Kubernetes, and a Dockerfile, from the templates in this folder.
 
-In a template {{name}} is replaced. A line that begins with {{?name}} stands only if `name` is not empty; a value with
-several lines keeps the indent of the first.
+In a template, {{name}} is replaced by its value. A line that begins with {{?name}} is kept only if `name` is not empty.
+All lines of a multi-line value get the indent of the first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FATAL_CODES = sorted(code.value for code in ExitCode if code != ExitCode.OK and 
 
 
 def render(template: str, values: Mapping[str, object]) -> str:
-    """The text of a template of this folder. A name that `values` lacks is a KeyError."""
+    """Returns the filled text of a template in this folder. Raises KeyError for a name that `values` lacks."""
     codes = {
         "preempted": ExitCode.PREEMPTED.value,
         "fatal_codes": ", ".join(map(str, FATAL_CODES)),
@@ -33,7 +33,7 @@ def render(template: str, values: Mapping[str, object]) -> str:
 
 
 def fill(text: str, values: Mapping[str, object]) -> str:
-    """`text` with its places filled; see the file's first lines."""
+    """Fills the placeholders in `text`; see the module docstring."""
     lines = []
     for line in text.splitlines():
         condition = _ONLY_IF.match(line)
@@ -48,7 +48,7 @@ def fill(text: str, values: Mapping[str, object]) -> str:
 
 
 def bash_word(text: str) -> str:
-    """Quotes a text as one word for bash, on one line: a line break in it must not meet the indent of `fill`."""
+    """Quotes a text as one word for bash, on one line: `fill` would add an indent after a line break in it."""
     if text.isprintable():
         return shlex.quote(text)
     special = {"\\": "\\\\", "'": "\\'"}
@@ -63,5 +63,5 @@ def bash_word(text: str) -> str:
 
 
 def quoted_list(items: Sequence[str]) -> str:
-    """The texts as a YAML block list; JSON's strings are YAML's."""
+    """Formats texts as a YAML block list; JSON strings are valid YAML strings."""
     return "\n".join(f"- {json.dumps(item)}" for item in items)

@@ -13,7 +13,7 @@ _NAME = (r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", "small letters, digits, - and 
 _NAMESPACE = (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "the name of a namespace, up to 63 of a-z, 0-9 and -")
 _QUANTITY = (r"\d+(\.\d+)?([KMGTP]i|[kMGTP])?", "an amount such as 16Gi")
 _WORD = (r"[^\s\"'$`\\]+", "one word, such as registry/tfdist:latest")
-# kind of file -> flag -> (what it must look like, in words)
+# kind of file -> flag -> (pattern of its values, description of the pattern)
 _FORMS = {
     "slurm": {
         "time": (
@@ -31,7 +31,7 @@ _MOST_SIGNAL_SECONDS = 65535  # of sbatch's --signal
 
 
 class _Parser(CommandParser):
-    """The parser of the command, and of each kind of file."""
+    """The parser of the command, and that of each kind of file."""
 
     def __init__(self, **options: Any):
         hint = (
@@ -42,14 +42,15 @@ class _Parser(CommandParser):
 
 
 def parse_job_options(argv: list[str], description: str) -> argparse.Namespace:
-    """The flags before `--`. Raises ConfigError; --help prints `description` and the flags, and ends the process."""
+    """Parses and checks the flags before `--`. Raises ConfigError. --help prints `description` and the flags, and ends
+    the process."""
     options = job_parser(description).parse_args(argv)
     _check(options)
     return options
 
 
 def job_parser(description: str) -> CommandParser:
-    """Reads the flags, a parser within it for each kind of file."""
+    """Makes the parser of the flags, with a subparser for each kind of file."""
     parser = _Parser(prog="python -m tfdist.jobs", description=description)
     kinds = parser.add_subparsers(dest="kind", required=True, parser_class=_Parser)
     made = {
