@@ -1,4 +1,4 @@
-"""The raw output of workers as lines fit for a terminal, and what tfdist itself says there."""
+"""Makes printable lines from the raw output of workers, and prints tfdist's own messages."""
 
 from __future__ import annotations
 
@@ -14,48 +14,49 @@ import time
 from collections.abc import Callable
 
 _READER_HAS_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
-_LONGEST_LINE = 16_384  # characters; what goes on without a line end is shown in pieces of this size
+_LONGEST_LINE = 16_384  # characters; longer output without a line end is shown in pieces of this size
 _LONGEST_SENTENCE = 1200  # characters
-_BAR_SECONDS = 10.0  # a line that is written over and over (a progress bar) is shown this often
-# Everything that would move the cursor or ring the bell; colours may stay.
+_BAR_SECONDS = 10.0  # a line that is overwritten again and again (a progress bar) is shown this often
+# Everything that would move the cursor or ring the bell, but not colors.
 _CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
-# In what another process says of itself: also colours, line ends, and what turns the direction of writing.
+# For text from another process: also colors, line ends, and characters that change the writing direction.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def printable(text: str) -> str:
-    """Another process's words as part of a line: what could forge lines, or act on a terminal, is replaced."""
+    """Makes text from another process safe as part of a line: replaces what could forge lines or control a terminal."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def as_line(text: str) -> str:
-    """A text with anything in it as one line without colours: what users name and what their code says ends up in
-    sentences of ours. Shortened in the middle where it is too long to be read.
+    """Turns any text into one printable line without colors, since users' names and messages of their code become parts
+    of our sentences. A text that is too long to be read is shortened in the middle.
     """
     line, half = printable(re.sub(r"\s*[\r\n]\s*", " ", _COLOURS.sub("", text))), _LONGEST_SENTENCE // 2
     return line if len(line) <= _LONGEST_SENTENCE else f"{line[:half]} ... {line[-half:]}"
 
 
 def without_control(text: str) -> str:
-    """A text without what would move the cursor or ring the bell; colours and line ends may stay."""
+    """Replaces what would move the cursor or ring the bell; keeps colors and line ends."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class LineReader:
-    """Turns raw output into lines fit for a terminal: whole, not endless, without control characters."""
+    """Turns raw output into lines for a terminal: whole, of limited length, without control characters."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._rest, self._now, self._bar_shown = "", now, now()
 
     def feed(self, data: bytes, final: bool = False) -> list[str]:
-        """The lines that `data` completes; with `final` also what has no line end. Of a progress bar the last state."""
+        """Returns the lines that `data` completes; with `final` also the rest without a line end. Of a progress bar,
+        only the last state is returned."""
         *lines, rest = re.split("\r?\n", self._rest + self._decoder.decode(data, final))
-        if "\r" in rest:  # a line that is written over: earlier states are of no interest, and would pile up
+        if "\r" in rest:  # an overwritten line: earlier states are not needed and would pile up
             if self._now() - self._bar_shown > _BAR_SECONDS:
                 self._bar_shown = self._now()
                 lines.append(rest)
@@ -68,7 +69,7 @@ class LineReader:
 
 
 class _Unread(io.FileIO):
-    """A file descriptor whose reader may go: what is written then goes nowhere."""
+    """A file descriptor whose reader may go away: output is then discarded."""
 
     before: io.TextIOWrapper
 
@@ -85,14 +86,14 @@ class _Unread(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Opens standard input, output and error where they are closed (`2>&-`, some daemons): nothing is read there, and
-    what is written goes nowhere. Else the next file or socket would get that number, and what TensorFlow writes to
-    standard error would end up in a snapshot."""
+    """Opens standard input, output and error on the null device if they are closed (`2>&-`, some daemons). Otherwise
+    the next file or socket would get that descriptor, and TensorFlow's messages on standard error would end up in a
+    snapshot."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(descriptor)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             if nowhere != descriptor:
                 os.dup2(nowhere, descriptor)
                 os.close(nowhere)
@@ -102,22 +103,22 @@ def open_closed_streams() -> None:
 
 
 def outlive_reader() -> None:
-    """Lets standard output and error lose their reader (`| head`, a terminal that is closed): a command then goes on,
-    and ends as it would have."""
+    """Lets a command continue, and end as usual, after the reader of standard output or error has gone (`| head`, a
+    closed terminal)."""
     for name in ("stdout", "stderr"):
         _outlive_reader_of(name)
 
 
 def say(sentence: str) -> None:
-    """Says something to the user, as tfdist, on standard error: standard output is for what a program asks for."""
+    """Prints a message of tfdist on standard error: standard output is for the results that were asked for."""
     print(f"tfdist: {sentence}", file=sys.stderr, flush=True)
 
 
 def say_at_once(line: str) -> None:
-    """Writes on standard error from a signal handler: print() may have been interrupted by it, and would deadlock on
-    its own lock; and what the handler is for must happen though nobody reads any more."""
+    """Writes on standard error from a signal handler. print() is not used: the signal may have interrupted another
+    print(), whose lock would cause a deadlock. Never blocks: the handler must do its work even if nobody reads."""
     with contextlib.suppress(OSError, ValueError):
-        if select.select([], [2], [], 0)[1]:  # else it is full
+        if select.select([], [2], [], 0)[1]:  # otherwise its buffer is full
             os.write(2, f"{line}\n".encode())
 
 
@@ -128,7 +129,7 @@ def _outlive_reader_of(name: str) -> None:
     try:
         old.flush()
         raw = _Unread(old.fileno(), "wb", closefd=False)
-        raw.before = old  # would close the descriptor when it is collected
+        raw.before = old  # kept alive: it would close the descriptor when garbage-collected
     except (OSError, ValueError):  # closed, or none
         return
     made = io.TextIOWrapper(
