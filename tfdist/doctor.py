@@ -79,7 +79,8 @@ def examine(config: Config, options: DoctorOptions) -> meeting.WorkerReport:
     findings = [versions]
     build, computed = (None, [])
     if options.arithmetic and versions.state is not State.WRONG:
-        build, computed = trials.arithmetic()
+        count = 1 if isinstance(cards, Finding) else max(len(cards), 1)
+        build, computed = trials.arithmetic(seconds=count * trials.SECONDS)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if isinstance(cards, Finding):
         findings.append(cards)

@@ -26,11 +26,11 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
 
 def takes_keras_moments(layer: keras.Layer) -> bool:
     """Whether the layer is a BatchNormalization with Keras' own moments, or with those that `replace_moments` has
-    installed. Relies on `BatchNormalization._moments`; without it classes derived from the layer are reported to mix
-    rows.
+    installed. Relies on `BatchNormalization._moments`; without it the layer is reported to mix rows.
     """
     moments = getattr(keras.layers.BatchNormalization, MOMENTS, None)
-    return isinstance(layer, keras.layers.BatchNormalization) and getattr(type(layer), MOMENTS, None) is moments
+    is_one = isinstance(layer, keras.layers.BatchNormalization)
+    return is_one and moments is not None and getattr(type(layer), MOMENTS, None) is moments
 
 
 def moving_moments(layer: keras.layers.BatchNormalization, dtype: str) -> tuple:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -61,7 +62,8 @@ def divide_gpus(gpus: Sequence[str], workers: int, per_worker: int = 0) -> tuple
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """Returns the names of the GPUs that may be used, as in CUDA_VISIBLE_DEVICES; [] if there are none."""
     if "CUDA_VISIBLE_DEVICES" in environment:
-        return [gpu.strip() for gpu in environment["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip() not in ("", "-1")]
+        listed = (gpu.strip() for gpu in environment["CUDA_VISIBLE_DEVICES"].split(","))
+        return list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), listed))  # as CUDA: the first such ends it
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

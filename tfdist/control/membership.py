@@ -228,7 +228,7 @@ class Member:
             self._gone = True
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError), self._connection.makefile("rb") as lines:
+        with contextlib.suppress(OSError, ValueError, TypeError), self._connection.makefile("rb") as lines:
             for line in lines:
                 message = json.loads(line)
                 with self._changed:

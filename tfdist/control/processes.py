@@ -96,16 +96,21 @@ class Standbys:
             spare.stdin.write(f"{json.dumps(task)}\n".encode())
             spare.stdin.close()
         except OSError:
+            _kill(spare)
             return None
         return spare
 
     def close(self) -> None:
         """Ends all spare processes."""
         for spare in self._spares.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(spare.pid, signal.SIGKILL)
-            spare.wait()
+            _kill(spare)
         self._spares.clear()
+
+
+def _kill(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def wait_as_standby(stdin: IO[str]) -> list[str]:

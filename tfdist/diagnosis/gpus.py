@@ -12,6 +12,7 @@ from tfdist.diagnosis.findings import Finding, fine, warning, wrong
 
 _QUERY = ("name", "driver_version", "compute_cap", "memory.total", "memory.used")
 _SECONDS = 30.0  # a driver that hangs does not answer at all
+_UNKNOWN = (0, 0)  # as a compute capability: drivers too old to tell
 _LEAST_DRIVER = 525  # for CUDA 12: https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/#cuda-driver
 # Older versions have no kernel for the fused convolution that XLA in TensorFlow 2.21 makes, and fail with "Autotuner
 # could not find any supported configs": https://github.com/aws/deep-learning-containers/pull/6417 and 6418.
@@ -66,9 +67,9 @@ def read_gpus(run: Callable[..., subprocess.CompletedProcess] = subprocess.run) 
 
 def _parse(line: str) -> Gpu:
     name, driver, capability, memory, used = (cell.strip() for cell in line.split(","))
-    major, minor = re.findall(r"\d+", capability)[:2] if re.fullmatch(r"\d+\.\d+", capability) else ("0", "0")
+    major, minor = map(int, capability.split(".")) if re.fullmatch(r"\d+\.\d+", capability) else _UNKNOWN
     amounts = [int(amount) if amount.isdecimal() else 0 for amount in (memory, used)]
-    return Gpu(name, driver, (int(major), int(minor)), *amounts)
+    return Gpu(name, driver, (major, minor), *amounts)
 
 
 def gpus(found: Sequence[Gpu], build: Build, cudnn: str, visible: str | None) -> list[Finding]:
@@ -118,7 +119,8 @@ def _of_one(gpu: Gpu, build: Build) -> list[Finding]:
                 f"install driver {_LEAST_DRIVER} or newer.",
             )
         )
-    if build.capabilities and (finding := _capability(gpu, build.capabilities)):
+    known = gpu.capability != _UNKNOWN
+    if known and build.capabilities and (finding := _capability(gpu, build.capabilities)):
         findings.append(finding)
     if gpu.memory and gpu.used > 0.1 * gpu.memory:
         findings.append(

@@ -17,7 +17,7 @@ from tfdist.diagnosis.gpus import Build
 
 _NAME = "arithmetic"
 TRIAL = (sys.executable, "-m", "tfdist.diagnosis.trial")
-SECONDS = 300.0  # twelve functions for each GPU, six of which XLA compiles
+SECONDS = 300.0  # for each GPU: twelve functions, six of which XLA compiles
 
 
 def arithmetic(command: Sequence[str] = TRIAL, seconds: float = SECONDS) -> tuple[Build | None, list[Finding]]:

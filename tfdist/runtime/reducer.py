@@ -209,9 +209,7 @@ class _Site:
 
 
 def suits(tensor: tf.Tensor | tf.IndexedSlices) -> bool:
-    """Whether the reducer takes the tensor: float32 or bfloat16 of a static shape; float32 slices of a static shape
-    (their table must have fewer than 2^31 rows, which is not checked).
-    """
+    """Whether the reducer takes the tensor: float32 or bfloat16 of a static shape; float32 slices of a static shape."""
     sparse = isinstance(tensor, tf.IndexedSlices)
     values = tensor.values if sparse else tensor
     return values.dtype in ((tf.float32,) if sparse else (tf.float32, tf.bfloat16)) and values.shape.is_fully_defined()
@@ -219,17 +217,21 @@ def suits(tensor: tf.Tensor | tf.IndexedSlices) -> bool:
 
 def _on_wire(tensor: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
     """Returns the tensor to be summed, or, for slices, two tensors whose rows are gathered: that only copies, so any 32
-    bits may travel as float32.
+    bits may travel as float32. An index of a table with 2^31 rows or more takes two of them.
     """
     if isinstance(tensor, tf.IndexedSlices):
-        return [
-            tensor.values,
-            tf.bitcast(tf.ensure_shape(tf.cast(tensor.indices, tf.int32), tensor.values.shape[:1]), tf.float32),
-        ]
+        indices = tf.ensure_shape(tf.cast(tensor.indices, _index_type(tensor)), tensor.values.shape[:1])
+        return [tensor.values, tf.bitcast(indices, tf.float32)]
     return [tensor]
 
 
 def _off_wire(parts: list[tf.Tensor], like: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
     if isinstance(like, tf.IndexedSlices):
-        return tf.IndexedSlices(parts[0], tf.cast(tf.bitcast(parts[1], tf.int32), like.indices.dtype), like.dense_shape)
+        indices = tf.bitcast(parts[1], _index_type(like))
+        return tf.IndexedSlices(parts[0], tf.cast(indices, like.indices.dtype), like.dense_shape)
     return parts[0]
+
+
+def _index_type(slices: tf.IndexedSlices) -> tf.DType:
+    rows = slices.shape[0] if slices.shape.rank else None
+    return tf.int32 if rows is not None and rows < 2**31 else tf.int64

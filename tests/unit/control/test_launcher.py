@@ -479,6 +479,7 @@ def test_gpus_are_divided():
 
 def test_visible_gpus(tmp_path, monkeypatch):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, 5"}) == ["3", "5"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,-1,1"}) == ["0"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
     monkeypatch.setenv("PATH", str(tmp_path))
     assert visible_gpus({}) == []

@@ -50,6 +50,8 @@ def test_what_is_wrong(found, build, cudnn, visible, words):
 def test_what_is_well():
     a100 = Gpu("NVIDIA A100", "550.54.15", (8, 0), 81559, 4)
     assert bad([a100, a100], WHEEL, "9.24.0.43", None) == [] and bad([], Build(), "", None) == []
+    (unknown,) = read_gpus(answer("NVIDIA A100, 550.54.15, [N/A], 81559, 4\n"))
+    assert bad([unknown], WHEEL, "9.24.0.43", None) == []  # a driver that does not tell the compute capability
     assert bad([H100], WHEEL, "9.24.0.43", None) == []  # "compute_90" of the wheel is also kernels for 9.0
     (found,) = bad([Gpu("B200", "580.1", (10, 0), 1, 0)], WHEEL, "9.24.0.43", None)  # compiled from the code for 9.0
     assert found.state is State.WARNING and "minutes" in found.what

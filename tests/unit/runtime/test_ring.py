@@ -439,6 +439,21 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
             assert (first.numpy() == 3).all() and (last.numpy() == 3).all() and (small.numpy() == 9).all()
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_reducer_takes_rows_of_tables_beyond_32_bits(share):
+    numbers = np.array([0, 2**31, 2**40 + 7], np.int64)
+
+    def steps(ring):
+        values = tf.constant(data(ring.rank, 12).reshape(3, 4))
+        slices = tf.IndexedSlices(values, tf.constant(numbers + ring.rank), tf.constant([2**41, 4], tf.int64))
+        return RingReducer(ring, 1 << 20)([slices, tf.ones([3])])
+
+    for slices, ones in on_every_rank(2, steps, share=share):
+        np.testing.assert_array_equal(slices.indices, np.concatenate([numbers, numbers + 1]))
+        np.testing.assert_array_equal(slices.values, np.concatenate([data(0, 12), data(1, 12)]).reshape(6, 4))
+        assert (ones.numpy() == 2).all()
+
+
 def test_a_neighbour_that_does_not_come_is_a_lost_peer(monkeypatch):
     monkeypatch.setattr("tfdist.runtime.ring_meeting._MEETING_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
