@@ -62,7 +62,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.UNSUPPORTED: "this Python, TensorFlow or Keras version is not supported, or a needed package is missing",
     ExitCode.CRASH_LOOP: "the supervisor gave up: the job failed again and again without progress",
     ExitCode.MEMORY: "parameters, gradients and optimizer state, a step or the data do not fit the memory of a worker",
-    ExitCode.UNHEALTHY: "tfdist.doctor found what must be mended before a job can run",
+    ExitCode.UNHEALTHY: "tfdist.doctor found what must be fixed before a job can run",
     ExitCode.PREEMPTED: "stopped by a signal after saving: start again to go on",
     ExitCode.INTERRUPTED: "stopped from the keyboard",
 }

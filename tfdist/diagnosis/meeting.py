@@ -60,7 +60,7 @@ def addresses(cluster: Cluster) -> list[Finding]:
                 wrong(
                     "addresses",
                     f"the host of {cluster.name(rank)} is not known here ({error}).",
-                    "mend the address in TF_CONFIG, or the name service of this machine.",
+                    "fix the address in TF_CONFIG, or the name service of this machine.",
                 )
             )
     own_address = cluster.peers[cluster.rank]
@@ -69,7 +69,7 @@ def addresses(cluster: Cluster) -> list[Finding]:
             warning(
                 "addresses",
                 f"{own_address}, this worker's in TF_CONFIG, is none of this machine.",
-                "mend TF_CONFIG, unless a service in front of this machine has that address.",
+                "fix TF_CONFIG, unless a service in front of this machine has that address.",
             )
         )
     return findings

@@ -70,7 +70,7 @@ class BadLabel:
     @property
     def sentence(self) -> str:
         return (
-            f"A label is {self.value}, but the model has outputs for the classes 0 to {self.classes - 1}: mend it, give"
+            f"A label is {self.value}, but the model has outputs for the classes 0 to {self.classes - 1}: fix it, give"
             " the model more outputs (tfdist's own: num_outputs in --model_args), or leave the sample or token out by a"
             " weight of 0 (and any valid label)."
         )
@@ -90,7 +90,7 @@ def missing_row(error: BaseException) -> str:
     if not found:
         return ""
     return (
-        f"A row is looked up that is not there ({found[0]}): mend the numbers in the data, or give the table more rows."
+        f"A row is looked up that is not there ({found[0]}): fix the numbers in the data, or give the table more rows."
     )
 
 

@@ -35,7 +35,7 @@ def _usable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be used as the log of a run ({error.strerror}): mend or remove it, or give another"
+            f"{path} cannot be used as the log of a run ({error.strerror}): fix or remove it, or give another"
             " --run_dir."
         ) from None
 

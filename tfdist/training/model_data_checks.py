@@ -222,7 +222,7 @@ def _check_labels(config: ModelConfig, split: Split, classes: int | None) -> Non
     known = "from 0 on" if classes is None else f"0 to {classes - 1}"
     raise DataError(
         f"Sample {wrong[0][0]} of {split.name} has the label {labels[tuple(wrong[0])]}, but --model={config.model} has"
-        f" outputs for the classes {known} (labels that are none of these: {len(wrong):,}): mend them, raise"
+        f" outputs for the classes {known} (labels that are none of these: {len(wrong):,}): fix them, raise"
         " num_outputs in --model_args, or leave samples and tokens out by a weight of 0 (and any valid label)."
     )
 

@@ -256,7 +256,7 @@ def test_a_log_that_is_no_file_is_named(tmp_path):
     log.mkdir(parents=True)
     for use in (lambda: list(read_jsonl(log)), lambda: JsonlObserver(log, run_id="a", attempt=0, rank=0)):
         with pytest.raises(
-            ConfigError, match=r"rank-0.jsonl cannot be used as the log of a run \(Is a directory\): mend"
+            ConfigError, match=r"rank-0.jsonl cannot be used as the log of a run \(Is a directory\): fix"
         ):
             use()
 

@@ -258,7 +258,7 @@ def test_a_label_that_is_no_class():
         tf.nn.sparse_softmax_cross_entropy_with_logits(labels=[1, -1], logits=tf.zeros([2, 4]))
     found = explain(raised.value, Cluster())
     assert isinstance(found, DataError) and str(found).startswith(
-        "A label is -1, but the model has outputs for the classes 0 to 3: mend it"
+        "A label is -1, but the model has outputs for the classes 0 to 3: fix it"
     )
 
 
@@ -270,7 +270,7 @@ def test_a_label_that_is_no_class_where_operations_are_deterministic(monkeypatch
             loss(labels=tf.constant(labels), logits=tf.zeros([*np.shape(labels), 4]))
         found = explain(raised.value, Cluster())
         assert isinstance(found, DataError), raised.value
-        assert str(found).startswith(f"A label is {wrong}, but the model has outputs for the classes 0 to 3: mend it")
+        assert str(found).startswith(f"A label is {wrong}, but the model has outputs for the classes 0 to 3: fix it")
 
 
 def test_errors_of_tensorflows_own_stay():
@@ -337,4 +337,4 @@ def test_a_row_that_is_not_there(how):
             tf.convert_to_tensor(tf.IndexedSlices(tf.ones([2, 3]), rows[0], tf.constant([11, 3])))
     error = explain(found.value, Cluster())
     assert isinstance(error, DataError)
-    assert re.match(r"A row is looked up that is not there \(\w+\[[\d,]+\] = 12 is .* \[0, 11\)\): mend", str(error))
+    assert re.match(r"A row is looked up that is not there \(\w+\[[\d,]+\] = 12 is .* \[0, 11\)\): fix", str(error))

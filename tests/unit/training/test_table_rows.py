@@ -52,7 +52,7 @@ def test_a_row_that_is_not_there(wrong, eager):
     with pytest.raises(tf.errors.InvalidArgumentError) as found:
         (update if eager else tf.function(update, autograph=False))()
     error = explain(found.value, Cluster())
-    assert isinstance(error, DataError) and re.search(r"\(rows of table \S+ are not in \[0, 11\)\): mend", str(error))
+    assert isinstance(error, DataError) and re.search(r"\(rows of table \S+ are not in \[0, 11\)\): fix", str(error))
     assert not table.numpy().any()
 
 

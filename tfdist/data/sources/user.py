@@ -173,7 +173,7 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
             " of one shape, not batches."
         )
     if len(spec) == 3 and any(not (s.dtype.is_floating or s.dtype.is_integer) for s in tf.nest.flatten(spec[2])):
-        raise DataError(f"--source: {name} is a tf.data.Dataset whose weights are no numbers ({spec[2]}): mend w.")
+        raise DataError(f"--source: {name} is a tf.data.Dataset whose weights are no numbers ({spec[2]}): fix w.")
     if data.cardinality() == 0:
         raise DataError(f"--source: {name} is an empty tf.data.Dataset.")
 
