@@ -1,7 +1,7 @@
 """python scripts/acceptance/workers.py OUT [--rehearse]: two workers against one process, tfdist.train and tfdist.fit.
 
-With two GPUs, the workers use NCCL. Otherwise they use TensorFlow's collectives over gRPC on the CPU, since a GPU admits
-only one process of a NCCL group. tfdist itself checks that the workers' weights are equal (exit code 8).
+With two GPUs, the workers use NCCL. Otherwise they use TensorFlow's collectives over gRPC on the CPU, since a GPU can
+hold only one process of a NCCL group. tfdist itself checks that the workers' weights are equal (exit code 8).
 """
 
 from __future__ import annotations
