@@ -1,4 +1,4 @@
-"""Callbacks for Keras 2 and 3: record the time after every `steps_per_execution` steps of `fit`; write snapshots."""
+"""Callbacks for Keras 2 and 3: the time after every `steps_per_execution` steps of `fit`, and Keras' own snapshots."""
 
 from __future__ import annotations
 
