@@ -1,12 +1,12 @@
-r"""Fine-tuning a backbone of KerasHub (pip install keras-hub): was a line of Python a comment?
+r"""Fine-tunes a KerasHub backbone (pip install keras-hub) to tell comments from other lines of Python.
 
     source scripts/environment.sh && python -m tfdist.launch --workers=2 -- \
       --model=examples/finetune_kerashub.py:model --source=examples/finetune_kerashub.py:data --global_batch=32 \
       --steps=200 --learning_rate=1e-3 --run_dir=runs/finetune
 
-Expected, in two minutes on two cores: an accuracy of at least 0.75 in the evaluation at the end (a guess has 0.5), from
-random weights. --model_args=preset=bert_tiny_en_uncased downloads trained ones instead; `data` must then use the
-preset's tokenizer.
+Expected, in two minutes on two cores: an accuracy of at least 0.75 in the evaluation at the end (guessing gives 0.5),
+starting from random weights. --model_args=preset=bert_tiny_en_uncased downloads trained weights instead; `data` must
+then use the preset's tokenizer.
 """
 
 import os
@@ -45,7 +45,7 @@ def model(num_outputs, preset=""):
 
 
 def data(split):
-    """The bytes of lines without a leading #, padded with 0, and whether they began with one."""
+    """Returns the bytes of lines, without a leading # and padded with 0, and whether each line began with a #."""
     names = sorted(Path(os.__file__).parent.glob("*.py"))[split == "train" :: 2]
     lines = [line.strip() for name in names for line in name.read_bytes().splitlines()]
     comments = [line.lstrip(b"# ") for line in lines if line.startswith(b"# ")][:2000]

@@ -1,9 +1,9 @@
-"""Images from TFRecord files with augmentation: writes the files, if they are not there, and trains on them.
+"""Trains on images from TFRecord files, with augmentation. Writes the files first if they do not exist.
 
     source scripts/environment.sh && python examples/images_tfrecord.py
 
-Expected, in a minute on two cores: an accuracy of at least 0.92 in the evaluation at the end. Further flags go to the
-workers.
+Expected, in a minute on two cores: an accuracy of at least 0.92 in the evaluation at the end. Further flags are
+passed to the workers.
 """
 
 import subprocess
@@ -30,7 +30,7 @@ FLAGS = [
 
 
 def write():
-    """1,440 images as PNG in two files for training, 357 in one for evaluation."""
+    """Writes PNG images: 1,440 in two files for training, 357 in one file for evaluation."""
     images, labels = load_digits(return_X_y=True)
     images = np.repeat(np.repeat(images.reshape(-1, 8, 8, 1) * 15, 2, axis=1), 2, axis=2).astype("uint8")
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""A small language model on the sources of Python's standard library, byte by byte, with `tfdist.fit`; then it writes.
+"""Trains a small byte-level language model on Python's standard library with `tfdist.fit`, then generates text.
 
     source scripts/environment.sh && python -m tfdist.launch --workers=2 -- examples/language_model.py
 
-Expected, in two minutes on two cores: a loss that falls from 5.5 to below 2.5 nats a byte, and a first line of its
-own.
+Expected, in two minutes on two cores: a loss that falls from 5.5 to below 2.5 nats per byte, and a first generated
+line.
 """
 
 import os

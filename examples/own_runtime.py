@@ -1,12 +1,12 @@
-r"""A strategy of your own: a star of plain sockets. Whatever workers exchange goes to the chief, who sends all of it to
-everyone. The class implements the protocol in tfdist/runtime/base.py, and STAR says where it is.
+r"""A custom strategy: a star of plain sockets. Workers send the data they exchange to the chief, which sends all of it
+to everyone. The class implements the protocol in tfdist/runtime/base.py, and STAR says where the class is.
 
     source scripts/environment.sh && python -m tfdist.launch --workers=2 -- \
       --strategy=examples/own_runtime.py:STAR --source=digits --model=mlp --global_batch=64 --epochs=5 \
       --run_dir=runs/own_runtime
 
-Expected, in half a minute on two cores: an accuracy of at least 0.9 in the evaluation at the end, and in the log the
-losses of `--strategy=sockets`.
+Expected, in half a minute on two cores: an accuracy of at least 0.9 in the evaluation at the end, and the same
+losses in the log as with `--strategy=sockets`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfdist.config.strategies import Strategy
 from tfdist.control.exit_codes import StartupError
 from tfdist.runtime.single_replica import SingleReplica
 
-# The launcher reads this file, too: TensorFlow is imported in functions, once tfdist has set it up.
+# The launcher loads this file, too. So TensorFlow is imported inside functions, after tfdist has set it up.
 STAR = Strategy("own_runtime:Star")
 
 
@@ -37,7 +37,7 @@ class Star(SingleReplica):
     def __init__(self, rank, addresses, deadline):
         self.rank = self.first_replica = rank
         self.size = self.replicas = len(addresses)
-        self.last = None  # the operation before, of the graph that is being traced
+        self.last = None  # the previous operation in the graph that is being traced
         host, _, port = addresses[0].rpartition(":")
         if rank == 0:
             with socket.create_server((host, int(port)), reuse_port=True) as server:
@@ -45,7 +45,7 @@ class Star(SingleReplica):
                 found = {}
                 while len(found) < self.size - 1:
                     connection, _ = server.accept()
-                    if hello := _first_byte(connection):  # a probe says nothing
+                    if hello := _first_byte(connection):  # a probe sends nothing
                         connection.sendall(hello)
                         found[hello[0]] = connection
             self.others = [found[rank] for rank in range(1, self.size)]
@@ -53,10 +53,10 @@ class Star(SingleReplica):
             self.others = [_reached(host, int(port), bytes([rank]), deadline)]
         for connection in self.others:
             connection.settimeout(60)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else small messages wait 40 ms each
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # otherwise each small message waits 40 ms
 
     def _exchange(self, data):
-        """Everyone's bytes, in order of rank."""
+        """Returns everyone's bytes, in order of rank. A collective call."""
         if self.rank == 0:
             blocks = [data, *map(_receive, self.others)]
             for connection in self.others:
@@ -67,7 +67,7 @@ class Star(SingleReplica):
         return [_receive(self.others[0]) for _ in range(self.size)]
 
     def _rows(self, x):
-        """[replicas, ...] of everyone's tensor, in the order in which the graph was traced."""
+        """Returns everyone's tensors, [replicas, ...]. Exchanges happen in the order in which the graph was traced."""
         import tensorflow as tf
 
         graph = tf.compat.v1.get_default_graph()
@@ -128,7 +128,7 @@ def _first_byte(connection):
 
 
 def _reached(host, port, hello, deadline):
-    """The connection on which the chief has answered; who else listens there does not."""
+    """Returns the connection on which the chief has answered; another program that listens there does not answer."""
     while time.monotonic() < deadline:
         try:
             connection = socket.create_connection((host, port))

@@ -1,10 +1,10 @@
-"""What would a GPU run? A table, made without one: tests/gpu/graph_audit.py says what is looked at.
+"""What would run on a GPU? Prints a table, without needing a GPU. tests/gpu/graph_audit.py describes the checks.
 
-    python scripts/audit_gpu.py                    every combination of tests/gpu/combinations.py, one process each kind
-    python scripts/audit_gpu.py --only=cnn         those whose name holds a word
-    python scripts/audit_gpu.py --meshes=2,4       and all meshes of tests/parity, and tfdist.fit, with 2 and 4 workers
-    python scripts/audit_gpu.py --xla              what XLA makes of the models for GPUs, instead of the table
-    python scripts/audit_gpu.py --out=FILE         the table into a file as well
+    python scripts/audit_gpu.py                    every combination of tests/gpu/combinations.py, one process per kind
+    python scripts/audit_gpu.py --only=cnn         combinations whose name contains a word
+    python scripts/audit_gpu.py --meshes=2,4       also all meshes of tests/parity, and tfdist.fit, with 2 and 4 workers
+    python scripts/audit_gpu.py --xla              how XLA lowers the models for GPUs, instead of the table
+    python scripts/audit_gpu.py --out=FILE         also write the table to a file
 
 Exit code 1 if something is wrong.
 """
@@ -35,7 +35,7 @@ def main() -> int:
     from tests.gpu.combinations import COMBINATIONS
 
     names = [name for name in COMBINATIONS if options.only in name]
-    alone = [name for name in names if "several devices" in name]  # which are made once in a process
+    alone = [name for name in names if "several devices" in name]  # several devices can be made only once in a process
     found: dict[str, Audit] = {}
     with tempfile.TemporaryDirectory(prefix="tfdist-audit-") as folder:
         for number, group in enumerate([[name for name in names if name not in alone], *([name] for name in alone)]):
@@ -107,7 +107,7 @@ def _xla(only: str) -> int:
 
 
 def _meshes(workers: int, folder: Path) -> tuple[dict[str, Audit], list[str]]:
-    """(the audit of each mesh, what is wrong with the order of its collectives)"""
+    """Returns (the audit of each mesh, what is wrong with the order of its collectives)."""
     out = folder / f"meshes-{workers}"
     out.mkdir()
     fits = folder / f"fits-{workers}"

@@ -1,25 +1,24 @@
-"""GPT-2 124M and ResNet-50 on one GPU, in bfloat16: tfdist beside the PyTorch and the JAX that are on the machine.
+"""GPT-2 124M and ResNet-50 on one GPU, in bfloat16: compares tfdist with the PyTorch and JAX on the machine.
 
     python scripts/bench_gpu.py [--models=gpt2,resnet50] [--engines=tfdist,tfdist-no-xla,torch,torch-compile,jax]
     [--windows=5] [--rehearse]
                                 [--tfdist_python=PATH] [--torch_python=PATH] [--jax_python=PATH] [--out=runs/gpu]
 
-Prints samples (tokens or images) per second, median (smallest to largest) of the windows after two to warm up, and the
-part of the GPU's peak that they come to (MFU; FLOPs by formula, see MODELS; the peak of dense bf16 by the GPU's name,
-or
---peak_tflops). An engine whose package a Python lacks is left out, with a sentence. Writes OUT/gpu.md and OUT/gpu.json.
+Prints samples (tokens or images) per second, median (smallest to largest) of the windows after two warm-up windows, and
+their share of the GPU's peak (MFU; FLOPs by formula, see MODELS; the peak of dense bf16 by the GPU's name, or
+--peak_tflops). If a Python lacks the package of an engine, the engine is left out, and the reason is printed. Writes
+OUT/gpu.md and OUT/gpu.json. --rehearse: tiny models on the CPU, tfdist alone, to check that this script works.
 
-Prerequisites: one NVIDIA GPU with its driver; for each engine a Python with its package, which may be different
-Pythons: tfdist needs requirements.txt and TensorFlow's CUDA libraries (pip install "tensorflow[and-cuda]~=2.21.0"), and
-XLA needs ptxas and libdevice, which these bring, or an installed CUDA
-(XLA_FLAGS=--xla_gpu_cuda_data_dir=/usr/local/cuda).
---rehearse: tiny models on the CPU, tfdist alone, to see that this script works.
-torch: PyTorch, for ResNet-50 torchvision. jax: JAX with CUDA, and Optax. No network: no data or weights are loaded.
+Prerequisites: one NVIDIA GPU with its driver; for each engine a Python with its package. The Pythons may differ.
+tfdist: requirements.txt and TensorFlow's CUDA libraries (pip install "tensorflow[and-cuda]~=2.21.0"). XLA needs ptxas
+and libdevice; these libraries bring them, or an installed CUDA (XLA_FLAGS=--xla_gpu_cuda_data_dir=/usr/local/cuda).
+torch: PyTorch, and torchvision for ResNet-50. jax: JAX with CUDA, and Optax.
+No network is needed: no data or weights are downloaded.
 
-On a GPU machine without network: pip download the wheels for it on another machine (--platform manylinux_2_28_x86_64
---only-binary=:all: --python-version 3.12), carry them over, pip install --no-index --find-links=FOLDER there.
-TensorFlow
-2.21 opens CUDA 12 and cuDNN 9 by name; where only those of CUDA 13 are, the nvidia-*-cu12 wheels have to come along.
+On a GPU machine without a network: pip download its wheels on another machine (--platform manylinux_2_28_x86_64
+--only-binary=:all: --python-version 3.12), carry them over, and pip install --no-index --find-links=FOLDER there.
+TensorFlow 2.21 opens CUDA 12 and cuDNN 9 by name. If the machine has only libraries of CUDA 13, carry the
+nvidia-*-cu12 wheels over, too.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PEERS = REPOSITORY / "scripts" / "peers"
 WARM_UP = 2
 LONGEST = 900  # seconds for one engine and model, compilation included
 
-# units: per sample; flops: training, of one unit. GPT-2: 6 N + 12 L D T per token with N = 124,439,808 (PaLM, Chowdhery
+# units: per sample; flops: of training, per unit. GPT-2: 6 N + 12 L D T per token with N = 124,439,808 (PaLM, Chowdhery
 # et al. 2022, arXiv:2204.02311, appendix B). ResNet-50: 3 x 2 x 4.09e9 per image of 224 x 224.
 MODELS = {
     "gpt2": {
@@ -69,7 +68,7 @@ ENGINES = {
     "jax": "jax",
 }  # -> which Python
 MODULES = {"tfdist": ("tensorflow", "keras"), "torch": ("torch",), "jax": ("jax", "optax")}
-# Dense bf16, TFLOP/s, by the vendor's data sheets; the first name that occurs in the GPU's counts.
+# Dense bf16 TFLOP/s from the vendor's data sheets; the first name that the GPU's name contains applies.
 PEAKS = {
     "H200": 989.4,
     "H100 PCIe": 756.0,
@@ -172,7 +171,7 @@ def main() -> None:
 
 
 def gpu_name() -> str:
-    """Of the first GPU; "" if there is none."""
+    """Returns the name of the first GPU; "" if there is none."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
@@ -190,7 +189,7 @@ def chosen(names: str, known: dict, flag: str) -> list[str]:
 
 
 def measure(model: str, engine: str, arguments: argparse.Namespace, out: Path) -> dict:
-    """{"rates": units per second of each window, "parameters", "startup_s"}, or {"error": a sentence}."""
+    """Returns {"rates": units per second of each window, "parameters", "batch", "startup_s"}, or {"error": reason}."""
     kind = ENGINES[engine]
     python = getattr(arguments, f"{kind}_python")
     modules = (*MODULES[kind], "torchvision") if (kind, model) == ("torch", "resnet50") else MODULES[kind]
@@ -297,7 +296,7 @@ def measure(model: str, engine: str, arguments: argparse.Namespace, out: Path) -
 
 
 def tfdist_notes(log: Path) -> dict:
-    """From tfdist's own log: when each interval of --log_every steps ended, and the parameters."""
+    """Reads tfdist's log: when each interval of --log_every steps ended, and the number of parameters."""
     records = [json.loads(line) for line in log.read_text().splitlines()]
     parameters = next(record["values"]["parameters"] for record in records if record["kind"] == "start")
     return {
@@ -316,7 +315,7 @@ def figures(result: dict, peak: float) -> str:
 
 
 def row(result: dict, peak: float) -> dict:
-    """For the page of scripts/acceptance."""
+    """Returns a row for the page of scripts/acceptance."""
     what = {"model, engine": f"{result['model']}, {result['engine']}"}
     if "error" in result:
         return {**what, "units a second": result["error"]}

@@ -1,10 +1,10 @@
-"""How fast the input pipeline delivers what a model consumes, side by side in one process on one core.
+"""Compares the speed of the input pipeline with that of training, side by side in one process on one core.
 
     python scripts/bench_input.py [--repeats=5] [--only=cnn,digits]       about 2 minutes on an idle core
 
-For each workload of bench_peers.py, and for digits from its source: batches a second that the pipeline hands over if
-nobody computes, and steps a second that training makes, in turns. The ratio says how far reading is from being the
-limit; the pipeline's work also takes its share of a core that computes, which the last column shows.
+For the workloads of bench_peers.py (without transformer50m), and for digits from its source, measures in turns: batches
+per second of the pipeline alone, and steps per second of training. The ratio shows how far reading is from being the
+bottleneck. The pipeline also takes a share of the core that computes; the last column shows this share.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def measure(name: str, repeats: int) -> dict:
-    """Batches a second of the pipeline and steps a second of training, in turns."""
+    """Measures batches per second of the pipeline and steps per second of training, in turns."""
     import tensorflow as tf
 
     from tfdist import build
@@ -96,7 +96,7 @@ def measure(name: str, repeats: int) -> dict:
     steps = batches = 4
 
     @tf.function
-    def read(n: tf.Tensor) -> None:  # as the step does: in a graph
+    def read(n: tf.Tensor) -> None:  # in a graph, as in the step
         for _ in tf.range(n):
             next(reads)
 

@@ -1,9 +1,9 @@
-"""Whether a long run holds more and more: threads, file descriptors and resident memory of the chief, on each runtime.
+"""Does a long run leak? Shows threads, file descriptors and resident memory of the chief, on each runtime.
 
     python scripts/bench_leaks.py --steps=500,5000 [--runtimes="mesh;sockets"]
 
-A tiny model, so that steps are many and what a step leaves behind is seen; every step is a call of its own, a line is
-logged every 50 steps, a snapshot is written and the model evaluated every 500.
+The model is tiny, so that there are many steps and a leak per step becomes visible. Every step is a separate call. A
+line is logged every 50 steps; a snapshot is written and the model is evaluated every 500 steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RUNTIMES = {
 
 
 def run(name: str, steps: int, run_dir: Path, timeout: float = 900.0) -> dict[int, dict[str, float]]:
-    """step -> usage of the chief. Raises RuntimeError if the run fails."""
+    """Returns step -> resource usage of the chief. Raises RuntimeError if the run fails."""
     launch, flags = RUNTIMES[name]
     command = [sys.executable, "-m", "tfdist.launch", *launch, "--"]
     command += [FIT_SCRIPT, str(run_dir), str(steps), FITS[name]] if name in FITS else _training(flags, steps, run_dir)
@@ -48,7 +48,7 @@ def run(name: str, steps: int, run_dir: Path, timeout: float = 900.0) -> dict[in
 
 
 def _training(flags: list[str], steps: int, run_dir: Path) -> list[str]:
-    """Arguments of tfdist.train."""
+    """Returns the arguments of tfdist.train."""
     return [
         *CLUSTERS,
         *flags,

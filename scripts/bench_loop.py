@@ -1,13 +1,13 @@
-"""What tfdist's loop costs, and how it scales to two workers.
+"""Measures the overhead of tfdist's loop, and how it scales to two workers.
 
     python scripts/bench_loop.py [--repeats=5] [--steps=8] [--workload=transformer|cnn] [--jit] [--out=FILE.json]
 
-1. Loop overhead: tfdist against a minimal hand-written TensorFlow loop with the same model, data and optimizer, block
-   by block in turn in one process pinned to one core. A ratio of 1 means that tfdist costs nothing.
+1. Loop overhead: tfdist against a minimal hand-written TensorFlow loop with the same model, data and optimizer. Blocks
+   of both alternate in one process pinned to one core. A ratio of 1 means that tfdist costs nothing.
 2. Weak scaling: steps per second of one worker against two (each with its own core and the same micro-batch), for
-   every way gradients can travel: auto (memory read in place, as both are on one host), socket (our TCP ring), ring
-   (TensorFlow's, over gRPC). 1 means perfect; what two workers that do not talk at all reach is what this machine's
-   shared caches and memory allow. The repeats take turns, so that slow drifts of the machine hit all.
+   every kind of communication: auto (memory read in place, as both are on one host), socket (our TCP ring), ring
+   (TensorFlow's, over gRPC). 1 is perfect. The speed of two workers that do not communicate at all is what this
+   machine's shared caches and memory allow. The repeats take turns, so that slow drifts of the machine affect all.
 
 Prints medians with their spread over the repeats. Needs two cores that are otherwise idle.
 """
@@ -92,9 +92,9 @@ def main() -> None:
 def start(
     arguments: argparse.Namespace, child: str, workers: int, communication: str = "auto", together: bool = True
 ) -> list[dict]:
-    """Runs `workers` children side by side, one core each; returns what each prints in its last line.
+    """Runs `workers` children side by side, one core each; returns the JSON that each prints in its last line.
 
-    together: they are one cluster, not each its own.
+    together: whether they form one cluster; otherwise each is a cluster of its own.
     """
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
@@ -134,7 +134,7 @@ def start(
 
 
 def compose(arguments: argparse.Namespace):
-    """A job of the workload on the cluster of TF_CONFIG."""
+    """Composes a job of the workload on the cluster of TF_CONFIG."""
     from tfdist import build
     from tfdist.config import Config
     from tfdist.control.resolvers import resolve_cluster
@@ -150,7 +150,7 @@ def compose(arguments: argparse.Namespace):
 
 
 def blocks_per_second(block, steps: int, warm: int = 2, blocks: int = 3) -> float:
-    """Median rate of `block(steps)` calls, in steps per second."""
+    """Returns the median rate of `block(steps)` calls, in steps per second."""
     for _ in range(warm):
         block(max(steps // 4, 1))
     rates = []
@@ -170,7 +170,7 @@ def child_scaling(arguments: argparse.Namespace) -> None:
 
 
 def child_overhead(arguments: argparse.Namespace) -> None:
-    """tfdist and the hand-written loop in turn."""
+    """Measures tfdist and the hand-written loop in turn."""
     import keras
     import tensorflow as tf
 

@@ -1,20 +1,19 @@
-"""What a worker of a mesh holds, measured: ZeRO 0 to 3 on 2 and 4 workers, GPipe against 1F1B, recomputation.
+"""Measures the memory of a worker of a mesh: ZeRO 0 to 3 on 2 and 4 workers, GPipe against 1F1B, recomputation.
 
     python scripts/bench_memory.py [--plot=FILE.png] [--only=TEXT]     about 12 minutes on two cores
 
-Every row is a job of its own on this machine, a thread each. Of rank 0, in MB (1e6 bytes):
+Every row is a separate job on this machine; each worker has one thread. Columns, for rank 0, in MB (1e6 bytes):
 
     held        parameters + gradients kept between micro-batches + optimizer, counted from its variables and its graph
-    allocated   the most that TensorFlow's allocator had given out at once in a step, beyond what was there before
-                the model
-    resident    the most that the process had in memory in a step (VmHWM, reset before it), beyond what it had before
-                the model, less `program`
-    program     the same of a twin of the job with tensors of next to no size: traced graphs, and what TensorFlow keeps
+    allocated   peak of the memory that TensorFlow's allocator had given out in a step, less the amount before the model
+                was built
+    resident    peak of the resident memory of the process in a step (VmHWM, reset before it), less the amount before
+                the model was built, less `program`
+    program     the same for a twin of the job with tensors of almost no size: traced graphs, and what TensorFlow keeps
                 for them
-    formula     of what is held: zero.py's table. Of the peak: planner/memory.py
+    formula     for `held`: the table in zero.py. For the peak: planner/memory.py
 
-glibc is told to give large blocks back at once (MALLOC_MMAP_THRESHOLD_), otherwise it keeps what an earlier step
-needed.
+glibc is told to return large blocks at once (MALLOC_MMAP_THRESHOLD_); otherwise it keeps the memory of earlier steps.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Row(NamedTuple):
     name: str
     workers: int
     options: dict
-    twin: dict  # what makes its tensors small
+    twin: dict  # options that make its tensors small
 
 
 ROWS = [
@@ -116,7 +115,7 @@ def main() -> None:
 
 
 def found_of(only: str) -> dict[str, dict]:
-    """Measures and prints the rows whose kind or name contains `only`. By name, bytes."""
+    """Measures and prints the rows whose kind or name contains `only`. Returns name -> measurements."""
     print(
         f"{'MB of rank 0':>28}{'held':>9}{'formula':>9}{'allocated':>11}{'resident':>10}{'formula':>9}{'program':>9}",
         flush=True,
@@ -138,7 +137,7 @@ def found_of(only: str) -> dict[str, dict]:
 
 
 def run(number: int, row: Row, twin: bool = False) -> dict:
-    """What rank 0 of a row's job measured."""
+    """Runs the job of a row; returns the measurements of rank 0."""
     from tfdist.control.local_job import LocalJob
 
     output = io.StringIO()
@@ -162,7 +161,7 @@ def run(number: int, row: Row, twin: bool = False) -> dict:
 
 
 def measure(row: Row) -> None:
-    """One worker: trains three steps, looks at the fourth and fifth."""
+    """Runs one worker: trains three steps, then measures the fourth and fifth."""
     import tensorflow as tf
 
     from tests.parity.mesh_worker import bytes_held
@@ -182,7 +181,7 @@ def measure(row: Row) -> None:
     iterators = job.iterators(0)
     job.step(iterators, 3)
     tf.config.experimental.reset_memory_stats("CPU:0")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     job.step(iterators, 2)
     peaks = {
         "allocated": tf.config.experimental.get_memory_info("CPU:0")["peak"] - allocated,
@@ -220,13 +219,13 @@ def measure(row: Row) -> None:
 
 
 def status(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Returns the value of a line of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 
 
 def draw(found: dict[str, dict], path: Path) -> None:
-    """Bars of what is held and of the peaks, beside the formulas."""
+    """Draws bars of the memory held and of the peaks, with the formulas as lines."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,11 +2,11 @@
 
     python scripts/bench_parameter_server.py [--workers=3] [--ps=1] [--seconds=30] [--out=DIR]
 
-Worker 0 is slowed for real: it is stopped (SIGSTOP) for nine tenths of every 0.2 s. Each row is a job of its own,
-measured from when the slowing begins, after the first steps. The global batch is the same in every row, so that a step
-is as much
-work: fully synchronous it is cut into one slice per worker, with one backup worker into one less.
-Prints a table and the ratio to the fully synchronous job with the slow worker; writes DIR/bench_parameter_server.json.
+Worker 0 is really slowed down: it is stopped (SIGSTOP) for nine tenths of every 0.2 s. Each row is a separate job,
+measured from the start of the slowdown, after the first steps. The global batch is the same in every row, so that a
+step is the same amount of work. Fully synchronous steps divide it into one slice per worker; with one backup worker
+there is one slice less.
+Prints a table with ratios to the fully synchronous job with the slow worker; writes DIR/bench_parameter_server.json.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ ROWS = {  # name -> (slowed, flags)
     "sync, one slow, 1 backup worker": (True, ["--ps_mode=sync", "--backup_workers=1"]),
     "async, one slow": (True, ["--ps_mode=async"]),
 }
-PERIOD, RUNNING = 0.2, 0.1  # seconds; part of them in which the slow worker runs
+PERIOD, RUNNING = 0.2, 0.1  # seconds; fraction of them in which the slow worker runs
 WARM_UP_STEPS = 5
 
 
 def slow_down(pid: int, until: threading.Event) -> None:
-    """Lets a process run for a tenth of the time."""
+    """Lets a process run for a tenth of the time, until the event is set."""
     while not until.is_set():
         os.kill(pid, signal.SIGSTOP)
         time.sleep(PERIOD * (1 - RUNNING))
@@ -63,7 +63,7 @@ def slow_down(pid: int, until: threading.Event) -> None:
 
 
 def process_of(run_dir: Path, role: str, index: int) -> int:
-    """The process id of a task of the job in `run_dir`."""
+    """Returns the process id of a task of the job in `run_dir`."""
     for entry in Path("/proc").iterdir():
         try:
             found = re.search(r"TF_CONFIG=([^\0]*)", (entry / "environ").read_text())
@@ -79,7 +79,7 @@ def process_of(run_dir: Path, role: str, index: int) -> int:
 
 
 def steps(run_dir: Path) -> list[tuple[float, dict]]:
-    """(Unix time, values) of every step so far."""
+    """Returns (Unix time, values) of every step so far."""
     return [
         (datetime.fromisoformat(record["time"]).timestamp(), record["values"])
         for record in read_jsonl(run_dir / "logs" / "rank-0.jsonl")

@@ -1,23 +1,22 @@
-"""tfdist beside what one would use instead of it: the same models on the same data, measured in one run on this
-machine.
+"""Compares tfdist with its alternatives: the same models on the same data, measured in one run on this machine.
 
     python scripts/bench_peers.py [--resume] [--quick] [--only=transformer10m,PyTorch] [--modes=1,2,2s,1c,2c,1r,2r]
     [--rounds=1]
                                   [--out=runs/peers] [--venvs=~/.cache/tfdist-bench] [--prepare] [--report]
 
 Peers: Keras 3 fit, tf-keras fit under MultiWorkerMirroredStrategy, Horovod, Orbit, PyTorch DistributedDataParallel
-(scripts/peers/). They run in virtual environments that are made at the first call (about 4 GB in all) with pip as it is
-configured. One core and one thread a worker, float32, the same batches and initial weights; a row is printed only if
-its parameters, its FLOPs and the loss of its first window are those of the others. Needs two cores that are otherwise
-idle.
+(scripts/peers/). They run in virtual environments that the first call creates (about 4 GB in all) with pip as it is
+configured. Each worker has one core and one thread; all use float32 and the same batches and initial weights. A row is
+printed only if its parameters, its FLOPs and the loss of its first window agree with the others. Needs two cores that
+are otherwise idle.
 
-Every measurement is a fresh start: two windows to warm up, then at least five that count. Engines take turns within a
-workload, so that slow drifts of the machine hit all. Each result is written as it comes (OUT/cells/*.json); then OUT/
-peers.md and OUT/peers.png. --resume keeps what is there and was measured with the same settings. --only: parts of the
-names of workloads and engines; a measurement must match one of each sort that is named. --rounds=N: N fresh starts
-each.
---modes: 1 and 2 workers, 2s with half the batch each, 1c and 2c with snapshots, 1r and 2r going on from those (what
-each engine's own guide writes them with; tfdist's flushes to the disk what it has written, the others do not).
+Every measurement is a fresh start: two warm-up windows, then at least five that count (one in modes 1r and 2r). Engines
+take turns within a workload, so that slow drifts of the machine affect all. Each result is written at once
+(OUT/cells/*.json); OUT/peers.md and OUT/peers.png follow at the end. --resume keeps existing results that were measured
+with the same settings. --only: parts of names of workloads and engines; a measurement must match one of the workloads
+and one of the engines, if any are named. --rounds=N: N fresh starts each.
+--modes: 1 and 2 workers, 2s with half the batch each, 1c and 2c with snapshots, 1r and 2r resuming from those.
+Snapshots are written as each engine's own guide recommends; tfdist flushes them to the disk, the others do not.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ import environments  # noqa: E402
 KEPT = (
     "run/checkpoints",
     "snapshots",
-)  # in the folder of a measurement with snapshots: where tfdist and the others leave them
+)  # where tfdist and the others leave snapshots, in the folder of a measurement
 LONGEST = 420.0  # seconds that one measurement may take
-SNAPSHOTS = 5  # that are counted, of a measurement with snapshots
-LOOK_EVERY = 0.5  # seconds between two looks at the processes' memory
+SNAPSHOTS = 5  # counted snapshots of a measurement with snapshots
+LOOK_EVERY = 0.5  # seconds between two readings of the processes' memory
 
 
 def main() -> None:
@@ -98,7 +97,7 @@ def main() -> None:
 
 
 def selection(arguments: argparse.Namespace) -> list:
-    """The measurements, in order: engines next to each other within a workload, a round and a number of workers."""
+    """Returns the measurements in order: engines are adjacent within a workload, a round and a number of workers."""
     from engines import ENGINES, MODES
     from workloads import WORKLOADS
 
@@ -129,10 +128,10 @@ def selection(arguments: argparse.Namespace) -> list:
 
 
 def make_plan(workload, engine, mode: str, number: int, quick: bool):
-    """One measurement.
+    """Returns the plan of one measurement.
 
-    Those with snapshots are SNAPSHOTS + 1 blocks long: the first warms up; what is written after the last does not
-    count.
+    With snapshots, it is SNAPSHOTS + 1 blocks long: the first block warms up; the snapshot after the last block does
+    not count.
     """
     from cell import BLOCK
     from engines import WARM_UP, Plan
@@ -163,7 +162,7 @@ def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
                 continue
         result = measure(plan, venvs, out / "cells" / plan.name)
         if plan.origin and "error" not in result:
-            for name in KEPT:  # gigabytes
+            for name in KEPT:  # these take gigabytes
                 shutil.rmtree(out / "cells" / plan.origin / name, ignore_errors=True)
         path.with_suffix(".part").write_text(json.dumps(result, indent=1))
         path.with_suffix(".part").rename(path)
@@ -181,13 +180,13 @@ def measure_all(plans: list, venvs: Path, out: Path, resume: bool) -> None:
 
 
 def _stop(*_) -> None:
-    """Leaves by an exception, so that what is running is ended too."""
+    """Exits by an exception, so that running processes are ended, too."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(143)
 
 
 def measure(plan, venvs: Path, folder: Path) -> dict:
-    """One fresh start, watched to its end."""
+    """Measures one fresh start, and watches it to its end."""
     from engines import commands
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -224,7 +223,7 @@ def measure(plan, venvs: Path, folder: Path) -> dict:
 
 
 def watch(processes: list[subprocess.Popen]) -> tuple[str, int]:
-    """Waits for all. Returns (what went wrong or "", the largest resident memory that one process had, kB)."""
+    """Waits for all processes. Returns (what went wrong or "", the peak resident memory of any process in kB)."""
     peak, deadline, error = 0, time.monotonic() + LONGEST, ""
     own: set[int] = set()
     try:
@@ -247,7 +246,7 @@ def watch(processes: list[subprocess.Popen]) -> tuple[str, int]:
 
 
 def descendants(roots: set[int]) -> set[int]:
-    """The processes, and all that they started and that still runs."""
+    """Returns the given processes and all their descendants, as far as they still run."""
     parents = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
@@ -261,7 +260,7 @@ def descendants(roots: set[int]) -> set[int]:
 
 
 def high_water(pid: int) -> int:
-    """The most resident memory that a process had so far, kB."""
+    """Returns the peak resident memory of a process so far, in kB."""
     with contextlib.suppress(OSError, StopIteration):
         return int(
             next(
@@ -272,7 +271,7 @@ def high_water(pid: int) -> int:
 
 
 def figures(plan, folder: Path, started: float) -> dict:
-    """From the notes of the workers. tfdist's chief writes for all, the peers' workers each for itself."""
+    """Computes results from the workers' records. tfdist's chief writes one for all, a peer's worker its own."""
     import statistics
 
     from engines import WARM_UP
@@ -301,8 +300,8 @@ def figures(plan, folder: Path, started: float) -> dict:
 
 
 def snapshots(folder: Path, ends: list[float]) -> dict:
-    """What a snapshot cost: the time of the window after which it was written and of the two that follow (some write in
-    the background), beyond that of the last windows of the blocks, when writing is over."""
+    """Returns what a snapshot cost: the time of the window after which it was written and of the two that follow (some
+    engines write in the background), less that of three windows just before a snapshot, when writing is over."""
     import statistics
 
     from cell import BLOCK
@@ -311,7 +310,7 @@ def snapshots(folder: Path, ends: list[float]) -> dict:
         0.0,
         0.0,
         *(end - begin for begin, end in zip(ends, ends[1:], strict=False)),
-    ]  # [n]: seconds of window n; they count from 1, and the start of the first is not known
+    ]  # [n]: seconds of window n; windows count from 1, and the start of the first is not known
     usual = statistics.median(windows[BLOCK - 1 :: BLOCK])
     size = sum(path.stat().st_size for name in KEPT for path in (folder / name).rglob("*") if path.is_file())
     return {

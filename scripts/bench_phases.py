@@ -1,11 +1,11 @@
-"""What measuring the phases of a step costs: the same job with and without it, side by side.
+"""What does it cost to measure the phases of a step? Runs the same job with and without it, side by side.
 
     python scripts/bench_phases.py [--workload=transformer|cnn|mlp] [--workers=1] [--steps=5] [--rounds=12]
 
-In each of the workers' processes (one core each) three copies of a job take turns, a block of ten calls each: without
-marks, with --phase_every=10 (the default) as the loop uses it, accounts included, and with --phase_every=1. Prints the
-median over the rounds of the ratio of a block's seconds to those of the block without marks in the same round, and its
-spread: by the clock, and by the processor time of the process, which other programs on the machine disturb less.
+In each worker process (one core each), three copies of a job take turns, in blocks of ten calls: without marks, with
+--phase_every=10 (the default) as the loop uses it, accounting included, and with --phase_every=1. In each round, the
+seconds of a block are divided by those of the block without marks. Prints the median of this ratio over the rounds, and
+its spread: by the clock, and by the processor time of the process, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-CALLS = 10  # in a block
+CALLS = 10  # calls in a block
 EVERY = (0, 10, 1)
 WORKLOADS = {
     "transformer": {

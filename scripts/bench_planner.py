@@ -1,9 +1,9 @@
-"""Predicted against measured step time: calibrates by runs of one and two workers, predicts other worker counts.
+"""Predicted against measured step time: calibrates with runs of one and two workers, predicts other worker counts.
 
     python scripts/bench_planner.py [FOLDER]        about 3 minutes on two idle cores; prints one line a run
 
-Runs of 1 and 2 workers (two batch sizes each) calibrate; other sizes, and 3 and 4 workers, which share the processors,
-are predicted.
+Runs with 1 and 2 workers (two batch sizes each) calibrate the planner. Then it predicts other batch sizes, and 3 and 4
+workers, which share the processors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.e2e.job import ENVIRONMENT  # noqa: E402
 from tfdist.planner.calibrate import read_run  # noqa: E402
 
+# A job that does nothing but training steps.
 BARE = [
     "--source=synthetic",
     "--source_args=task=text,vocab=256,samples=4096,eval_samples=32,fixed=True",
-    "--model=transformer",  # nothing but steps of training
+    "--model=transformer",
     "--eval_every=-1",
     "--export=none",
     "--noplot",
@@ -38,7 +39,7 @@ PREDICT = ((2, 32), (3, 24), (4, 24))  # workers, global batch
 
 
 def train(folder: str | Path, workers: int, batch: int, flags: list[str]) -> tuple[str, float]:
-    """(run folder, seconds a step)."""
+    """Runs a training. Returns (run folder, seconds per step)."""
     run_dir = f"{folder}/{workers}-{batch}"
     subprocess.run(
         [

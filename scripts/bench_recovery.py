@@ -1,15 +1,15 @@
-"""What saving costs, and how long it takes to go on after a kill.
+"""Measures what saving costs, and how long it takes to resume after a kill.
 
     python scripts/bench_recovery.py saves [--repeats=3] [--width=5000] [--steps=80]
     python scripts/bench_recovery.py restarts [--repeats=5] [--workers=2]
 
-saves: one worker trains an MLP of at least 100 MB of weights (400 MB with Adam's slots and the moving average off) with
-no saves, with asynchronous and with synchronous ones every 20 steps, in turn. Training time lost per save, and
+saves: one worker trains an MLP with 100 MB of weights (about 305 MB with Adam's slots; the moving average is off) with
+no saves, with asynchronous and with synchronous saves every 20 steps, in turn. Prints training time lost per save, and
 throughput.
 
-restarts: SIGKILL to a worker of a small job, then the seconds until the first new step: detect (until the launcher
-starts the job again, back-off included), import, build (cluster, data, model), restore, trace (first step); with and
-without --standby.
+restarts: sends SIGKILL to a worker of a small job, and prints the seconds until the first new step: detect (until the
+launcher restarts the job, backoff included), import, build (cluster, data, model), restore, trace (first step); with
+and without --standby.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ against TensorFlow's collectives over gRPC (ring).
 
     python scripts/bench_ring.py [--workers=2] [--sizes_mb=0.02,1,4,16,64] [--repeats=7]
 
-Two workers have a core each; more of them take turns on the cores. A size is one float32 tensor per MB, as gradients
-come in several tensors. Prints the median milliseconds of an all-reduce inside a tf.function, for packs of 1 MB and of
-4 MB.
+Two workers have a core each; more workers share the cores. A size consists of one float32 tensor per MB, since
+gradients are several tensors. Prints the median milliseconds of an all-reduce inside a tf.function, for packs of 1 MB
+and of 4 MB.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python scripts/bench_scale.py [--out=runs/scale] [--repeats=9]        about 3 minutes on two idle cores
 
-1. `tfdist.comm` measures our ring over TCP between 2 workers; of its fitted line a + S / b come alpha and beta of the
+1. `tfdist.comm` measures our ring over TCP between 2 workers. Its fitted line a + S / b gives alpha and beta of the
    link.
-2. Two runs of one worker (micro-batch 8 and 24; a transformer of 10.8M parameters, 128 tokens) give the rate of
-   computing and the fixed cost of a step.
-3. `tfdist.plan` predicts step time and efficiency of data parallelism at 2 to 1024 workers: on links as measured, and
+2. Two runs of one worker (micro-batch 8 and 24; a transformer of 10.8M parameters, 128 tokens) give the speed of
+   computation and the fixed cost of a step.
+3. `tfdist.plan` predicts step time and efficiency of data parallelism at 2 to 1024 workers: on links as measured and
    on two common networks, with micro-batches of 8 and 64.
 4. Two workers are measured, too, as a check of the first row.
 
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_planner import BARE, train  # which makes the project's own modules found
+from bench_planner import BARE, train  # adds the repository to sys.path
 
 from tests.e2e.job import ENVIRONMENT
 from tfdist.communication.fit import fit_line
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def link(out: Path, repeats: int) -> tuple[float, float]:
-    """(alpha in seconds, beta in bytes a second) of a link of the ring, by the line through its all-reduces."""
+    """Returns (alpha in seconds, beta in bytes per second) of a link of the ring, from the fit of its all-reduces."""
     subprocess.run(
         [
             sys.executable,
@@ -116,7 +116,7 @@ def link(out: Path, repeats: int) -> tuple[float, float]:
 
 
 def scaling(gbs: float, us: float, batch: int, calibration: Sequence[str]) -> dict[int, float]:
-    """workers -> efficiency against one, by the planner."""
+    """Returns workers -> efficiency relative to one worker, by the planner."""
     command = [
         sys.executable,
         "-m",

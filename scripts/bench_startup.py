@@ -3,8 +3,8 @@
     python scripts/bench_startup.py [--repeats=5] [--model=mlp|transformer]
 
 The bare script imports TensorFlow and Keras, builds the same model and optimizer, traces one training function and
-calls it on one batch of random numbers: nothing can start faster that does the same arithmetic. tfdist resolves its
-cluster, estimates memory, builds a deterministic pipeline, and opens its logs besides. Both get one core and one
+calls it on one batch of random numbers: nothing that does the same arithmetic can start faster. In addition, tfdist
+resolves its cluster, estimates memory, builds a deterministic pipeline, and opens its logs. Both get one core and one
 thread, and take turns. Prints medians with their spread.
 """
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE.parent))
 from tests.e2e.job import ENVIRONMENT  # noqa: E402
 
 BATCH, CLASSES, TOKENS = 16, 10, 64
-SAID = "first step done"  # by the bare script
+SAID = "first step done"  # printed by the bare script
 SOURCES = {
     "mlp": "task=image,shape=(28,28,1),classes=10,samples=1024",
     "transformer": "task=text,vocab=256,samples=1024",
@@ -66,7 +66,7 @@ def main() -> None:
                 f"--run_dir={folder}/run",
             ],
         }
-        for repeat in range(arguments.repeats + 1):  # the first fills the file cache
+        for repeat in range(arguments.repeats + 1):  # the first repeat fills the file cache
             print(
                 f"{'warm-up' if repeat == 0 else f'repeat {repeat} of {arguments.repeats}'} ...",
                 file=sys.stderr,
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def until_first_step(command: list[str]) -> float:
-    """Runs the command to its end; returns when it said that the first step was done."""
+    """Runs the command to its end; returns the seconds until it reported the end of the first step."""
     environment = {**ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
     core = {min(os.sched_getaffinity(0))}
     begun, said = time.perf_counter(), 0.0

@@ -1,9 +1,10 @@
-"""What a run in an object store costs beside one in a folder: how long training stands still for a snapshot.
+"""Compares a run in an object store with one in a folder: how long training pauses for a snapshot.
 
     python scripts/bench_store.py [--turns=3] [--megabytes_per_second=50]
 
-The store is moto's S3 server behind a proxy that takes bodies no faster than that; the model has 11 million weights, so
-that a snapshot with Adam's slots has about 130 MB. Runs take turns; medians and their ratio are printed.
+The store is moto's S3 server behind a proxy that accepts bodies no faster than --megabytes_per_second. The model has 11
+million weights, so that a snapshot with Adam's slots has about 130 MB. Runs take turns; medians and their ratio are
+printed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FLAGS = [
 
 
 def pauses(run_dir: str, cache: Path, environment: dict[str, str]) -> list[float]:
-    """Seconds for which training stood still for each snapshot but the first, which makes the arrays for the copy."""
+    """Returns the seconds that training paused for each snapshot but the first, which allocates the copy's arrays."""
     command = [sys.executable, "-m", "tfdist.train", *FLAGS, f"--run_dir={run_dir}", f"--cache_dir={cache}"]
     done = subprocess.run(command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=600)
     if done.returncode:

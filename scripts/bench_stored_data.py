@@ -1,12 +1,12 @@
-"""What training data in an object store cost beside the same files in a folder: TFRecord, read by one and two workers.
+"""Compares training data in an object store with the same files in a folder: TFRecord, read by one and two workers.
 
     python scripts/bench_stored_data.py [--turns=3] [--megabytes_per_second=50] [--step_ms=40]
 
-The store is moto's S3 server behind a proxy that sends a body no faster than that. Each worker reads one pass of its
-files from front to back and stands still for --step_ms after each batch of 4 MB, as a training step would. `cold`
-begins with an empty cache, `warm` with that of the run before. Workers of a run share the cache. Runs take turns.
-The speed is that from the first batch on; the wait is what the first batch of a store comes later than that of the
-folder, beside the time that one file takes on one connection.
+The store is moto's S3 server behind a proxy that sends a body no faster than --megabytes_per_second. Each worker reads
+its files once from front to back and sleeps for --step_ms after each batch of 4 MB, like a training step. `cold` starts
+with an empty cache, `warm` with the cache of the run before. Workers of a run share the cache. Runs take turns. The
+speed is measured from the first batch on. The wait is how much later the first batch arrives from a store than from the
+folder; it is compared with the time that one file takes on one connection.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write(folder: Path) -> None:
 
 
 def read(place: str, cache: str, rank: int, workers: int, step_ms: float) -> None:
-    """One worker's pass; prints the seconds from the start, without imports, to the first batch and to the end."""
+    """Runs one worker's pass; prints the seconds from the start, without imports, to the first batch and to the end."""
     from tfdist.config import Config
     from tfdist.data.sources.load_split import data_here, load_split
 
@@ -58,7 +58,7 @@ def read(place: str, cache: str, rank: int, workers: int, step_ms: float) -> Non
 
 
 def run(place: str, cache: str, workers: int, step_ms: float) -> tuple[float, float]:
-    """(seconds to the first batch, to the end) of the slowest worker."""
+    """Returns (seconds to the first batch, seconds to the end), each of the slowest worker."""
     command = [sys.executable, __file__, f"--read={place}", f"--cache={cache}", f"--workers={workers}"]
     processes = [
         subprocess.Popen(

@@ -1,26 +1,25 @@
-"""Kills, stops and breaks a real job again and again; compares its end with an undisturbed one's, bit for bit.
+"""Kills, stops and breaks a real job again and again; compares its result with an undisturbed run, bit for bit.
 
     python scripts/chaos.py --kills=20 --seed=1 [--workers=3] [--steps=1300] [--standby] [--keep=FOLDER]
     python scripts/chaos.py --train="--strategy=sockets"          or "--strategy=mesh --zero=3", or any other flags
     python scripts/chaos.py --job=fit                             a script with tfdist.fit and BackupAndRestore
-    python scripts/chaos.py --bad_numbers                         a job that goes back from them, once an epoch
+    python scripts/chaos.py --bad_numbers                         a job with NaN in its data: rolls back once per epoch
 
-Both runs train the same model, deterministically. While the second one runs, `--kills` faults befall it, drawn from the
-seed:
+Both runs train the same model, deterministically. `--kills` faults, drawn from the seed, hit the second run:
 
-    kill_chief, kill_worker   SIGKILL           term_worker, term_all   SIGTERM to one worker, or to the launcher (then
-                                                started again)
-    kill_launcher             SIGKILL to the launcher: the workers must end, too; then started again
-    stop                      SIGSTOP
-    kill_save, kill_restore   killed while writing a snapshot, while restoring; kill_backup: while writing fit's backup
-    corrupt                   a bit of the newest snapshot flipped, or a file cut or removed, and a SIGKILL
+    kill_chief, kill_worker   SIGKILL to the chief, to another worker
+    term_worker, term_all     SIGTERM to one worker, to the launcher (which is then started again)
+    kill_launcher             SIGKILL to the launcher: the workers must end, too; then it is started again
+    stop                      SIGSTOP to a worker
+    kill_save, kill_restore   SIGKILL while writing a snapshot, while restoring; kill_backup: while writing fit's backup
+    corrupt                   a bit of the newest snapshot is flipped, or a file truncated or removed; then SIGKILL
     disk_full                 two writes fail
-    second_job                the same job is started on the same folder: must be refused with exit code 2, and the
-                              first go on
+    second_job                the same job is started on the same folder: it must be refused with exit code 2, and the
+                              first job must continue
 
 Compared at the end: every array of the last snapshot (weights, optimizer slots, moving averages, step), the evaluation,
-and for every step the samples of its global batch; of fit every array of model and optimizer, and the history. No
-process may be left. Ends with 0 if all are equal, and prints where time went after each kill.
+and the samples of the global batch of every step; for fit, every array of model and optimizer, and the history. Exit
+code 0 if all are equal. Prints the time from each kind of fault to the first new step.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ from chaos_jobs import ChaosJob, FitJob, TrainJob  # noqa: E402
 
 from tests.e2e.job import ENVIRONMENT, records  # noqa: E402
 
-STALLED_SECONDS = 180.0  # without a step: something hangs
-ORPHANED_SECONDS = 20.0  # that workers have to end after their launcher
-UNNOTICED = ("disk_full", "second_job")  # after which the same attempt goes on
+STALLED_SECONDS = 180.0  # without a step; then something hangs
+ORPHANED_SECONDS = 20.0  # within which workers must end after their launcher
+UNNOTICED = ("disk_full", "second_job")  # after these, the same attempt continues
 
 
 class Chaos:
@@ -67,7 +66,7 @@ class Chaos:
         self.output = open(run_dir.parent / "chaos.log", "w")  # noqa: SIM115
 
     def plan(self) -> list[str]:
-        """The faults in random order; each kind occurs if there are enough of them."""
+        """Returns the faults in random order; each kind occurs if there are enough faults."""
         count, kinds = self.arguments.kills, self.job.kinds
         chosen = [*kinds * (count // len(kinds)), *self.random.sample(kinds, count % len(kinds))]
         self.random.shuffle(chosen)
@@ -120,8 +119,8 @@ class Chaos:
         self.start()
 
     def said_disk_full(self) -> bool:
-        """Whether the job that has just ended was told to end while the disk was full: then it cannot save, and must
-        say so; a user makes room and starts it again.
+        """Returns whether the job that has just ended was told to end while the disk was full. Then it cannot save, and
+        must say so; a user frees space and starts it again.
         """
         sentence = "No space left on device (on purpose)): free or repair"
         return self.process.returncode == 9 and sentence in Path(self.output.name).read_text()[-3000:]
@@ -155,18 +154,18 @@ class Chaos:
         os.kill(self.random.choice(self.workers()), signal.SIGSTOP)
 
     def arm(self, rank: int, kind: str) -> None:
-        """What cannot be done from outside at the right moment is done by the worker itself."""
+        """Tells a worker to cause the fault itself, if this script could not do it at the right moment."""
         (self.marks / f"arm-{rank}-{kind}").touch()
 
     def kill_save(self) -> None:
-        """When the next snapshot's files are written, but not yet committed. On a mesh every worker writes a part."""
+        """Kills when the next snapshot's files are written, not yet committed. On a mesh every worker writes a part."""
         self.arm(
             self.random.randrange(self.arguments.workers) if "--strategy=mesh" in self.arguments.train else 0,
             "kill_save",
         )
 
     def kill_backup(self) -> None:
-        """While the backup's new file is written, but does not yet have its name; if it is too fast, just after."""
+        """Kills the chief while the new backup is written, before the rename; if that is too fast, just after."""
         writing = self.run_dir / "backup" / "tfdist-backup.writing"
         chief, deadline = self.workers()[0], time.monotonic() + 10
         while not writing.exists() and time.monotonic() < deadline:
@@ -174,12 +173,12 @@ class Chaos:
         os.kill(chief, signal.SIGKILL)
 
     def kill_restore(self) -> None:
-        """A kill, and another one when the restarted job restores."""
+        """Kills a worker, and another time when the restarted job restores."""
         self.arm(self.random.randrange(self.arguments.workers), "kill_restore")
         self.kill_worker()
 
     def corrupt(self) -> None:
-        """The newest snapshot is damaged behind the job's back; the one before it must do."""
+        """Damages the newest snapshot behind the job's back, and kills a worker; the one before it must suffice."""
         self.wait(lambda: len(list((self.run_dir / "checkpoints").glob("step-*"))) > 1)
         newest = max((self.run_dir / "checkpoints").glob("step-*"))
         victims = sorted(path for path in newest.iterdir())
@@ -195,7 +194,7 @@ class Chaos:
             else:
                 victim.unlink()
         except (FileNotFoundError, ValueError, IndexError):
-            pass  # retention was faster
+            pass  # retention removed it first
         self.kill_worker()
 
     def disk_full(self) -> None:
@@ -204,7 +203,7 @@ class Chaos:
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def workers(self) -> list[int]:
-        """The processes of the running attempt in rank order."""
+        """Returns the process ids of the running attempt in rank order."""
         listed = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split()
         ranks = {}
         for pid in map(int, listed):
@@ -222,7 +221,7 @@ class Chaos:
         return max((record["step"] for record in records(self.run_dir, kind="train")), default=0) if log.exists() else 0
 
     def wait_for_progress(self) -> None:
-        """Until this attempt has trained some steps, so that there is something to lose."""
+        """Waits until this attempt has trained some steps, so that there is something to lose."""
         steps = self.random.randrange(*self.job.steps_between)
         self.wait(
             lambda: (
@@ -251,7 +250,7 @@ class Chaos:
             time.sleep(0.1)
 
     def note_recovery(self, kind: str, begun: float) -> None:
-        """Seconds from the fault to the first new step."""
+        """Records the seconds from the fault to the first new step."""
         before = self.attempt()[-1]["attempt"]
         self.wait(
             lambda: (

@@ -1,4 +1,4 @@
-"""The two kinds of jobs of chaos.py: how each is started, and what of its end must be as in an undisturbed run."""
+"""The two kinds of jobs of chaos.py: how each is started, and which results must equal an undisturbed run's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FIT_SCRIPT = ROOT / "tests" / "e2e" / "fit_scripts" / "disturbed.py"
 
 
 class ChaosJob(Protocol):
-    """What is disturbed. Both kinds write RUN_DIR/logs/rank-0.jsonl.
+    """A job to disturb. Both kinds write RUN_DIR/logs/rank-0.jsonl.
 
-    kinds: the faults that it can be subject to. steps: from this many of them, at random, the next fault is drawn.
-    pace: seconds by which each step is slowed down, so that faults have time to come.
+    kinds: the faults it can be subject to. steps_between: range of the random number of steps before the next fault.
+    pace: seconds by which each step is slowed down, so that there is time for faults.
     """
 
     kinds: tuple[str, ...]
@@ -29,10 +29,10 @@ class ChaosJob(Protocol):
     pace: float
 
     def arguments(self, run_dir: Path) -> list[str]:
-        """Of tfdist.launch, after `--`."""
+        """Returns the arguments of tfdist.launch after `--`."""
 
     def differences(self, undisturbed: Path, disturbed: Path) -> list[str]:
-        """What differs; [] is what should come."""
+        """Returns the names of all results that differ; [] is expected."""
 
 
 class TrainJob:
@@ -60,7 +60,7 @@ class TrainJob:
         if self.goes_back:
             source = "identified_with_nan"
             self.more = ["--on_nan=rollback", "--max_rollbacks=10000", *self.more]
-            # Without the snapshot that a full disk costs, bad numbers lead back further.
+            # A full disk costs a snapshot; without it, a rollback would go back further.
             self.kinds = tuple(kind for kind in self.kinds if kind != "disk_full")
         self.source = f"--source=tests.e2e.sources:{source}"
 
@@ -101,8 +101,8 @@ class TrainJob:
 
 
 class FitJob:
-    """A Keras script with tfdist.fit and BackupAndRestore; a step is an epoch. What TrainJob has more is for
-    snapshots, of which a script has one file; that one is refused when it is damaged."""
+    """A Keras script with tfdist.fit and BackupAndRestore; a step is an epoch. The further faults of TrainJob concern
+    snapshots. A script has only one backup file, which is refused when it is damaged."""
 
     kinds = (
         "kill_chief",
@@ -131,8 +131,8 @@ class FitJob:
 
 
 def steps_told(run_dir: Path, names: tuple[str, ...], goes_back: bool = False) -> dict[int, tuple]:
-    """Step -> these values of it; steps that were done again must have had the same. goes_back: with other samples, of
-    which the last count.
+    """Returns step -> its values of these names. A step that was repeated must have had the same values. goes_back: it
+    has other samples, and the last values count.
     """
     seen: dict[int, tuple] = {}
     for record in records(run_dir, kind="train"):

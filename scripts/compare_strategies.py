@@ -3,8 +3,8 @@
     python scripts/compare_strategies.py [--epochs=10] [--out=runs/strategies] [--only=multi_worker,horovod]
 
 Every job has two workers (one process for one_device and mirrored) with one core each, the same flags, seed and global
-batch. It runs in a network namespace of its own where the system allows that, so that the bytes on its loopback are its
-own. OUT/strategies.html has: throughput, loss by step and by second, staleness, final accuracy, bytes sent per step.
+batch. It runs in its own network namespace if the system allows that, so that the loopback counts only its bytes.
+OUT/strategies.html shows throughput, loss by step and by second, staleness, final accuracy, bytes sent per step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FLAGS = [
     "--trackers=none",
 ]
 
-# What runs inside the namespace: loopback up, the job, then the counters of loopback.
+# Runs inside the namespace: enables loopback, runs the job, then writes the byte counter of loopback.
 _INSIDE = """
 import fcntl, json, socket, struct, subprocess, sys
 try:
@@ -71,7 +71,7 @@ sys.exit(code)
 
 
 def train(name: str, epochs: float, out: Path, isolated: bool) -> dict | None:
-    """One job; None if it failed."""
+    """Runs one job; returns its figures, or None if it failed."""
     launcher, flags = STRATEGIES[name]
     folder = out / name.replace(", ", "-").replace(" ", "_")
     subprocess.run(["rm", "-rf", str(folder)], check=True)

@@ -2,9 +2,9 @@
 
     python scripts/compare_versions.py OTHER_CHECKOUT [--only=NAME,NAME] [--keep=FOLDER]
 
-Trains the ten small runs of RUNS with this checkout and with the other one, and compares every array of their last
-snapshots, and every value that their logs hold but for times, speeds and memory. Ends with 0 if all are equal. Takes
-about five minutes on two cores. Both use the Python that runs this script.
+Trains the ten small runs of RUNS with this checkout and with the other one. Compares every array of their last
+snapshots, and every logged value except times, speeds and memory. Exit code 0 if all are equal. Takes about five
+minutes on two cores. Both use the Python that runs this script.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IMAGES = ["--source=synthetic", "--source_args=shape=(32,32,3),classes=10,sample
 COMMON = ["--deterministic", "--steps=12", "--save_every=6", "--log_every=4", "--eval_samples=64", "--export=none"]
 COMMON += ["--noplot", "--seed=3"]
 
-# name -> (launcher's flags, flags of the run); a script of its own where the first is None
+# name -> (flags of the launcher, flags of the run); if the first is None, the script FIT is run
 RUNS: dict[str, tuple[list[str] | None, list[str]]] = {
     "cnn": (["--workers=2"], [*DIGITS, "--strategy=multi_worker"]),
     "transformer": (["--workers=2"], [*TEXT, "--strategy=sockets", "--clip_norm=1"]),
@@ -63,7 +63,7 @@ _OF_TIME = ("perf/", "pause/", "phase/", "memory/", "startup/", "time/", "save/w
 
 
 def train(checkout: Path, name: str, folder: Path) -> dict[str, object]:
-    """Makes one run with a checkout. Returns name -> what must be equal."""
+    """Makes one run with a checkout. Returns name -> value that must be equal."""
     launch, flags = RUNS[name]
     folder.mkdir(parents=True)
     if launch is None:

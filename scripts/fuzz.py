@@ -1,13 +1,13 @@
-"""Draws combinations of models, data, options and runtimes, and compares what tfdist makes of them with plain Keras.
+"""Draws combinations of models, data, options and runtimes, and compares tfdist's results with those of plain Keras.
 
     python scripts/fuzz.py --minutes=10 --seed=1              for ten minutes
     python scripts/fuzz.py --cases=200 --runtimes=mirrored:2,sockets:2
-    python scripts/fuzz.py --minutes=60 --again=24 --tally=tests/fuzz/tally.json      what was seldom drawn so far
-    python scripts/fuzz.py --replay='{"kind": "train", ...}'  one case again, as a failure prints it
+    python scripts/fuzz.py --minutes=60 --again=24 --tally=tests/fuzz/tally.json      prefers what was rarely drawn
+    python scripts/fuzz.py --replay='{"kind": "train", ...}'  repeats one case, as a failure prints it
 
-tests/fuzz/tally.json counts what all such runs since 2026-11-23 have compared; commit it with what they found.
+tests/fuzz/tally.json counts what all such runs since 2026-11-23 have compared; commit it with their findings.
 
-Prints each difference with its shrunk case and a script, and at the end how often each feature was drawn with each
+Prints each difference with its shrunk case and a script. At the end, prints how often each feature was drawn with each
 runtime. Exit code 1 if anything was wrong.
 """
 

@@ -1,11 +1,11 @@
-"""Does the test suite notice silent damage, and open doors? Faults in a copy of the code; each must turn it red.
+"""Does the test suite notice silent damage and security holes? Injects faults into copies of the code to find out.
 
-    python scripts/inject_faults.py             all of FAULTS, with the tests that stand for the mechanism
-    python scripts/inject_faults.py NAME ...    some
+    python scripts/inject_faults.py             all of FAULTS, each with the tests of its mechanism
+    python scripts/inject_faults.py NAME ...    some of them
     python scripts/inject_faults.py --list      their names
 
-Only the tests named beside a fault are run, to the first that fails, so that it takes minutes and not hours: they are
-all of the default suite. Exit code 1 if a fault is not noticed, or if the tests fail without it.
+For each fault, only the tests named with it are run, up to the first failure, so that it takes minutes and not hours.
+They all belong to the default suite. Exit code 1 if a fault is not noticed, or if the tests fail without a fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.faulty_copy import faulty_copy  # noqa: E402
 
 
 class Fault(NamedTuple):
-    """In `file` below tfdist, `text` becomes `other`. tests: arguments of pytest."""
+    """Replaces `text` by `other` in `file` below tfdist. tests: arguments of pytest."""
 
     what: str
     file: str
@@ -964,7 +964,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def noticed(fault: Fault | None, tests: tuple[str, ...]) -> str:
-    """The first test that fails in a copy of the repository with the fault; "" if none does."""
+    """Returns the first test that fails in a copy of the repository with the fault; "" if none fails."""
     with faulty_copy(*((fault.file, fault.text, fault.other) if fault else ())) as copy:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],

@@ -1,9 +1,9 @@
-"""Draws mistakes at random (flags, flag files, TF_CONFIG, run folders, modules, scripts) and looks how they end.
+"""Draws mistakes at random (flags, flag files, TF_CONFIG, run folders, modules, scripts) and checks how they end.
 
     python scripts/mistakes.py --count=200 --seed=1
-    python scripts/mistakes.py --only=1:17 --verbose       one of them again, with its output
+    python scripts/mistakes.py --only=1:17 --verbose       repeats one of them, with its output
 
-Each must end with the documented exit code and one sentence that names what was wrong. Prints those that do not, and a
+Each must end with the documented exit code and one sentence that names the mistake. Prints those that do not, and a
 table of kinds and exit codes. Exit code 1 if there was a problem.
 """
 

@@ -1,22 +1,24 @@
-"""Packs Python, TensorFlow and tfdist for a GPU machine without a network, in files of a limited size.
+"""Packs Python, TensorFlow and tfdist for a GPU machine without a network, into files of a limited size.
 
     python scripts/pack_for_gpu.py --out=FOLDER [--capability=9.0] [--piece_mb=58] [--also=scikit-learn,pytest]
                                    [--exclude=NAME,NAME] [--jobs=2]
 
-Carry FOLDER/unpack.py and FOLDER/piece* to the machine and say there, with the Python that has PyTorch:
+Carry FOLDER/unpack.py and FOLDER/piece* to the machine and run there, with the Python that has PyTorch:
 
     python3 unpack.py piece* --to=/opt/tfdist && . /opt/tfdist/env && python -m tfdist.doctor
 
-It packs the virtual environment that it runs in: its Python, the packages that tfdist needs (--also: others; --exclude:
-not these), and tfdist itself. TensorFlow's wheel has machine code for five kinds of GPUs. Only that of --capability
-stays (nvidia-smi --query-gpu=compute_cap; 8.0 A100, 8.9 L4, 9.0 H100 and H200), and names for debuggers go: of 1.7 GB
-four pieces or so are left. cuDNN, cuBLAS, NCCL and the like are not carried: unpack.py links those of the machine, CUDA
-13's under the names of CUDA 12. The small ones that have to be of CUDA 12 are taken from wheels in FOLDER/wheels, which
-pip downloads where they are missing. A second call goes on where the first was stopped; FOLDER/work may be deleted.
+It packs the virtual environment that it runs in: its Python, the packages that tfdist needs (--also: add others;
+--exclude: leave these out), and tfdist itself. TensorFlow's wheel has machine code for five kinds of GPUs. Only the
+code for --capability is kept (see nvidia-smi --query-gpu=compute_cap; 8.0 A100, 8.9 L4, 9.0 H100 and H200), and debug
+names are removed: 1.7 GB shrink to about four pieces. cuDNN, cuBLAS, NCCL and the like are not packed: unpack.py links
+those of the machine, CUDA 13's under the names of CUDA 12. The small libraries that must be of CUDA 12 are taken from
+wheels in FOLDER/wheels, which pip downloads if they are missing. A second call resumes where the first was stopped;
+FOLDER/work may be deleted.
 
-Prerequisites: Linux on x86-64; an environment with requirements.txt whose Python is of pyenv, uv, conda or the like
-(not of the system in /usr); pip, or the three wheels; 3 GB of disk and 1 GB of memory for each of --jobs. On the other
-machine: no older C library than here, a driver for CUDA 12 or 13, libraries of CUDA 13 and cuDNN 9, a Python with lzma.
+Prerequisites: Linux on x86-64; an environment with requirements.txt whose Python comes from pyenv, uv, conda or the
+like (not from the system in /usr); pip, or the three wheels; 3 GB of disk and 1 GB of memory for each of --jobs. On the
+other machine: a C library no older than here, a driver for CUDA 12 or 13, libraries of CUDA 13 and cuDNN 9, a Python
+with lzma.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from gpu_pack.fatbin import trim
 from gpu_pack.pieces import LONGEST, MIB, File, is_library, packed_streams, write_pieces
 
 try:
-    from packaging.requirements import Requirement  # which TensorFlow requires
+    from packaging.requirements import Requirement  # required by TensorFlow
 except ModuleNotFoundError:
     raise SystemExit(
         f"pack_for_gpu: {sys.executable} has no TensorFlow: run me with the Python of the environment to be packed."
@@ -49,8 +51,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 BASE = Path(sys.base_prefix).resolve()
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 SITE = f"lib/{VERSION}/site-packages"
-WANTED = ("tensorflow", "keras", "absl-py", "google-crc32c", "numpy", "rich", "tensorboard")  # as pyproject.toml
-# What these want, but no training needs.
+WANTED = ("tensorflow", "keras", "absl-py", "google-crc32c", "numpy", "rich", "tensorboard")  # as in pyproject.toml
+# Dependencies of these packages that no training needs.
 EXCLUDED = "libclang,tensorboard-data-server,pillow,setuptools,wheel"
 NOT_OF_PYTHON = re.compile(
     r"(^|/)(__pycache__|tests?|idlelib|tkinter|turtledemo|ensurepip|lib2to3|pydoc_data|config-[^/]*|site-packages)/"
@@ -61,7 +63,7 @@ NOT_OF_PACKAGES = re.compile(
     r"|^(numpy|h5py|psutil|scipy|sklearn)/(.*/)?tests/|^keras/.*_test\.py$|^tensorboard/webfiles\.zip$"
 )
 OF_EVERY_SYSTEM = re.compile(r"lib(c|m|dl|pthread|resolv|rt|util)\.so|ld-linux|linux-vdso")
-# Versions with which TensorFlow 2.21 was seen to train. Where a file goes -> where it is in its wheel.
+# TensorFlow 2.21 has trained with these versions. Destination of a file -> its path in the wheel.
 WHEELS = {
     "nvidia-cuda-runtime-cu12==12.9.79": {"cuda/lib/libcudart.so.12": "nvidia/cuda_runtime/lib/libcudart.so.12"},
     "nvidia-cuda-cupti-cu12==12.8.90": {"cuda/lib/libcupti.so.12": "nvidia/cuda_cupti/lib/libcupti.so.12"},
@@ -145,7 +147,7 @@ def read_options() -> Options:
 
 
 def python_files(options: Options) -> tuple[list[File], dict[str, str]]:
-    """The interpreter, its library, and what these open."""
+    """Returns the interpreter, its standard library and the shared libraries that these open; and the links."""
     program = Path(sys.executable).resolve()
     found = {f"bin/{VERSION}": program}
     library = Path(sysconfig.get_path("stdlib"))
@@ -161,14 +163,14 @@ def python_files(options: Options) -> tuple[list[File], dict[str, str]]:
 
 
 def opened_libraries(programs: list[Path]) -> list[Path]:
-    """What the dynamic linker opens for them, beside the C library."""
+    """Returns the libraries that the dynamic linker opens for these programs, except the C library."""
     done = subprocess.run(["ldd", *map(str, programs)], capture_output=True, text=True)
     found = dict(re.findall(r"(\S+) => (/\S+) \(", done.stdout))
     return [Path(path).with_name(name) for name, path in sorted(found.items()) if not OF_EVERY_SYSTEM.match(name)]
 
 
 def stripped(name: str, path: Path, work: Path) -> Path:
-    """A copy without names for debuggers, where the system has `strip`; `path` itself if there is nothing to do."""
+    """Returns a copy without debug names if the system has `strip`; `path` itself if there is nothing to do."""
     if not shutil.which("strip") or (".so" not in name and not name.startswith("bin/")):
         return path
     copy = work / name
@@ -181,12 +183,12 @@ def stripped(name: str, path: Path, work: Path) -> Path:
 
 
 def normal(name: str) -> str:
-    """As PEP 503 has it."""
+    """Normalizes a package name as in PEP 503."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 def distributions(options: Options) -> Iterator[importlib.metadata.Distribution]:
-    """The wanted packages and what they require."""
+    """Yields the wanted packages and all packages that they require."""
     waiting, seen = list(options.packages), set(options.exclude)
     while waiting:
         name = normal(waiting.pop())
@@ -220,7 +222,7 @@ def is_tensorflows(file: File) -> bool:
 
 
 def of_one_gpu(file: File, options: Options) -> File:
-    """A copy with the code of one GPU, and without names for debuggers."""
+    """Returns a copy of the library with code for one GPU only, and without debug names."""
     copy = options.work / file.name
     copy.parent.mkdir(parents=True, exist_ok=True)
     temporary = copy.with_name(copy.name + ".tmp")
@@ -240,7 +242,7 @@ def of_one_gpu(file: File, options: Options) -> File:
 
 
 def own_files() -> list[Path]:
-    """tfdist itself."""
+    """Returns the files of tfdist itself."""
     paths = sorted((REPOSITORY / "tfdist").rglob("*"))
     return [path for path in paths if path.is_file() and path.parent.name != "__pycache__"]
 
@@ -249,7 +251,7 @@ def own_files() -> list[Path]:
 
 
 def cuda_files(options: Options) -> list[File]:
-    """The small parts of CUDA 12, from wheels."""
+    """Extracts the small files of CUDA 12 from their wheels."""
     found = []
     for requirement, members in WHEELS.items():
         wheel = wheel_of(requirement, options.out / "wheels")

@@ -1,11 +1,11 @@
-"""Many short runs of several workers: how they end, and what they say while they do.
+"""Many short runs of several workers: checks how they end, and what they print meanwhile.
 
     python scripts/short_runs.py --runs=300 [--workers=3] [--train="--strategy=mesh --zero=3"]
 
-The end of a run is a race among processes: whoever leaves too early takes something away from those that are still
-there. So every worker of every run must end with 0 and say nothing but what it has to. Workers are forked from a
-process that has done its imports, otherwise they are those of `tfdist.train`. Ends with 0 if all runs were well; keeps
-the output of those that were not.
+The end of a run is a race among processes: a worker that exits too early takes something away from those still
+running. So every worker of every run must exit with 0 and print nothing but the expected lines. Workers are forked from
+a process that has done its imports; otherwise they are those of `tfdist.train`. Exit code 0 if all runs ended well;
+keeps the output of those that did not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLAGS = [
     "--trackers=none",
 ]
 RUN_SECONDS = 120.0
-# What TensorFlow says at every start (control/job.py keeps it off the terminal), and our own summary.
+# What TensorFlow prints at every start (control/job.py keeps it off the terminal), and our own summary.
 EXPECTED = re.compile(
     r"All log messages before absl|cudart_stub|cuda_platform|cpu_feature_guard|rebuild TensorFlow|oneDNN|^  \w|^\s*$"
 )
@@ -62,7 +62,7 @@ def start_worker(rank: int, addresses: list[str], flags: list[str], output: Path
 
 
 def run_once(workers: int, flags: list[str], folder: Path) -> list[str]:
-    """What was wrong with one run; [] is what should come."""
+    """Makes one run. Returns what was wrong; [] is expected."""
     folder.mkdir()
     ports = PortReservation(workers)
     outputs = [folder / f"worker-{rank}.log" for rank in range(workers)]
@@ -126,6 +126,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Exception:  # a worker must never run on in this program
+    except Exception:  # a forked worker must never continue in this program
         traceback.print_exc()
         os._exit(1)

@@ -1,5 +1,5 @@
-"""python scripts/acceptance/attention.py OUT [--rehearse]: cuDNN's attention against the formula in float32, in shapes
-that models have and in odd ones; and how long both take for GPT-2's.
+"""python scripts/acceptance/attention.py OUT [--rehearse]: compares cuDNN's attention with the formula in float32, for
+shapes of real models and for odd ones; measures how long both take for GPT-2's shape.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(out: Path, rehearse: bool) -> None:
     rows: list[dict[str, Any]] = []
     for dtype in (tf.bfloat16, tf.float16):
         for sizes in SIZES:
-            is_even = sizes[1] % 2 == sizes[2] % 2 == 0  # others have no kernel with a mask
+            is_even = sizes[1] % 2 == sizes[2] % 2 == 0  # other shapes have no kernel with a mask
             for is_masked, is_causal in itertools.product((False, True), repeat=2):
                 if is_masked and not is_even or is_causal and sizes[1] != sizes[2]:
                     continue
@@ -54,7 +54,7 @@ def main(out: Path, rehearse: bool) -> None:
 
 
 def milliseconds(name: str, sizes: tuple[int, int, int, int, int], is_masked: bool) -> float:
-    """Of one forward and backward pass, causal, in bfloat16, compiled by XLA."""
+    """Returns the time of one forward and backward pass, causal, in bfloat16, compiled by XLA."""
     import tensorflow as tf
 
     from tfdist.models import cudnn_attention

@@ -1,6 +1,6 @@
-"""python scripts/acceptance/fuzzed.py OUT [--rehearse]: drawn combinations on the GPU are what plain Keras makes.
+"""python scripts/acceptance/fuzzed.py OUT [--rehearse]: compares random combinations on the GPU with plain Keras.
 
-One fuzzer for four cores, side by side, as XLA compiles most of the time; each finds other cases.
+One fuzzer per four cores, in parallel, since XLA compiles most of the time; each draws other cases.
 """
 
 from __future__ import annotations

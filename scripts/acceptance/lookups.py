@@ -1,6 +1,6 @@
-"""python scripts/acceptance/lookups.py OUT [--rehearse]: rows that no table has, with XLA and without: NaN or an error.
+"""python scripts/acceptance/lookups.py OUT [--rehearse]: looking up rows that do not exist gives NaN or an error.
 
-Beside it what TensorFlow itself gives there: on a GPU zeros, with XLA another row.
+Checked with XLA and without. Also shows what plain TensorFlow gives: zeros on a GPU, another row with XLA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page: verdicts first, then a plot and a table for each stage. One file, nothing is loaded."""
+"""The HTML page: verdicts first, then a plot and a table for each stage. One file that loads no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR, _LABEL, _WIDTH = 18, 260, 420  # pixels
 
 
 def html_of(report: Mapping[str, Any]) -> str:
-    """The whole page. What it shows comes from other programs: all of it is escaped."""
+    """Returns the whole page. Its contents come from other programs, so all of them are escaped."""
     results = report["stages"]
     title = "Rehearsal of the GPU acceptance, on the CPU" if report.get("rehearsal") else "GPU acceptance of tfdist"
     facts = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
@@ -66,8 +66,8 @@ def _row(row: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _bars(rows: Sequence[Mapping[str, Any]]) -> str:
-    """`bar`: how long, from 0; the first column is the label. Where rows have a "limit", bars are parts of their own
-    limits, which lie on one line, and a bar beyond it is red."""
+    """Draws a bar of length `bar` per row; the first column is the label. Where rows have a "limit", each bar is scaled
+    to its own limit, one line marks all limits, and a bar beyond its limit is red."""
     lengths = [row["bar"] / (row.get("limit") or 1.0) for row in rows]
     limited = any("limit" in row for row in rows)
     longest = max([*lengths, 1.0 if limited else 0.0]) or 1.0

@@ -1,9 +1,9 @@
 """python scripts/acceptance/parity.py OUT [--rehearse]: one step of SGD of every model and precision, on two devices.
 
-From the same weights and the same batch. Compared: the change of all weights, which is the gradient, as the norm of the
-difference by the norm. What may differ is found on the CPU: half precision changes a gradient by some part there, and
-two devices, which round in different places, may differ by three times that. GPUs compute float32 products as
-TensorFloat-32, which has as many digits as float16, so float32 has the limit of float16.
+Both devices start from the same weights and use the same batch. The changes of all weights (the gradients) are compared
+by relative error: the norm of the difference divided by the norm. The limit is measured on the CPU: it is three times
+the relative error that half precision causes in a gradient there, since two devices round in different places. GPUs
+compute float32 products as TensorFloat-32, which has as many digits as float16, so float32 has the limit of float16.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
         fail("TensorFlow may use no GPU here: there is nothing to compare with the CPU.")
     options.out.mkdir(parents=True, exist_ok=True)
     flags = ["--rehearse"] if options.rehearse else []
-    # Where there is no GPU, another number of threads adds up in another order.
+    # Without a GPU, another number of threads changes the order of summation.
     other = {"CUDA_VISIBLE_DEVICES": "0"} if count else {"CUDA_VISIBLE_DEVICES": "-1", "TF_NUM_INTRAOP_THREADS": "2"}
     for name, environment in (("cpu", {"CUDA_VISIBLE_DEVICES": "-1", "TF_NUM_INTRAOP_THREADS": "1"}), ("other", other)):
         command = [sys.executable, __file__, str(options.out), *flags, f"--compute={options.out / f'{name}.npz'}"]
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def compared(cpu: dict, other: dict, models: list[str]) -> list[dict]:
-    """A row for each step; its bar is the difference, by the norm."""
+    """Returns a row for each step; its bar is the relative error."""
     rows = []
     for model in models:
         cost = {
@@ -84,7 +84,7 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def compute(models: list[str], path: Path) -> None:
-    """Writes "MODEL PRECISION" -> change of all weights, and the losses."""
+    """Writes "MODEL PRECISION" -> change of all weights, and "MODEL PRECISION loss" -> loss."""
     import keras
 
     from tfdist import build, flags

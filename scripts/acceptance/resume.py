@@ -1,5 +1,5 @@
-"""python scripts/acceptance/resume.py OUT [--rehearse]: killed between two snapshots and started again, against the
-same run undisturbed; all arrays of the last snapshot, bit for bit.
+"""python scripts/acceptance/resume.py OUT [--rehearse]: compares a run that is killed between two snapshots and
+restarted with the same run undisturbed: all arrays of the last snapshot, bit for bit.
 """
 
 from __future__ import annotations

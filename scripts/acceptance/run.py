@@ -1,8 +1,8 @@
-"""python scripts/acceptance/run.py [--rehearse] [--only=NAME,...] [--out=FOLDER]: the stages, one after the other.
+"""python scripts/acceptance/run.py [--rehearse] [--only=NAME,...] [--out=FOLDER]: runs the stages in order.
 
-A stage that fails, hangs or dies is a red row, and the others go on; what cannot run here is a grey one. After each
-stage OUT/acceptance.json and OUT/acceptance.html are written anew, so that an acceptance that is cut off keeps what it
-has found. Exit code 1 if a stage failed.
+A stage that fails, hangs or dies becomes a red row, and the other stages still run. A stage that cannot run here is a
+gray row. OUT/acceptance.json and OUT/acceptance.html are rewritten after each stage, so that an interrupted
+acceptance keeps its results. Exit code 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_all(chosen: Sequence[stages.Stage], out: Path, rehearse: bool) -> int:
-    """Runs them. Returns the exit code. The page keeps the order of stages, whichever are repeated."""
+    """Runs the chosen stages. Returns the exit code. The page keeps the order of stages, whichever are repeated."""
     order = [stage.name for stage in stages.stages(out, rehearse, {})]
     report = _before(out) | {"machine": machine(), "rehearsal": rehearse}
     for number, stage in enumerate(chosen, 1):
@@ -65,14 +65,14 @@ def run_all(chosen: Sequence[stages.Stage], out: Path, rehearse: bool) -> int:
 
 
 def _before(out: Path) -> dict[str, Any]:
-    """What was found by an earlier call on the same folder."""
+    """Returns the report of an earlier call on the same folder."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((out / "acceptance.json").read_text())
     return {"stages": []}
 
 
 def run(stage: stages.Stage, folder: Path, rehearse: bool) -> dict[str, Any]:
-    """One stage, in a process group of its own, of which nothing is left."""
+    """Runs one stage in its own process group; kills what is left of the group at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     stage.found.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(stages.REPOSITORY)} | (
@@ -116,7 +116,7 @@ def run(stage: stages.Stage, folder: Path, rehearse: bool) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str]:
-    """What it ran on."""
+    """Returns facts about this machine and its software."""
     found = {"date": time.strftime("%Y-%m-%d %H:%M"), "processor": _processor(), "cores": str(os.cpu_count())}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
@@ -136,7 +136,7 @@ def _processor() -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Writes the file atomically."""
     temporary = path.with_name(f".{path.name}.writing")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

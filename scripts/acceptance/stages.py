@@ -1,4 +1,4 @@
-"""The stages of the acceptance: what each shows, by which command, within which time."""
+"""The stages of the acceptance: what each one shows, its command and its time limit."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-LEFT_OUT = 77  # the exit code of a stage that cannot run here; its last line says why
+LEFT_OUT = 77  # exit code of a stage that cannot run here; its last line of output says why
 
 
 @dataclass(frozen=True)
 class Stage:
-    """It passes with exit code 0. What it finds it may write to `found`, a JSON list of rows (dicts)."""
+    """Passes with exit code 0. The command may write its results to `found`, a JSON list of rows (dicts)."""
 
     name: str
     shows: str
     command: tuple[str, ...]
-    seconds: float  # after which it is ended
+    seconds: float  # time limit; the stage is then killed
     found: Path
 
 
 def stages(out: Path, rehearse: bool, peers: dict[str, str]) -> list[Stage]:
-    """In the order in which they run. peers: "torch", "jax" -> the Python that has it."""
+    """Returns the stages in the order in which they run. peers: "torch", "jax" -> the Python that has the package."""
     python, small = sys.executable, ["--rehearse"] if rehearse else []
 
     def stage(name: str, shows: str, seconds: float, *command: str) -> Stage:

@@ -1,4 +1,4 @@
-"""python scripts/acceptance/stalls.py OUT [--rehearse]: how long steps wait for data, and for snapshots."""
+"""python scripts/acceptance/stalls.py OUT [--rehearse]: how long steps wait for data and for snapshots."""
 
 from __future__ import annotations
 

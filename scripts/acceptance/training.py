@@ -1,4 +1,4 @@
-"""What the stages have in common: trainings as processes, and how a stage ends."""
+"""Shared code of the stages: training runs as processes, and how a stage ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRANSFORMER = ("--model=transformer", "--model_args=layers=2,width=64,heads=4")
 
 
 def gpus() -> int:
-    """How many TensorFlow may use."""
+    """Returns the number of GPUs that nvidia-smi lists; 0 if CUDA_VISIBLE_DEVICES is -1."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "-1":
         return 0
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if shutil.which("nvidia-smi") else None
@@ -29,31 +29,31 @@ def gpus() -> int:
 
 
 def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess:
-    """Its output goes to the stage's log."""
+    """Runs the command; its output goes to the stage's log."""
     return subprocess.run(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
 
 
 def train(flags: Sequence[str], run_dir: Path, launch: Sequence[str] = (), **environment: str) -> int:
-    """tfdist.train, or with `launch` (flags of the launcher) several workers. Returns the exit code."""
+    """Runs tfdist.train, or several workers with `launch` (flags of the launcher). Returns the exit code."""
     start = ["tfdist.launch", *launch, "--"] if launch else ["tfdist.train"]
     return run([sys.executable, "-m", *start, *QUIET, *flags, f"--run_dir={run_dir}"], **environment).returncode
 
 
 def train_well(flags: Sequence[str], run_dir: Path, launch: Sequence[str] = (), **environment: str) -> None:
-    """The same from nothing; ends the stage if it fails."""
+    """Like `train`, but removes `run_dir` first, and ends the stage if the training fails."""
     shutil.rmtree(run_dir, ignore_errors=True)
     if code := train(flags, run_dir, launch, **environment):
         fail(f"{run_dir.name}: a training ended with exit code {code}: {' '.join(flags)}")
 
 
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The values that the chief has logged, each with its step."""
+    """Returns the values that the chief has logged, each with its step."""
     lines = (run_dir / "logs" / "rank-0.jsonl").read_text().splitlines()
     return [each["values"] | {"step": each["step"]} for each in map(json.loads, lines) if each["kind"] == kind]
 
 
 def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """What the page shows of the stage."""
+    """Writes the rows that the page shows for the stage."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "found.json").write_text(json.dumps(list(rows)))
 

@@ -1,5 +1,5 @@
-"""python scripts/acceptance/ways.py OUT [--rehearse]: a convolutional network, with BatchNormalization as one operation
-or several, with XLA or without; images a second. `--jit_tune` chooses by the same measurement.
+"""python scripts/acceptance/ways.py OUT [--rehearse]: images per second of a convolutional network, with
+BatchNormalization as one operation or several, with XLA or without. `--jit_tune` chooses by the same measurement.
 """
 
 from __future__ import annotations

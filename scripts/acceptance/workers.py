@@ -1,7 +1,7 @@
 """python scripts/acceptance/workers.py OUT [--rehearse]: two workers against one process, tfdist.train and tfdist.fit.
 
-By NCCL where there are two GPUs; else by TensorFlow's collectives over gRPC on the CPU, as a GPU admits one process of
-a NCCL group only. That the workers' weights are equal tfdist sees to itself (exit code 8).
+With two GPUs, the workers use NCCL. Otherwise they use TensorFlow's collectives over gRPC on the CPU, since a GPU can
+hold only one process of a NCCL group. tfdist itself checks that the workers' weights are equal (exit code 8).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from scripts.acceptance.training import IMAGES, TEXT, TRANSFORMER, fail, gpus, records, run, train_well, write_rows
 
 STEPS = 10
-LIMIT = 2e-3  # of a loss after ten steps; GPUs round products to eleven bits
+LIMIT = 2e-3  # relative error of a loss after ten steps; GPUs round products to eleven bits
 RUNS = {
     "cnn": (*IMAGES, "--model=cnn", "--global_batch=32"),
     "transformer": (*TEXT, *TRANSFORMER, "--global_batch=16"),
@@ -68,7 +68,7 @@ def main(out: Path) -> None:
 
 
 def one_gpu(folder: str) -> dict[str, str]:
-    """The single process has one GPU, as each worker has."""
+    """Gives the single process one GPU, as each worker has."""
     return (
         {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if folder == "one" else {}
     )

@@ -1,17 +1,17 @@
-"""GPU code in shared libraries: keeps what one GPU needs, and makes zeros of the rest.
+"""Reduces the GPU code in shared libraries to what one GPU needs; zeros replace the rest.
 
-The section .nv_fatbin of a library holds containers; a container has a header and entries, one for each architecture:
-a cubin (machine code, an ELF file) or PTX (text that the driver compiles at the first start). NVIDIA does not describe
-the layout; it was read from fatbin-decompress.h of https://github.com/n-eiling/cuda-fatbin-decompression and agrees
-with what `cuobjdump --list-elf` says of TensorFlow 2.21. All numbers are little-endian:
+The section .nv_fatbin of a library holds containers. A container has a header and entries, one for each architecture:
+a cubin (machine code, an ELF file) or PTX (text that the driver compiles at the first start). NVIDIA does not document
+the layout; it was taken from fatbin-decompress.h of https://github.com/n-eiling/cuda-fatbin-decompression and agrees
+with the output of `cuobjdump --list-elf` for TensorFlow 2.21. All numbers are little-endian:
 
     container  0 u32 0xBA55ED50   4 u16 version, 1   6 u16 size of this header, 16   8 u64 bytes of all entries
     entry      0 u16 kind, 1 is PTX, 2 a cubin       4 u32 size of this header       8 u64 bytes of code after it
               28 u32 architecture, 90 for compute capability 9.0
 
-A container stays where it is. What it keeps moves to its beginning, its header says how long that is, and zeros follow
-to where it ended, so sections, symbols and whatever points to containers are as before. (Entries that stayed in their
-place with zeros for code would not do: `cuobjdump` decompresses all of them and gives up.)
+A container stays where it is. The entries to keep move to its beginning, its header states their total length, and
+zeros fill the space up to its old end. So sections, symbols and pointers to containers stay valid. (Leaving entries in
+place and zeroing their code does not work: `cuobjdump` decompresses all of them and gives up.)
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GPU_SECTION = ".nv_fatbin"
 SECTIONS_OFFSET, SECTIONS_COUNT, SEGMENTS_OFFSET, SEGMENTS_COUNT = 0x28, 0x3A, 0x20, 0x36
 SECTION = struct.Struct("<IIQQQQIIQQ")
 SEGMENT = struct.Struct("<IIQQQQQQ")
-NO_BYTES = 8  # the type of a section that takes memory only, as .bss
-LOADED = 2  # the flag of a section that is in memory at run time
+NO_BYTES = 8  # type of a section that occupies memory but no bytes in the file, such as .bss
+LOADED = 2  # flag of a section that is in memory at run time
 Bytes = bytes | bytearray | mmap.mmap
 
 
@@ -45,7 +45,7 @@ class Section(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Code for one architecture: `size` bytes at `start`, with the header."""
+    """Code for one architecture: `size` bytes at `start`, including the header."""
 
     kind: int
     architecture: int
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
 
 class Container(NamedTuple):
-    """`size` bytes at `start`, with the header."""
+    """`size` bytes at `start`, including the header."""
 
     start: int
     size: int
@@ -62,7 +62,7 @@ class Container(NamedTuple):
 
 
 class Trimmed(NamedTuple):
-    """What a library had: bytes of GPU code, how many of them the GPU needs, and for which architectures."""
+    """Result of `trim`: bytes of GPU code in the library, how many of them the GPU needs, architectures of the code."""
 
     size: int
     needed: int
@@ -70,7 +70,7 @@ class Trimmed(NamedTuple):
 
 
 def sections(data: Bytes) -> list[Section]:
-    """Of an ELF file, those that have bytes in the file."""
+    """Returns the sections of an ELF file that have bytes in the file."""
     (offset,) = struct.unpack_from("<Q", data, SECTIONS_OFFSET)
     size, count, names = struct.unpack_from("<HHH", data, SECTIONS_COUNT)
     if not offset:
@@ -86,7 +86,7 @@ def sections(data: Bytes) -> list[Section]:
 
 
 def containers(data: Bytes, start: int, size: int) -> Iterator[Container]:
-    """All that lie in these bytes."""
+    """Yields all containers in these bytes."""
     end, at = start + size, start
     while (at := data.find(MAGIC, at, end)) >= 0:
         container = _container(data, at, end)
@@ -96,7 +96,7 @@ def containers(data: Bytes, start: int, size: int) -> Iterator[Container]:
 
 
 def _container(data: Bytes, at: int, end: int) -> Container | None:
-    """None where the magic number stands by chance."""
+    """Returns the container at `at`, or None if the magic number is there by chance."""
     if at + CONTAINER.size > end:
         return None
     _, version, header, length = CONTAINER.unpack_from(data, at)
@@ -115,9 +115,9 @@ def _container(data: Bytes, at: int, end: int) -> Container | None:
 
 
 def needed(entries: list[Entry], architecture: int) -> list[Entry]:
-    """What a GPU of this architecture takes: its own cubin. Without one the driver takes the cubin of an older GPU of
-    the same major version, or compiles PTX that is not newer, so the newest of both stay (CUDA C++ Programming Guide,
-    "Binary Compatibility" and "PTX Compatibility")."""
+    """Returns the entries that a GPU of this architecture uses: its own cubin. Without one, the driver takes the cubin
+    of an older GPU of the same major version, or compiles PTX that is not newer; so the newest of both are returned
+    (CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility")."""
     own = [entry for entry in entries if entry.kind == CUBIN and entry.architecture == architecture]
     if own:
         return own
@@ -132,7 +132,7 @@ def _newest(entries: list[Entry]) -> list[Entry]:
 
 
 def trim(file: Path, architecture: int) -> Trimmed:
-    """Changes the file itself: GPU code of this architecture only, and no symbols for debuggers."""
+    """Rewrites the file in place: keeps GPU code for this architecture only, and removes symbols for debuggers."""
     size, size_needed, seen = 0, 0, set()
     with open(file, "r+b") as opened:
         with mmap.mmap(opened.fileno(), 0) as data:
@@ -145,14 +145,14 @@ def trim(file: Path, architecture: int) -> Trimmed:
                     seen |= {entry.architecture for entry in container.entries}
             end = _end_of_what_is_loaded(data)
             if end < len(data):
-                data[SECTIONS_OFFSET : SECTIONS_OFFSET + 8] = bytes(8)  # the table of sections lay behind the end
+                data[SECTIONS_OFFSET : SECTIONS_OFFSET + 8] = bytes(8)  # the section table was behind the new end
                 data[SECTIONS_COUNT : SECTIONS_COUNT + 6] = struct.pack("<HHH", SECTION.size, 0, 0)
         opened.truncate(end)
     return Trimmed(size, size_needed, frozenset(seen))
 
 
 def _keep(data: mmap.mmap, container: Container, kept: list[Entry]) -> None:
-    """A container without anything for this GPU stays as it is: an empty one was never seen."""
+    """Writes the kept entries. A container without any stays as it is, since an empty container was never seen."""
     if not kept:
         return
     entries = b"".join(data[entry.start : entry.start + entry.size] for entry in kept)
@@ -161,7 +161,7 @@ def _keep(data: mmap.mmap, container: Container, kept: list[Entry]) -> None:
 
 
 def _end_of_what_is_loaded(data: Bytes) -> int:
-    """Behind it are names of functions (220 MB in TensorFlow), which only debuggers read."""
+    """Returns the offset behind which only function names follow (220 MB in TensorFlow), which only debuggers read."""
     (offset,) = struct.unpack_from("<Q", data, SEGMENTS_OFFSET)
     size, count = struct.unpack_from("<HH", data, SEGMENTS_COUNT)
     ends = [section.offset + section.size for section in sections(data) if section.is_loaded]

@@ -1,7 +1,8 @@
-"""Files as compressed streams, and streams as pieces of a limited size; unpack.py is the other side.
+"""Turns files into compressed streams, and streams into pieces of a limited size. unpack.py reads the pieces.
 
-A piece: b"TFDPIECE", u32 length of the index, the index (JSON, in xz), streams one after the other (xz each). The index
-of each piece lists all files and links, so pieces may be unpacked in any order, but only its own streams.
+A piece consists of b"TFDPIECE", u32 length of the index, the index (JSON, in xz), and streams one after the other (xz
+each). The index of each piece lists all files and links, so that pieces may be unpacked in any order, but only the
+streams of its own piece.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from gpu_pack.fatbin import GPU_SECTION, sections
 from gpu_pack.unpack import MAGIC
 
 MIB = 1 << 20
-LARGE = MIB  # files of this size and more have streams of their own
-TOGETHER = 16 * MIB  # of small files in a stream
-LONGEST = 64 * MIB  # of a stream, so that sixteen cores have something to do; it needs 0.7 GB to compress
+LARGE = MIB  # files of this size or more have streams of their own
+TOGETHER = 16 * MIB  # bytes of small files in one stream
+LONGEST = 64 * MIB  # bytes of a stream: few enough to keep sixteen cores busy; compressing one needs 0.7 GB of memory
 SMALLEST_SECTION = MIB // 4
-INDEX = MIB  # kept free in a piece
-# How xz does best by kinds of bytes: instructions, tables of numbers of 8 and of 4 bytes, names.
+INDEX = MIB  # reserved for the index of a piece
+# Kinds of bytes, and the xz options that suit each: instructions, tables of 8-byte and 4-byte numbers, names.
 CODE, LONG_NUMBERS, NUMBERS, NAMES, OTHER = "code", "long numbers", "numbers", "names", "other"
 KINDS = {
     ".text": CODE,
@@ -50,7 +51,7 @@ BITS = {
 
 
 class File(NamedTuple):
-    """`name` is where it goes, `path` where its bytes are, `layout` the library that tells its sections."""
+    """`name`: the path to unpack to. `path`: where the bytes are. `layout`: the library whose section table applies."""
 
     name: str
     path: Path
@@ -58,13 +59,13 @@ class File(NamedTuple):
 
 
 class Part(NamedTuple):
-    file: int  # its number
+    file: int  # index in the list of files
     offset: int
     length: int
 
 
 class Raw(NamedTuple):
-    """What is to be a stream."""
+    """Bytes that will become a stream."""
 
     kind: str
     parts: list[Part]
@@ -80,7 +81,7 @@ class Packed(NamedTuple):
 
 
 def raw_streams(files: list[File], longest: int) -> list[Raw]:
-    """The bytes of all files, each once."""
+    """Divides the bytes of all files into streams; each byte belongs to one stream."""
     found: list[Raw] = []
     small: list[tuple[bool, str, Part]] = []
     for number, file in enumerate(files):
@@ -107,7 +108,7 @@ def is_library(path: Path) -> bool:
 
 
 def _library_ranges(layout: Path, size: int) -> Iterator[tuple[str, int, int]]:
-    """(kind, offset, length) of its large sections and of what lies between them."""
+    """Yields (kind, offset, length) of the large sections and of the gaps between them."""
     with open(layout, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         known = sorted((each.offset, each.size, KINDS[each.name]) for each in sections(data) if each.name in KINDS)
     at = 0
@@ -120,7 +121,7 @@ def _library_ranges(layout: Path, size: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _cut(file: int, ranges: Iterable[tuple[str, int, int]], longest: int) -> Iterator[Raw]:
-    """Equal lengths, whole entries of tables; what is short goes into one stream."""
+    """Cuts ranges into equal lengths, at whole table entries; all short ranges go into one stream."""
     short: list[Part] = []
     for kind, offset, length in ranges:
         if length < SMALLEST_SECTION:
@@ -135,11 +136,11 @@ def _cut(file: int, ranges: Iterable[tuple[str, int, int]], longest: int) -> Ite
 
 
 def packed_streams(files: list[File], folder: Path, longest: int, jobs: int) -> list[Packed]:
-    """Compresses all; a stream that is in `folder` from an earlier call stays."""
+    """Compresses all streams; reuses those that an earlier call left in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     streams = raw_streams(files, longest)
     done: list[Packed] = []
-    with ThreadPoolExecutor(jobs) as pool:  # lzma lets other threads run meanwhile
+    with ThreadPoolExecutor(jobs) as pool:  # lzma releases the GIL
         for packed in pool.map(lambda stream: _packed(stream, files, folder), streams):
             done.append(packed)
             length = sum(part.length for part in packed.parts)
@@ -170,13 +171,13 @@ def _read(path: Path, part: Part) -> bytes:
 
 
 def _filters(kind: str, length: int) -> list[dict[str, int]]:
-    dictionary = min(LONGEST, max(1 << 16, 1 << length.bit_length()))  # what it looks back at, and its memory / 11
+    dictionary = min(LONGEST, max(1 << 16, 1 << length.bit_length()))  # bytes of history; the memory is 11 times this
     xz = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "nice_len": 273, "dict_size": dictionary}
     return [{"id": lzma.FILTER_X86}] * (kind == CODE) + [xz | BITS[kind]]
 
 
 def write_pieces(out: Path, files: list[File], links: dict[str, str], streams: list[Packed], limit: int) -> list[Path]:
-    """As few pieces of at most `limit` bytes as there can be, of about the same size; returns them."""
+    """Writes as few pieces of at most `limit` bytes as possible, of about the same size; returns their paths."""
     shares = _shares(streams, limit - INDEX)
     names = [(file.name, file.path.stat().st_size, file.path.stat().st_mode & 0o777) for file in files]
     build = hashlib.sha256(repr((names, links, [stream.path.name for stream in streams])).encode()).hexdigest()[:12]
@@ -204,7 +205,7 @@ def write_pieces(out: Path, files: list[File], links: dict[str, str], streams: l
 
 
 def _shares(streams: list[Packed], limit: int) -> list[list[Packed]]:
-    """The largest first, each to the piece that has least."""
+    """Assigns streams to pieces: the largest first, each to the piece with the fewest bytes so far."""
     largest = max(stream.size for stream in streams)
     count = max(1, -(-sum(stream.size for stream in streams) // max(limit, largest)))
     while True:

@@ -1,17 +1,17 @@
-"""Unpacks what scripts/pack_for_gpu.py made, on a machine without a network.
+"""Unpacks the pieces made by scripts/pack_for_gpu.py, on a machine without a network.
 
     python3 unpack.py PIECE... [--to=FOLDER] [--cuda=FOLDER,FOLDER]
     . FOLDER/env
 
-Pieces may come in any order and in several calls; one that is there already is left out. After the last one this links
-the CUDA libraries of the machine, writes FOLDER/env (to be sourced in a shell) and looks whether all of them open. Run
-it again without pieces to repeat that. --cuda: where libraries of CUDA are; by default the packages nvidia-* beside the
-Python that runs this (so take the Python that has PyTorch), and /usr/local/cuda.
+Pieces may come in any order and in several calls; a piece that is already unpacked is skipped. After the last one, the
+script links the CUDA libraries of the machine, writes FOLDER/env (to be sourced in a shell) and checks that all
+libraries open. Run it again without pieces to repeat these steps. --cuda: folders with CUDA libraries; by default the
+nvidia-* packages beside the Python that runs this script (so use the Python that has PyTorch), and /usr/local/cuda.
 
-Prerequisites: Linux on x86-64, any Python from 3.8 with lzma, 2 GB of disk. It imports nothing but Python's own.
+Prerequisites: Linux on x86-64, any Python from 3.8 on with lzma, 2 GB of disk. It imports only the standard library.
 """
 
-from __future__ import annotations  # with it Python 3.8 takes list[str], too
+from __future__ import annotations  # makes Python 3.8 accept list[str]
 
 import argparse
 import glob
@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 MAGIC = b"TFDPIECE"
-# TensorFlow 2.21 opens the left names; the first of the right that is there is taken. CUDA 13's have worked for it.
+# TensorFlow 2.21 opens the left names; the first right name that exists is used. CUDA 13's libraries have worked.
 NAMES = {
     "libcublas.so.12": ("libcublas.so.12", "libcublas.so.13"),
     "libcublasLt.so.12": ("libcublasLt.so.12", "libcublasLt.so.13"),
@@ -38,7 +38,7 @@ NAMES = {
     "libcudnn.so.9": ("libcudnn.so.9",),
     "libnccl.so.2": ("libnccl.so.2",),
 }
-CARRIED = ("libcudart.so.12", "libcupti.so.12")  # CUDA 13's would not do: their functions have other arguments
+CARRIED = ("libcudart.so.12", "libcupti.so.12")  # CUDA 13's do not work: their functions have other arguments
 OPENED = ("libcuda.so.1", *CARRIED, *(name for name in NAMES if "nvJitLink" not in name))
 ENV = """# Made by unpack.py: source it in a shell.
 export PATH="{to}/bin:{to}/cuda/bin:$PATH"
@@ -52,7 +52,7 @@ DRIVERS = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib")
 
 
 class Stream(NamedTuple):
-    """Compressed bytes of a piece, and where they go: parts of (number of the file, offset, length)."""
+    """Compressed bytes in a piece, and where they go. parts: a list of (number of the file, offset, length)."""
 
     piece: str
     offset: int
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def read_piece(path: str) -> Piece:
-    """Its index, after a look whether all of it is there."""
+    """Reads the index of a piece, and checks that the piece is complete."""
     try:
         with open(path, "rb") as file:
             head = file.read(len(MAGIC) + 4)
@@ -115,7 +115,7 @@ def read_piece(path: str) -> Piece:
 
 
 def unpack(paths: list[str], to: str) -> None:
-    """Writes the files; a piece gets its mark when all of it is written."""
+    """Writes the files. A piece is marked as unpacked once all of it is written."""
     started = time.time()
     pieces = [read_piece(path) for path in paths]
     builds = {piece.index["build"] for piece in pieces} | {name.split("-")[1] for name in marks(to)}
@@ -130,7 +130,7 @@ def unpack(paths: list[str], to: str) -> None:
         make_files(piece.index, to)
     streams = sorted((stream for piece in pieces for stream in piece.streams), key=lambda stream: -stream.size)
     files = pieces[0].index["files"] if pieces else []
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # lzma and zlib let other threads run meanwhile
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # lzma and zlib release the GIL
         for count, _ in enumerate(pool.map(lambda stream: write(stream, files, to), streams), 1):
             print(f"\runpack: {count} of {len(streams)}", end="", file=sys.stderr, flush=True)
     for piece in pieces:
@@ -147,7 +147,7 @@ def marks(to: str) -> list[str]:
 
 
 def missing_pieces(to: str) -> str:
-    """Their names; "" if all are there."""
+    """Returns the names of the missing pieces; "" if all are there."""
     there = [name.split("-") for name in marks(to)]
     if not there:
         return "all pieces"
@@ -156,7 +156,7 @@ def missing_pieces(to: str) -> str:
 
 
 def make_files(index: dict, to: str) -> None:
-    """All files in their size, and the links."""
+    """Creates all files in their final size, and the links."""
     for name, size, mode in index["files"]:
         path = os.path.join(to, name)
         if not os.path.exists(path) or os.path.getsize(path) != size:
@@ -203,7 +203,7 @@ def default_folders() -> list[str]:
 
 
 def link_libraries(to: str, folders: list[str]) -> None:
-    """TO/cudalib has all libraries of CUDA by their own names (they look for each other) and by TensorFlow's."""
+    """Links all CUDA libraries in TO/cudalib, by their own names (they load each other) and by TensorFlow's names."""
     found = {name: os.path.join(to, "cuda", "lib", name) for name in CARRIED}
     for folder in folders:
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), "**", "lib*.so.*"), recursive=True)):
@@ -219,7 +219,7 @@ def link_libraries(to: str, folders: list[str]) -> None:
     for name, target in found.items():
         link(target, os.path.join(to, "cudalib", name))
     known = subprocess.run("ldconfig -p || /sbin/ldconfig -p", shell=True, stdout=subprocess.PIPE).stdout.decode()
-    for path in glob.glob(os.path.join(glob.escape(to), "extra", "*")):  # what Python needs and this system lacks
+    for path in glob.glob(os.path.join(glob.escape(to), "extra", "*")):  # Python needs these; the system may lack them
         name = os.path.basename(path)
         if name + " " not in known:
             link(path, os.path.join(to, "lib", name))

@@ -1,9 +1,9 @@
-"""One worker of one measurement, as seen from inside: what it is told, which core it has, what it notes down.
+"""One worker of one measurement, from inside: its settings, its core, and the results that it records.
 
-Every engine of scripts/bench_peers.py is measured in the same way: it trains windows of `steps` steps and, at the end
-of each, when the mean loss of the window is a number on the host, notes the time. Where snapshots are measured it
-writes one after the note of every BLOCK-th window; where going on from one is, it restores that first. Import before
-anything that starts threads.
+Every engine of scripts/bench_peers.py is measured in the same way: it trains windows of `steps` steps. At the end of
+each window, once the mean loss is a number on the host, it records the time. To measure snapshots, it writes one after
+recording every BLOCK-th window; to measure resuming, it restores a snapshot first. Import this module before anything
+that starts threads.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from workloads import WORKLOADS, batches
 
-BLOCK = 4  # windows from one snapshot to the next: one that is slowed, one into which writing may last, two to compare
+BLOCK = 4  # windows between snapshots: one that is slowed, one in which writing may continue, two to compare with
 
 
 class Cell:
     """This worker's part of a measurement, from the environment that bench_peers.py sets.
 
     BENCH_CELL: JSON of {"workload", "batch", "steps", "windows", "world", "cores", "variant", "folder", "save",
-    "resume"}: `save`: whether to write snapshots; `resume`: the folder of a job that did, from whose newest to go on,
-    or "". The rank is BENCH_RANK, or HOROVOD_RANK under horovodrun.
+    "resume"}: `save`: whether to write snapshots; `resume`: the folder of a job that did, from whose newest snapshot to
+    resume, or "". The rank is BENCH_RANK, or HOROVOD_RANK under horovodrun.
     """
 
     def __init__(self) -> None:
@@ -33,31 +33,31 @@ class Cell:
         self.world, self.variant, self.folder = told["world"], told["variant"], Path(told["folder"])
         self.save, self.resume = told["save"], told["resume"]
         self.snapshots = Path(self.resume or told["folder"], "snapshots")
-        self.restored = 0  # steps of the snapshot that was restored
+        self.restored = 0  # step of the restored snapshot
         self.rank = int(os.environ.get("BENCH_RANK") or os.environ.get("HOROVOD_RANK") or 0)
         os.sched_setaffinity(0, {told["cores"][self.rank % len(told["cores"])]})
         self.ends: list[float] = []
         self.losses: list[float] = []
 
     def batches(self) -> tuple:
-        """(x, y), each [S, B, ...]: the ready batches of this worker."""
+        """Returns the prepared batches of this worker: (x, y), each [S, B, ...]."""
         return batches(self.workload, self.batch, self.rank, self.world)
 
     def global_batches(self) -> tuple:
-        """(x, y), each [S, B x workers, ...]: those of all workers."""
+        """Returns the batches of all workers: (x, y), each [S, B x workers, ...]."""
         return batches(self.workload, self.batch * self.world, 0, 1)
 
     def window(self, loss: float) -> None:
-        """Ends a window. `loss`: its mean, a Python number, so that the work is known to be done."""
+        """Ends a window. `loss`: its mean loss, as a Python number, which proves that the work is done."""
         self.ends.append(time.time())
         self.losses.append(float(loss))
 
     def due(self) -> bool:
-        """Whether to write a snapshot, after a window."""
+        """Returns whether to write a snapshot after this window."""
         return self.save and len(self.ends) % BLOCK == 0
 
     def finish(self, *, parameters: int, flops: int, versions: str) -> None:
-        """Writes rank-K.json. `flops`: forward, of one whole batch, counted after the last window."""
+        """Writes rank-K.json. `flops`: of the forward pass of one whole batch, counted after the last window."""
         result = {
             "ends": self.ends,
             "losses": self.losses,

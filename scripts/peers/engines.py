@@ -13,14 +13,14 @@ from workloads import Workload
 
 PEERS = Path(__file__).resolve().parent
 REPOSITORY = PEERS.parents[1]
-WARM_UP = 2  # windows that are not counted: the first traces, compiles or rebuilds its buckets, the second settles
+WARM_UP = 2  # uncounted windows: in the first, engines trace, compile or rebuild buckets; in the second, speed settles
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One row of the table. `script`: in this folder; empty for tfdist. `alone`: the row that its efficiency refers to.
-    `apart`: its workers know nothing of each other, each is a whole job: what the machine's memory and caches let two
-    have.
+    """One row of the table. `script`: file in this folder; empty for tfdist. `alone`: the row its efficiency refers to.
+    `apart`: each worker is a separate job that knows nothing of the others; this shows the speed that the machine's
+    memory and caches allow for two.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Engine:
     alone: str = ""
     apart: bool = False
     kinds: tuple[str, ...] = ("transformer", "cnn", "resnet", "embedding")
-    late: int = 0  # windows by which its snapshots come late: the last one is then of the block before
+    late: int = 0  # windows by which its snapshots are late; the last snapshot then belongs to the block before
 
 
 BOTH = ("1", "2", "2s")
@@ -59,7 +59,7 @@ ENGINES = {
         ),
         Engine("PyTorch DDP", "torch", "torch_ddp.py", modes=(*BOTH, *PAIR)),
         Engine("Horovod", "tfdist", "horovod_loop.py", modes=(*BOTH, *PAIR)),
-        # Its BackupAndRestore counts one batch less before its first snapshot.
+        # Keras 3's BackupAndRestore counts one batch less before its first snapshot.
         Engine("Keras fit", "tfdist", "keras_fit.py", modes=("1", *ALONE), late=1),
         Engine(
             "tf-keras fit, MWMS",
@@ -117,7 +117,7 @@ ENGINES = {
     )
 }
 
-# mode -> (workers, what a worker's batch is divided by, words)
+# mode -> (workers, divisor of a worker's batch, description)
 MODES = {
     "1": (1, 1, "1 worker"),
     "2": (2, 1, "2 workers"),
@@ -138,8 +138,8 @@ class Plan:
     mode: str
     round: int
     steps: int
-    windows: int  # counted ones
-    saved: int = 0  # steps that the job had done that wrote the snapshot to go on from
+    windows: int  # counted windows, without warm-up
+    saved: int = 0  # steps done by the job that wrote the snapshot to resume from
 
     @property
     def name(self) -> str:
@@ -151,12 +151,12 @@ class Plan:
 
     @property
     def newest(self) -> int:
-        """Steps of the newest snapshot of that job."""
+        """The step of the newest snapshot of the job to resume from; 0 if there is none."""
         return self.saved - (BLOCK - self.engine.late) * self.steps if self.saved and self.engine.late else self.saved
 
     @property
     def origin(self) -> str:
-        """The name of the measurement that writes the snapshot to go on from, or ""."""
+        """The name of the measurement that writes the snapshot to resume from, or ""."""
         return self._name(self.mode.replace("r", "c")) if self.mode.endswith("r") else ""
 
     def _name(self, mode: str) -> str:
@@ -172,7 +172,7 @@ class Plan:
         return self.workload.batch // MODES[self.mode][1]
 
     def settings(self) -> dict:
-        """What must be the same for a measurement to be kept by --resume."""
+        """Returns the settings that must be equal for --resume to keep a measurement."""
         return {
             "workload": self.workload.name,
             "engine": self.engine.name,
@@ -188,7 +188,7 @@ class Plan:
 def commands(
     plan: Plan, venvs: Path, folder: Path, cores: list[int]
 ) -> list[tuple[list[str], dict[str, str], set[int]]]:
-    """What to start: (command, environment, cores of the process) each. One core and one thread a worker."""
+    """Returns the processes to start: (command, environment, cores) each. A worker has one core and one thread."""
     python = venvs / plan.engine.environment / "bin" / "python"
     told = {
         "workload": plan.workload.name,
@@ -224,7 +224,7 @@ def commands(
         for number, core in enumerate(cores[: MODES[plan.mode][0]]):
             place = (
                 folder / f"apart-{number}" if number else folder
-            )  # the first leaves its figures where they are looked for
+            )  # the first job writes its results where they are looked for
             place.mkdir(exist_ok=True)
             jobs.append(
                 (

@@ -1,7 +1,7 @@
-"""The virtual environments of the engines: made once, kept, and brought up to date when their recipe changes.
+"""The virtual environments of the engines: created once, kept, and updated when their recipe changes.
 
-Keras 3, Horovod and tfdist run in one, since tfdist's own needs all three; tf-keras and Orbit have environments of
-their own that lie on top of it, so that every engine has the very same TensorFlow.
+Keras 3, Horovod and tfdist share one environment, since tfdist's environment needs all three. tf-keras and Orbit have
+their own environments on top of it, so that all these engines have the very same TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pathlib.Path(sysconfig.get_path("purelib"), "base.pth").write_text(f"{base}\\n")
 
 @dataclass(frozen=True)
 class Recipe:
-    """`alone`: packages of which only the files are wanted, not what they require. `base`: the environment beneath."""
+    """`alone`: packages to install without their dependencies. `base`: the environment beneath this one."""
 
     packages: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
@@ -31,20 +31,20 @@ class Recipe:
 
 
 def recipes(torch: str) -> dict[str, Recipe]:
-    """By name. `torch`: what pip is asked for."""
+    """Returns the recipes by name. `torch`: the requirement that pip gets for PyTorch."""
     return {
         "tfdist": Recipe(("-r", "requirements.txt"), horovod=True),
         "torch": Recipe((torch, "numpy")),
         "tf-keras": Recipe(("tf-keras~=2.21.0",), base="tfdist"),
-        # Orbit is a package within the Model Garden, which requires much that Orbit does not; it imports tf-keras.
+        # Orbit is part of the Model Garden, which requires many packages that Orbit does not need; it imports tf-keras.
         "orbit": Recipe(("tf-keras~=2.21.0",), alone=("tf-models-official~=2.20.0",), base="tfdist"),
     }
 
 
 def make(name: str, recipe: Recipe, folder: Path) -> str:
-    """Makes the environment FOLDER/NAME if it is not there, with pip as it is configured.
+    """Creates the environment FOLDER/NAME if it is missing or outdated, with pip as it is configured.
 
-    Returns why it could not, or "".
+    Returns the reason if this fails, or "".
     """
     venv = folder / name
     stamp, wanted = venv / ".made-by-bench_peers", repr(recipe)

@@ -1,4 +1,4 @@
-"""Callbacks for either Keras: the time after every `steps_per_execution` steps of `fit`, and its own snapshots."""
+"""Callbacks for Keras 2 and 3: the time after every `steps_per_execution` steps of `fit`, and Keras' own snapshots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cell import Cell
 
 
 def callbacks(cell: Cell, keras: Any, save_freq: int) -> list:
-    """For `fit`, in this order: a window ends, then a snapshot is written. `save_freq` as this Keras counts."""
+    """Callbacks for `fit`, in order: a window ends, then a snapshot is written. `save_freq`: as this Keras counts."""
     if not (cell.save or cell.resume):
         return [windows(cell, keras)]
     return [
@@ -18,7 +18,7 @@ def callbacks(cell: Cell, keras: Any, save_freq: int) -> list:
 
 
 def windows(cell: Cell, keras: Any):
-    """Turns Keras' running mean of the loss back into the mean of each window; ends training after the last."""
+    """Returns a callback that turns Keras' running mean loss into window means, and stops after the last window."""
 
     class Windows(keras.callbacks.Callback):
         total = 0.0

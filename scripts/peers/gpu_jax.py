@@ -1,6 +1,6 @@
-"""bench_gpu.py's JAX: gpu_jax.py MODEL BATCH STEPS WINDOWS RESULT.json
+"""JAX for bench_gpu.py: gpu_jax.py MODEL BATCH STEPS WINDOWS RESULT.json
 
-Weights float32, computed with in bfloat16, the whole step under jit with its buffers donated. Legend: B batch, T
+Weights are float32, computation is in bfloat16; the whole step runs under jit with donated buffers. Legend: B batch, T
 tokens, D width, V vocabulary, H heads.
 """
 
@@ -15,7 +15,7 @@ import optax
 from jax import numpy as jnp
 
 LAYERS, D, H, T, V = 12, 768, 12, 1024, 50257
-STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # width and blocks; each ends in 4 x width
+STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # (width, number of blocks); each block ends in 4 x width
 
 
 def normal(key, *shape):

@@ -1,6 +1,6 @@
-"""bench_gpu.py's PyTorch: gpu_torch.py MODEL BATCH STEPS WINDOWS RESULT.json [compile]
+"""PyTorch for bench_gpu.py: gpu_torch.py MODEL BATCH STEPS WINDOWS RESULT.json [compile]
 
-bf16 by autocast, the fused optimizer, flash attention, channels-last images: as PyTorch's own guides have it.
+bf16 by autocast, fused optimizer, flash attention, channels-last images: as PyTorch's own guides recommend.
 """
 
 import json

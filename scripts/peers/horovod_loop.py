@@ -1,4 +1,4 @@
-"""Peer: Horovod with TensorFlow and a Keras 3 model, the loop written by hand around DistributedGradientTape.
+"""Peer: Horovod with TensorFlow and a Keras 3 model, in a hand-written loop around DistributedGradientTape.
 
 Horovod's Keras wrappers do not work with Keras 3. The steps of a window are one loop inside one tf.function.
 """

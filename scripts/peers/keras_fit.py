@@ -1,5 +1,5 @@
-"""Peer: `model.fit` of Keras 3 on TensorFlow, one process. Variants: "" without XLA, "xla" with (Keras' own choice),
-"tfdist" the same script with `tfdist.fit`, on several workers if there are.
+"""Peer: `model.fit` of Keras 3 on TensorFlow, one process. Variants: "" without XLA; "xla" with XLA (Keras' own
+default); "tfdist": the same script with `tfdist.fit`, on several workers if there are several.
 
 A window is one call of the compiled function: steps_per_execution = steps.
 """
@@ -24,7 +24,7 @@ model.compile(
 )
 dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(tf.data.AUTOTUNE)
 if cell.resume:
-    model.optimizer.build(model.trainable_variables)  # else BackupAndRestore passes over its variables
+    model.optimizer.build(model.trainable_variables)  # otherwise BackupAndRestore skips the optimizer's variables
 if spread:
     from tfdist import fit
 else:

@@ -1,6 +1,6 @@
 """The workloads as Keras models, for Keras 3 and for tf-keras: `keras` is an argument everywhere.
 
-Only layers that both have, and a few of our own in TensorFlow operations. The kernels start from workloads.initial.
+Uses layers that both have, and a few custom layers made of TensorFlow operations. Kernels start from workloads.initial.
 Legend: workloads.py; H heads, K = D / H.
 """
 
@@ -16,20 +16,20 @@ EPSILON = 1e-5
 
 
 def build(workload: Workload, keras: Any):
-    """The model, float32: token ids, images or categories -> logits."""
+    """Returns the float32 model: token ids, images or categories -> logits."""
     return {"cnn": _cnn, "resnet": _resnet, "embedding": _embedding, "transformer": _transformer}[workload.kind](
         keras, **workload.sizes
     )
 
 
 def make_optimizer(workload: Workload, keras: Any):
-    """The optimizer of the workload, with Keras' own defaults."""
+    """Returns the optimizer of the workload, with Keras' own defaults."""
     kind = {"adam": keras.optimizers.Adam, "sgd": keras.optimizers.SGD}[workload.optimizer]
     return kind(learning_rate=workload.learning_rate)
 
 
 def start(name: str):
-    """A kernel initializer for either Keras."""
+    """Returns a kernel initializer for either Keras."""
     return lambda shape, dtype=None, **_: tf.constant(initial(name, tuple(shape)))
 
 
@@ -51,7 +51,7 @@ def _resnet(keras, side: int, channels: int):
     layers = keras.layers
 
     def conv(x, name: str, width: int, size: int = 3, stride: int = 1):
-        # Padding of our own: "same" pads a stride of 2 at the end only, PyTorch at both sides.
+        # Explicit padding: with a stride of 2, "same" pads at the end only, PyTorch on both sides.
         if size == 3 and stride == 2:
             x = layers.ZeroPadding2D(1)(x)
         padding = "valid" if stride == 2 else "same"
@@ -79,11 +79,11 @@ def _embedding(keras, rows: int, width: int, features: int):
 
 
 def _transformer(keras, layers: int, width: int, heads: int, length: int, vocabulary: int):
-    mask_TT = tf.linalg.band_part(tf.ones([length, length]), -1, 0) * 1e9 - 1e9  # 0 where the query may see the key
+    mask_TT = tf.linalg.band_part(tf.ones([length, length]), -1, 0) * 1e9 - 1e9  # 0 where a query may attend to a key
     mask_TT = mask_TT.numpy()
 
     class Positions(keras.layers.Layer):
-        """Adds a learned vector to each position. [B, T, D] -> the same."""
+        """Adds a learned vector to each position. [B, T, D] -> [B, T, D]."""
 
         def build(self, _):
             self.table = self.add_weight(name="table", shape=(length, width), initializer=start("embed_positions"))
@@ -95,7 +95,7 @@ def _transformer(keras, layers: int, width: int, heads: int, length: int, vocabu
             return shape
 
     class Attention(keras.layers.Layer):
-        """Causal softmax attention of [B, T, 3 D], without weights of its own. -> [B, T, D]."""
+        """Causal softmax attention without weights. [B, T, 3 D] -> [B, T, D]."""
 
         def call(self, qkv):
             def by_head(x):
@@ -127,17 +127,17 @@ def _transformer(keras, layers: int, width: int, heads: int, length: int, vocabu
 
 
 def mean_loss(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """Softmax cross-entropy in nats, the mean over samples and tokens."""
+    """Returns the softmax cross-entropy in nats, averaged over samples and tokens."""
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
 
 
 def count(model) -> int:
-    """Trainable parameters."""
+    """Returns the number of trainable parameters."""
     return sum(math.prod(variable.shape) for variable in model.trainable_variables)
 
 
 def forward_flops(model, batch: int) -> int:
-    """FLOPs of the matrix products and convolutions in the graph of a forward pass of `batch` samples."""
+    """Counts the FLOPs of matrix products and convolutions in the graph of a forward pass of `batch` samples."""
     shape, dtype = model.inputs[0].shape, model.inputs[0].dtype
     spec = tf.TensorSpec([batch, *shape[1:]], dtype)
     graph = tf.function(lambda x: model(x, training=False)).get_concrete_function(spec).graph

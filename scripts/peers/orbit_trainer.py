@@ -1,7 +1,7 @@
 """Peer: Orbit's StandardTrainer (of the TensorFlow Model Garden) under MultiWorkerMirroredStrategy, with a Keras 3
 model.
 
-The steps of a window are Orbit's own tf.while_loop.
+The steps of a window run in Orbit's own tf.while_loop.
 """
 
 from cell import Cell
@@ -44,7 +44,7 @@ class Trainer(orbit.StandardTrainer):
     def train_step(self, iterator) -> None:
         def step(features, labels):
             with tf.GradientTape() as tape:
-                # The optimizer sums gradients over workers.
+                # The optimizer sums (does not average) gradients over workers.
                 loss = mean_loss(self.model(features, training=True), labels) / cell.world
             gradients = tape.gradient(loss, [variable.value for variable in self.model.trainable_variables])
             self.optimizer.apply(gradients, self.model.trainable_variables)

@@ -1,7 +1,7 @@
-"""The report of scripts/bench_peers.py: a table for each workload, plots, and what had to be left out.
+"""The report of scripts/bench_peers.py: a table for each workload, plots, and the measurements left out.
 
-A row is shown only if the engine did the same arithmetic: its parameters and forward FLOPs are those of the workload's
-formulas, and the mean loss of its first window that of the others with the same batch.
+A row is shown only if the engine did the same arithmetic: its parameters and forward FLOPs equal the workload's
+formulas, and the mean loss of its first window agrees with that of the other engines with the same batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engines import ENGINES, MODES
 from workloads import WORKLOADS
 
 LOSS_TOLERANCE = (
-    1e-2  # relative; sums in another order grow apart over a window, and Adam divides small gradients by small roots
+    1e-2  # relative; other summation orders diverge over a window, and Adam divides small gradients by small roots
 )
 
 
@@ -72,14 +72,14 @@ def _title(cell: dict) -> str:
 
 
 def _differs(cell: dict, cells: list[dict]) -> str:
-    """Why the cell is not comparable, or ""."""
+    """Returns why the cell is not comparable, or ""."""
     settings = cell["settings"]
     workload = WORKLOADS[settings["workload"]]
     for what in ("parameters", "flops"):
         if cell[what] != getattr(workload, what):
             return f"{cell[what]:,} {what} instead of {getattr(workload, what):,}"
     if settings["mode"].endswith("r"):
-        return ""  # tfdist goes on with the next batch, the others begin with the first
+        return ""  # tfdist resumes with the next batch, the others with the first
     alike = [
         other["losses"][0]
         for other in cells
@@ -94,7 +94,7 @@ def _differs(cell: dict, cells: list[dict]) -> str:
 
 
 def summarize(cells: list[dict]) -> dict[str, dict[str, dict]]:
-    """engine -> mode -> figures over all rounds, with efficiencies."""
+    """Returns engine -> mode -> figures over all rounds, with efficiencies."""
     rows: dict[str, dict[str, dict]] = {}
     for name, engine in ENGINES.items():
         for mode in ("1", "2", "2s"):
@@ -146,7 +146,7 @@ def _table(name: str, rows: dict) -> list[str]:
 
 
 def _snapshots(cells: list[dict]) -> list[str]:
-    """What snapshots cost, and how long a start takes that goes on from one: a line for each engine."""
+    """Returns a table of what snapshots cost and how long a start from a snapshot takes, by engine and workers."""
 
     def of(engine: str, mode: str) -> list[dict]:
         return [cell for cell in cells if cell["settings"]["engine"] == engine and cell["settings"]["mode"] == mode]
@@ -202,7 +202,7 @@ def _machine() -> str:
 
 
 def _plot(summaries: dict, path: Path) -> None:
-    """For each workload the rates with 1 and 2 workers, best with 2 at the top."""
+    """Plots the rates with 1 and 2 workers for each workload; the engine that is fastest with 2 is at the top."""
     import matplotlib
 
     matplotlib.use("Agg")

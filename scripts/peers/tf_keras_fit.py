@@ -28,7 +28,7 @@ with strategy.scope():
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         steps_per_execution=cell.steps,
     )
-    model.distribute_reduction_method = "first"  # by default it shows the sum of the workers' means as the loss
+    model.distribute_reduction_method = "first"  # the default reports the sum of the workers' means as the loss
 dataset = strategy.distribute_datasets_from_function(batches) if cell.world > 1 else batches()
 model.fit(
     dataset,

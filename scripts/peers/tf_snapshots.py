@@ -1,4 +1,4 @@
-"""Snapshots of a loop written by hand with TensorFlow: tf.train.CheckpointManager, as its guides have it."""
+"""Snapshots of a hand-written TensorFlow loop with tf.train.CheckpointManager, as TensorFlow's guides recommend."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from cell import Cell
 
 
 class Snapshots:
-    """Of the model and its optimizer, both built. `alone`: only the chief calls `write`; else all do, as
-    MultiWorkerMirroredStrategy wants it, and what the others write is of no use."""
+    """Saves and restores the model and its optimizer, both built. `alone`: only the chief writes. Otherwise all workers
+    do, as MultiWorkerMirroredStrategy requires; the files of the others are not used."""
 
     def __init__(self, cell: Cell, tf: Any, model: Any, optimizer: Any, alone: bool = False):
         self.cell, self.optimizer, self.writes = cell, optimizer, not alone or cell.rank == 0
@@ -21,6 +21,6 @@ class Snapshots:
             cell.restored = int(optimizer.iterations.numpy())
 
     def write(self) -> None:
-        """After a window, if one is due."""
+        """Writes a snapshot after a window if one is due."""
         if self.writes and self.cell.due():
             self.manager.save(checkpoint_number=self.optimizer.iterations.numpy())

@@ -1,8 +1,8 @@
-"""tfdist's side: the model, the source and a tracker for `python -m tfdist.launch`, named on the command line as users
-do.
+"""tfdist in the comparison: model, source and tracker for `python -m tfdist.launch`, named on the command line as by
+users.
 
-The tracker notes the time of each log line, which is when the loss of the steps since the last one is known on the
-chief, as the peers do at the end of a window. At the end it counts what the model came to.
+The tracker records the time of each log line. At that time the chief knows the loss of the steps since the last line,
+like the peers at the end of a window. At the end, the tracker counts parameters and FLOPs of the model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Peer: PyTorch DistributedDataParallel over Gloo. Variants: "" eager, "compile" with torch.compile.
+"""Peer: PyTorch DistributedDataParallel over Gloo. Variants: "" eager; "compile" with torch.compile.
 
-PyTorch at its best on a CPU, as its own guides have it: channels-last images, the fused Adam, gradients as views of the
-buckets, sparse gradients for the large table, no DataLoader. One process has no DistributedDataParallel around its
-model.
+PyTorch at its best on a CPU, as its own guides recommend: channels-last images, fused Adam, gradients as views of the
+buckets, sparse gradients for the large table, no DataLoader. A single process does not use DistributedDataParallel.
 """
 
 from cell import Cell
@@ -27,7 +26,7 @@ def main() -> None:
     images, y = x.dim() == 5, y.long()
     if images:
         x = x.permute(0, 1, 4, 2, 3)  # [S, B, C, H, W] whose memory is channels-last
-    sparse = cell.variant != "compile"  # which sparse gradients break
+    sparse = cell.variant != "compile"  # sparse gradients break torch.compile
     plain = model = build(cell.workload, sparse)
     if images:
         plain = model = model.to(memory_format=torch.channels_last)
@@ -60,11 +59,11 @@ def main() -> None:
     )
     if cell.world > 1:
         dist.barrier()
-        os._exit(0)  # Gloo's threads may outlive an orderly end by seconds
+        os._exit(0)  # after an orderly exit, Gloo's threads may run for seconds
 
 
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """On the chief; the others wait in their next reduction."""
+    """Writes a snapshot; called on the chief. The others wait in their next all-reduce."""
     cell.snapshots.mkdir(exist_ok=True)
     part = cell.snapshots / "newest.part"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}, part)
@@ -72,7 +71,7 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -
 
 
 def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """On every worker."""
+    """Restores the newest snapshot; called on every worker."""
     state = torch.load(cell.snapshots / "newest.pt")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -86,7 +85,7 @@ def make_optimizer(parameters, sparse: bool):
 
 
 def forward_flops(model: torch.nn.Module, x: torch.Tensor) -> int:
-    """FLOPs of the matrix products and convolutions of a forward pass, attention taken apart into its products."""
+    """Counts the FLOPs of matrix products and convolutions in a forward pass, including the products of attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 

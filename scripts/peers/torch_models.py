@@ -11,14 +11,14 @@ EPSILON = 1e-5
 
 
 def build(workload: Workload, sparse: bool) -> nn.Module:
-    """The model, float32. `sparse`: embedding tables of the embedding workload have sparse gradients."""
+    """Returns the float32 model. `sparse`: the table of the embedding workload has sparse gradients."""
     kinds = {"cnn": CNN, "resnet": ResNet, "embedding": Embeddings, "transformer": Transformer}
     return kinds[workload.kind](**workload.sizes, **({"sparse": sparse} if workload.kind == "embedding" else {}))
 
 
 def set_start(weight: torch.Tensor, name: str) -> None:
-    """Keras keeps kernels as [in, out] and [height, width, in, out], PyTorch as [out, in] and [out, in, height,
-    width].
+    """Sets the initial weight. Keras stores kernels as [in, out] and [height, width, in, out], PyTorch as [out, in] and
+    [out, in, height, width].
     """
     with torch.no_grad():
         if weight.dim() == 4:
@@ -60,7 +60,7 @@ class CNN(nn.Module):
     def forward(self, x):  # [B, C, H, W]
         for layer in (self.conv_0, self.conv_1):
             x = F.max_pool2d(F.relu(layer(x)), 2)
-        x = x.permute(0, 2, 3, 1).flatten(1)  # in Keras' order
+        x = x.permute(0, 2, 3, 1).flatten(1)  # in the order of Keras
         return self.logits(F.relu(self.hidden(x)))
 
 

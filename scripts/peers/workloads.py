@@ -1,9 +1,10 @@
-"""What every engine of scripts/bench_peers.py trains: sizes, data, initial weights, and the arithmetic in numbers.
+"""The workloads of scripts/bench_peers.py, the same for every engine: sizes, data, initial weights, and FLOPs.
 
-Only NumPy, so that every environment can import it. The models themselves are written twice, in keras_models.py and
-torch_models.py; `Workload.parameters` and `Workload.flops` say, by formulas of their own, what both must come to.
+This module uses NumPy only, so that every environment can import it. The models are implemented twice, in
+keras_models.py and torch_models.py; `Workload.parameters` and `Workload.flops` give, by separate formulas, the values
+that both must have.
 
-Legend: B batch of one worker, T tokens, D width, V vocabulary, L layers; FLOPs are those of the matrix products and
+Legend: B batch of one worker, T tokens, D width, V vocabulary, L layers. FLOPs are those of the matrix products and
 convolutions of one forward pass (a multiplication and an addition are two), per sample.
 """
 
@@ -21,8 +22,8 @@ BLOCKS = 3  # in each stage
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with its data. `batch`: samples of one worker in a step; `steps`: steps in one timed window,
-    `save_steps` where snapshots are measured (0: they are not)."""
+    """One model with its data. `batch`: samples of one worker in a step. `steps`: steps in one timed window;
+    `save_steps`: the same where snapshots are measured (0: they are not)."""
 
     name: str
     kind: str  # which builder of keras_models.py and torch_models.py
@@ -50,7 +51,7 @@ def _transformer(
     windows: int = 5,
     save_steps: int = 0,
 ) -> Workload:
-    """The decoder of GPT-2 with a head of its own: each block has 12 D^2 weights, 9 D biases and 4 D of LayerNorm."""
+    """The decoder of GPT-2 with an untied head: each block has 12 D^2 weights, 9 D biases and 4 D of LayerNorm."""
     parameters = 2 * vocabulary * width + length * width + layers * (12 * width**2 + 13 * width) + 2 * width
     flops = length * (layers * (24 * width**2 + 4 * length * width) + 2 * vocabulary * width)
     sizes = {"layers": layers, "width": width, "heads": heads, "length": length, "vocabulary": vocabulary}
@@ -68,7 +69,7 @@ def _transformer(
 
 
 def _cnn(name: str, batch: int, steps: int) -> Workload:
-    """Two 3x3 convolutions (32, 64) with 2x2 max-pooling, a layer of 128, 10 classes; images of 28 x 28."""
+    """Two 3x3 convolutions (32, 64) with 2x2 max-pooling, a dense layer of 128, 10 classes; images of 28 x 28."""
     weights = [9 * 32 + 32, 9 * 32 * 64 + 64, 7 * 7 * 64 * 128 + 128, 128 * CLASSES + CLASSES]
     flops = 2 * (28 * 28 * 9 * 32 + 14 * 14 * 9 * 32 * 64 + 7 * 7 * 64 * 128 + 128 * CLASSES)
     return Workload(name, "cnn", batch, steps, sum(weights), flops, sizes={"side": 28, "channels": 1})
@@ -98,9 +99,9 @@ def _resnet(name: str, batch: int, steps: int) -> Workload:
 
 
 def _embedding(name: str, batch: int, steps: int, *, rows: int, width: int, features: int = 26) -> Workload:
-    """A table looked up `features` times, then layers of 256 and 64.
+    """A table looked up `features` times, then dense layers of 256 and 64.
 
-    SGD: its updates are the same for sparse and dense gradients.
+    SGD, since its updates are the same for sparse and dense gradients.
     """
     layers = [features * width, 256, 64, CLASSES]
     pairs = list(zip(layers, layers[1:], strict=False))
@@ -126,14 +127,14 @@ WORKLOADS = {
         _cnn("cnn", 64, 25),
         _resnet("resnet", 32, 6),
         _embedding("embedding", 1024, 10, rows=2_000_000, width=16),
-        # Not one step: at a log line tfdist computes two norms, which cost 4 to 8 % of a step; nobody logs each step.
+        # Windows of two steps: tfdist computes two norms per log line (4 to 8 % of a step); nobody logs each step.
         _transformer("transformer50m", 4, 2, layers=10, width=640, heads=10, save_steps=1),
     )
 }
 
 
 def arrays(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """(x, y), the same in every process: 16 global batches of two full workers, in memory."""
+    """Returns (x, y), the same in every process: 16 global batches of two full workers, in memory."""
     random, samples, sizes = np.random.default_rng(1), 32 * workload.batch, workload.sizes
     if workload.kind == "transformer":
         tokens = random.integers(0, sizes["vocabulary"], (samples, sizes["length"] + 1), dtype=np.int32)
@@ -145,16 +146,16 @@ def arrays(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(workload: Workload, batch: int, rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
-    """(x [S, B, ...], y [S, B, ...]): S ready batches of one worker.
+    """Returns S prepared batches of one worker: (x [S, B, ...], y [S, B, ...]).
 
-    Global batch s is samples s * B * world and on, cut by rank.
+    Global batch s starts at sample s * B * world and is divided by rank.
     """
     return tuple(array.reshape(-1, world, batch, *array.shape[1:])[:, rank] for array in arrays(workload))
 
 
 def initial(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The initial value of a kernel in Keras' layout, float32: normal, deviation fan_in^-1/2 (0.02 for tables), a
-    function of its name alone.
+    """Returns the initial float32 value of a kernel in Keras' layout: normal, standard deviation fan_in^-1/2 (0.02 for
+    tables), the random numbers a function of the name alone.
     """
     fan_in = 2500 if name.startswith("embed") else int(np.prod(shape[:-1]))
     random = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
