@@ -103,22 +103,22 @@ def measure(run_dir: Path, options: argparse.Namespace, slowed: bool, flags: lis
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    over = threading.Event()
+    over, slowing = threading.Event(), None
     try:
         while len(steps(run_dir)) < WARM_UP_STEPS:
             if job.poll() is not None:
                 raise SystemExit(f"the job ended with {job.returncode}: see {run_dir}/logs")
             time.sleep(0.1)
         begun = time.time()
-        thread = threading.Thread(target=slow_down, args=(process_of(run_dir, "worker", 0), over))
         if slowed:
-            thread.start()
+            slowing = threading.Thread(target=slow_down, args=(process_of(run_dir, "worker", 0), over))
+            slowing.start()
         time.sleep(options.seconds)
         seen = [values for at, values in steps(run_dir) if begun < at <= begun + options.seconds]
     finally:
         over.set()
-        if slowed:
-            thread.join()
+        if slowing:
+            slowing.join()
         job.send_signal(signal.SIGTERM)
         job.wait()
     result = {

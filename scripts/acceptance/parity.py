@@ -39,13 +39,15 @@ def main() -> None:
     if options.compute:
         compute(models, Path(options.compute))
         return
-    count = gpus()
-    if not count and not options.rehearse:
+    found = gpus()
+    if not found and not options.rehearse:
         fail("TensorFlow may use no GPU here: there is nothing to compare with the CPU.")
     options.out.mkdir(parents=True, exist_ok=True)
     flags = ["--rehearse"] if options.rehearse else []
     # Without a GPU, another number of threads changes the order of summation.
-    other = {"CUDA_VISIBLE_DEVICES": "0"} if count else {"CUDA_VISIBLE_DEVICES": "-1", "TF_NUM_INTRAOP_THREADS": "2"}
+    other = (
+        {"CUDA_VISIBLE_DEVICES": found[0]} if found else {"CUDA_VISIBLE_DEVICES": "-1", "TF_NUM_INTRAOP_THREADS": "2"}
+    )
     for name, environment in (("cpu", {"CUDA_VISIBLE_DEVICES": "-1", "TF_NUM_INTRAOP_THREADS": "1"}), ("other", other)):
         command = [sys.executable, __file__, str(options.out), *flags, f"--compute={options.out / f'{name}.npz'}"]
         if code := run(command, **environment).returncode:

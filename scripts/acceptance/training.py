@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scripts.acceptance.stages import LEFT_OUT
+from tfdist.control.machine_shares import visible_gpus
 
 QUIET = ("--eval_every=-1", "--export=none", "--noplot", "--progress=none", "--trackers=none")
 IMAGES = ("--source=synthetic", "--source_args=task=image,shape=(32,32,3),classes=10")
@@ -20,12 +21,9 @@ TEXT = ("--source=synthetic", "--source_args=task=text,vocab=300", "--sequence_l
 TRANSFORMER = ("--model=transformer", "--model_args=layers=2,width=64,heads=4")
 
 
-def gpus() -> int:
-    """Returns the number of GPUs that nvidia-smi lists; 0 if CUDA_VISIBLE_DEVICES is -1."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "-1":
-        return 0
-    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if shutil.which("nvidia-smi") else None
-    return done.stdout.count("GPU ") if done else 0
+def gpus() -> list[str]:
+    """Returns the names of the GPUs that may be used, as in CUDA_VISIBLE_DEVICES."""
+    return visible_gpus(os.environ)
 
 
 def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess:

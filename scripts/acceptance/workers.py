@@ -7,7 +7,6 @@ hold only one process of a NCCL group. tfdist itself checks that the workers' we
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -37,7 +36,7 @@ if tfdist.is_chief():
 
 
 def main(out: Path) -> None:
-    count = gpus()
+    count = len(gpus())
     kind = "nccl" if count > 1 else "ring"
     hidden = {} if count > 1 else {"CUDA_VISIBLE_DEVICES": "-1"}
     out.mkdir(parents=True, exist_ok=True)
@@ -69,9 +68,7 @@ def main(out: Path) -> None:
 
 def one_gpu(folder: str) -> dict[str, str]:
     """Gives the single process one GPU, as each worker has."""
-    return (
-        {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if folder == "one" else {}
-    )
+    return {"CUDA_VISIBLE_DEVICES": next(iter(gpus()), "-1")} if folder == "one" else {}
 
 
 def row(what: str, one: list[float], two: list[float]) -> dict:
