@@ -134,7 +134,7 @@ EMBEDDINGS = {
     "embedding_twice": 'x = own.Twice({vocabulary}, {width}, name="table")(x)',
     "embedding_large": 'x = layers.Embedding(300, {width}, name="table")(x)',  # only few of its rows are looked up
     "embedding_looked": 'x = own.Looked({vocabulary}, {width}, name="table")(x)',
-    "embedding_some": 'x = own.Some({vocabulary}, {width}, name="table")(x)',  # the number of rows is known at run time only
+    "embedding_some": 'x = own.Some({vocabulary}, {width}, name="table")(x)',  # row count known at run time only
     "embedding_shared": (
         'table = layers.Embedding({vocabulary}, {width}, name="table")\nx = layers.Subtract()([table(x),'
         " layers.Lambda(lambda v: 0.3 * v)(table(layers.Lambda(lambda i: (i + 2) % {vocabulary})(x)))])"
