@@ -95,7 +95,7 @@ def check(runtime, strategy: Strategy) -> None:
                 for index in range(runtime.local_replicas)
             ]
         )
-        # Further rounds on the sums of the first; an odd number, since tensors that are swapped twice are back in place.
+        # An odd number of rounds, each on the sums before: tensors that are swapped twice are back in place.
         _, values = tf.while_loop(lambda count, _: count < n, once, (0, values))
         return runtime.local(values)
 

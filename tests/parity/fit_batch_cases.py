@@ -1,4 +1,4 @@
-"""More cases for tests/parity/test_fit.py: models whose step makes something other than (inputs, labels) of a batch, and
+"""More cases for tests/parity/test_fit.py: models whose step makes something else of a batch than (inputs, labels), and
 models that need one input whole."""
 
 from __future__ import annotations

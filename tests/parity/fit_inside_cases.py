@@ -1,4 +1,4 @@
-"""More cases for tests/parity/test_fit.py: inputs that are not batches, and losses and metrics inside a model's call."""
+"""More cases for tests/parity/test_fit.py: inputs that are no batch, and losses and metrics inside a model's `call`."""
 
 from __future__ import annotations
 
