@@ -87,7 +87,7 @@ class Attacker:
         self._end, self._stop = time.monotonic() + seconds, threading.Event()
         self._overheard: deque[tuple[int, bytes]] = deque(maxlen=200)  # (port, datagram)
         self._threads = [threading.Thread(target=self._attack, args=(seed,), daemon=True) for seed in range(2)]
-        # A round may take seconds where a busy port lets connections wait; other ports are open for one second only.
+        # A round may take seconds where a full port lets connections wait; other ports are open for one second only.
         self._threads.append(threading.Thread(target=self._attack, args=(2,), kwargs={"new_only": True}, daemon=True))
         self._threads.append(threading.Thread(target=self._listen, daemon=True))
 
