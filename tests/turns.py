@@ -1,12 +1,13 @@
-"""In which order pytest-xdist hands out the files of tests: of those that mostly wait, for a time-out or a store, there
-is one at a time, so that two cores always have something to compute. All others are in the order of folders.
+"""The order in which pytest-xdist hands out test files: files that mostly wait, for a time-out or a store, run one at a
+time, so that two cores always have something to compute. All others run in the order of folders.
 """
 
 from __future__ import annotations
 
 from xdist.scheduler import LoadFileScheduling
 
-# Measured: they need the processor for less than four tenths of their time. The longest first, so that none is left.
+# Measured: they need the processor for less than four tenths of their time. The longest come first, so that none is
+# left at the end.
 WAITING = tuple(
     f"tests/{name}.py"
     for name in (
@@ -39,14 +40,16 @@ WAITING = tuple(
 
 
 class Turns(LoadFileScheduling):
-    """Files as a whole, each to a process that has little left to do."""
+    """Hands out whole files, each to a process that has little left to do."""
 
     def _assign_work_unit(self, node) -> None:
         self.workqueue.move_to_end(self._next(), last=False)
         super()._assign_work_unit(node)
 
     def _next(self) -> str:
-        """Of the files that nobody has: one that waits if no other such is under way, else one that computes."""
+        """Returns a file that no process has: one that waits if no other such file is running, else one that
+        computes.
+        """
         under_way = (
             file for files in self.assigned_work.values() for file, tests in files.items() if False in tests.values()
         )

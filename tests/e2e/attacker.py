@@ -1,8 +1,8 @@
-"""What a stranger does to a job: finds every port that its processes have open, and says there whatever might harm.
+"""Attacks a job as a stranger might: finds every open port of its processes, and sends there whatever might harm.
 
-Knows nothing of tfdist but what an onlooker can: addresses, formats, old formats, and where it may look (as root) the
-datagrams that pass, which it sends again and changes. Bounded in sockets and in time. Only ever talks to ports of
-processes below the one that it is given.
+It knows of tfdist only what an onlooker can know: addresses, formats, old formats and, where it is allowed to listen
+(as root), the passing datagrams, which it replays and changes. It is bounded in sockets and in time, and only talks to
+ports of the given process and of processes below it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-_MOST_HELD = 100  # silent connections at a time
+_MOST_HELD = 100  # silent connections that are kept open
 _WORKER_HELLO = struct.Struct("!8s?i32s")
 _MARK_BYTES, _CODE_BYTES = 8, 16  # of a datagram, before the rank and the stamp
 _IPV4, _UDP = 0x0800, 17
@@ -36,7 +36,7 @@ class Executes:
 
 
 def processes(root: int) -> set[int]:
-    """A process and all below it."""
+    """Returns a process and all below it."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -50,7 +50,7 @@ def processes(root: int) -> set[int]:
 
 
 def ports(root: int) -> tuple[set[int], set[int]]:
-    """(TCP ports on which a process or one below it listens, UDP ports that it has bound)."""
+    """Returns (TCP ports on which a process or one below it listens, UDP ports that they have bound)."""
     inodes = set()
     for pid in processes(root):
         with contextlib.suppress(OSError):
@@ -75,19 +75,19 @@ def ports(root: int) -> tuple[set[int], set[int]]:
 
 
 class Attacker:
-    """Attacks the ports of a process and those below it, in threads, from `with` until its end.
+    """Attacks the ports of a process and of those below it, in threads, from `with` until its end.
 
-    Attributes: tcp, udp, the ports that were attacked; proof, a file that is there if anything was executed.
+    Attributes: tcp, udp, the ports that were attacked; proof, a file that exists if anything was executed.
     """
 
     def __init__(self, root: int, proof: Path, size: int, seconds: float = 300.0):
         self.root, self.proof, self.size = root, proof, size
         self.tcp, self.udp = set(), set()
-        self.rounds, self.pause = 0, 0.02  # seconds between two rounds: short while doors open and close
+        self.rounds, self.pause = 0, 0.02  # seconds between two rounds: short while ports open and close
         self._end, self._stop = time.monotonic() + seconds, threading.Event()
         self._overheard: deque[tuple[int, bytes]] = deque(maxlen=200)  # (port, datagram)
         self._threads = [threading.Thread(target=self._attack, args=(seed,), daemon=True) for seed in range(2)]
-        # A round may take seconds where a door that is full lets connections wait; others are open for one second.
+        # A round may take seconds where a full port lets connections wait; other ports are open for one second only.
         self._threads.append(threading.Thread(target=self._attack, args=(2,), kwargs={"new_only": True}, daemon=True))
         self._threads.append(threading.Thread(target=self._listen, daemon=True))
 
@@ -102,11 +102,11 @@ class Attacker:
             thread.join(30)
 
     def words(self, rng: random.Random) -> list[bytes]:
-        """What is said on connections: garbage, lengths beyond all bounds, hellos of all ages, pickles."""
+        """Returns what is sent on connections: garbage, lengths beyond all bounds, hellos of all versions, pickles."""
         rank = rng.randrange(-1, self.size + 1)
         hello = _WORKER_HELLO.pack(b"tfdist\x00\x01", rng.random() < 0.5, rank, rng.randbytes(32))
         evil = pickle.dumps(Executes(self.proof))
-        table = json.dumps(["127.0.0.1:1/00"] * self.size).encode()  # as if the proof before it were one
+        table = json.dumps(["127.0.0.1:1/00"] * self.size).encode()  # as if the proof before it were valid
         old = {
             "rank": rng.choice([rank, [], {}, None, "1", 1e308]),
             "peers": rng.choice([[], {}, ["127.0.0.1:1"] * self.size]),
@@ -135,7 +135,7 @@ class Attacker:
         ]
 
     def datagrams(self, rng: random.Random) -> list[bytes]:
-        """What is sent to the beacons: failures of others, reports that are none, sealed and not."""
+        """Returns what is sent to the beacons: failures of others and invalid reports, sealed and not."""
         rank = rng.randrange(self.size)
         report = {
             "section": "step",
@@ -173,7 +173,7 @@ class Attacker:
         ]
 
     def _listen(self) -> None:
-        """Keeps what others send to the ports that are attacked, where this process may see it."""
+        """Keeps what others send to the attacked ports, if this process is allowed to see it."""
         with contextlib.suppress(PermissionError), socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as ear:
             ear.bind(("lo", _IPV4))
             ear.settimeout(0.5)
@@ -186,13 +186,13 @@ class Attacker:
                         self._overheard.append((port, udp[8:]))
 
     def _attack(self, seed: int, new_only: bool = False) -> None:
-        """Attacks the ports that are open, round after round; with `new_only` each once, as soon as it is there."""
+        """Attacks the open ports, round after round; with `new_only`, each port once, as soon as it opens."""
         rng, held = random.Random(seed), []
         done_tcp, done_udp = set(), set()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as voice:
             while not self._stop.is_set() and time.monotonic() < self._end:
                 tcp, udp = ports(self.root)
-                self.tcp.update(tcp)  # in place: all threads do, and none must lose what another has seen
+                self.tcp.update(tcp)  # in place, since all threads do this and must not lose what another one has seen
                 self.udp.update(udp)
                 for port in tcp - done_tcp:
                     self._attack_tcp(port, rng, held)

@@ -18,7 +18,7 @@ needs_browser = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def open_page(width: int = 1400, height: int = 1000) -> Iterator:
-    """A page of a fresh browser. Its locators wait by themselves, and look into shadow trees."""
+    """Yields a page of a new browser. Its locators wait by themselves, and search in shadow trees, too."""
     with pytest.importorskip(
         "playwright.sync_api", reason="the package playwright is not installed"
     ).sync_playwright() as playwright:

@@ -17,7 +17,7 @@ from tfdist.training.update import DataParallel
 
 
 def unreduced_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
-    """The mlp; rank 1 takes part in every reduction, and then goes on with its own gradients."""
+    """The mlp; rank 1 takes part in every reduction, and then continues with its own gradients."""
     for kind in (Horovod, MultiWorker):
 
         def all_reduce(self, tensors, reduce=kind.all_reduce):
@@ -33,7 +33,7 @@ def unreduced_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
 
 
 class Keeps(keras.layers.Layer):
-    """A layer with a state of its own, of the type `kind`, which it makes of the rows that it sees."""
+    """A layer with state of the type `kind`, which it computes from the rows that it sees."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -48,14 +48,14 @@ class Keeps(keras.layers.Layer):
 
 
 def keeping(x_spec, num_outputs: int, kind: str) -> keras.Model:
-    """The mlp behind such a layer: every replica comes to another state."""
+    """The mlp behind such a layer: every replica gets another state."""
     inputs = keras.Input(x_spec.shape)
     return keras.Model(inputs, mlp(x_spec=x_spec, num_outputs=num_outputs, widths=(16,))(Keeps(kind)(inputs)))
 
 
 def slow_optimizer_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
-    """The mlp; an update takes 40 ms, from the 20th on 80 ms more on rank 1. (Of 4 ms, a worker that was kept from its
-    core for a moment before was taken for a slow one.)"""
+    """The mlp; an update takes 40 ms, from the 20th on 80 ms more on rank 1. (With 4 ms, a worker that had lost its
+    core for a moment was taken for a slow one.)"""
     import numpy as np
     import tensorflow as tf
 
@@ -78,12 +78,12 @@ def slow_optimizer_on_rank_1(x_spec, num_outputs: int) -> keras.Model:
 
 
 def slow_network(x_spec, num_outputs: int) -> keras.Model:
-    """The mlp; whatever is reduced takes 30 ms longer on its way."""
+    """The mlp; each reduction takes 30 ms longer."""
     return _with_pause(Ring, "all_reduce", 0.03, x_spec, num_outputs)
 
 
 def slow_storage(x_spec, num_outputs: int) -> keras.Model:
-    """The mlp; whatever is saved takes 0.4 s longer."""
+    """The mlp; each save takes 0.4 s longer."""
     return _with_pause(SnapshotFolder, "write", 0.4, x_spec, num_outputs)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from tests.warm_start import ZYGOTE
 from tfdist.telemetry.jsonl import read_jsonl
 
-_CHANCE = random.SystemRandom()  # processes of tests may share the seed of another
+_CHANCE = random.SystemRandom()  # processes of tests may share a seed
 # One thread each: the tests share few cores.
 ENVIRONMENT = {
     **os.environ,
@@ -40,7 +40,7 @@ CLUSTERS = [
     "--noplot",
     "--save_minutes=0",
 ]
-# Its records tell which samples were in each global batch.
+# The records of this job show which samples were in each global batch.
 IDENTIFIED = [
     *CLUSTERS,
     "--source=tests.e2e.sources:identified",
@@ -65,7 +65,7 @@ def start(
 def run(
     workers: int, flags: list[str], *, code: int = 0, launch_flags: tuple[str, ...] = (), timeout: float = 240
 ) -> str:
-    """The output of a job that must end with `code`."""
+    """Runs a job that must end with `code`. Returns its output."""
     process = start(workers, flags, launch_flags)
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, f"exit code {process.returncode} instead of {code}:\n{output}"
@@ -73,7 +73,7 @@ def run(
 
 
 def train(flags: list[str], environment: dict | None = None, timeout: float = 240) -> subprocess.CompletedProcess:
-    """One `tfdist.train` without a launcher."""
+    """Runs one `tfdist.train` without a launcher."""
     return subprocess.run(
         [sys.executable, "-m", "tfdist.train", *flags],
         env={**ENVIRONMENT, **(environment or {})},
@@ -88,7 +88,7 @@ def records(run_dir: Path, rank: int = 0, kind: str | None = None) -> list[dict]
 
 
 def snapshot(run_dir: Path, step: int) -> dict[str, np.ndarray]:
-    """All that a snapshot holds."""
+    """Returns all that a snapshot holds."""
     from tfdist.artifacts.snapshot_folder import SnapshotFolder
 
     store = SnapshotFolder(str(run_dir / "checkpoints"))
@@ -103,7 +103,7 @@ def wait_for(condition, timeout: float = 120, pause: float = 0.05) -> None:
 
 
 def workers_training(run_dir: Path) -> int:
-    """How many workers the present attempt has, once it trains; 0 before."""
+    """Returns how many workers the current attempt has, once it trains; 0 before."""
     workers = 0
     for record in read_jsonl(run_dir / "logs" / "rank-0.jsonl"):
         if record["kind"] == "start":
@@ -114,8 +114,8 @@ def workers_training(run_dir: Path) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started, the oldest first; by their numbers they are not, once these begin again
-    at the lowest.
+    """Returns the processes that a process has started, the oldest first. (Process ids are not in this order, once they
+    have started again at the lowest.)
     """
     found = []
     for other in filter(str.isdecimal, os.listdir("/proc")):
@@ -130,7 +130,7 @@ def children(pid: int) -> list[int]:
 def batches(run_dir: Path) -> dict[int, tuple]:
     """Step -> checksums of the samples of its global batch.
 
-    A step that was done again must have seen the same samples.
+    A step that was repeated must have seen the same samples.
     """
     seen: dict[int, tuple] = {}
     for record in records(run_dir, kind="train"):
@@ -146,8 +146,8 @@ def batches(run_dir: Path) -> dict[int, tuple]:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that are free, below those that the system gives to whoever asks for any: it
-    might give them away before they are used.
+    """Returns the first of `count` free ports in a row, below the range from which the system assigns ports: it might
+    assign them to others before they are used.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:

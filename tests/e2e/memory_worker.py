@@ -1,4 +1,4 @@
-"""Trains a few steps in one process and prints what its memory came to, in bytes, as one line of JSON.
+"""Trains a few steps in one process and prints its memory use, in bytes, as one line of JSON.
 
 python -m tests.e2e.memory_worker TRAIN_FLAGS
 """

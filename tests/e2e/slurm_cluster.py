@@ -1,7 +1,7 @@
-"""A real Slurm on this machine: a controller and two node daemons from Debian's packages, without touching its own
-configuration.
+"""A real Slurm on this machine: a controller and two node daemons from Debian's packages, without touching the
+machine's own configuration.
 
-All daemons run in a mount namespace of their own, where the nodes' names stand for two loopback addresses. Needs root.
+Each daemon runs in its own mount namespace, where the nodes' names map to two loopback addresses. Needs root.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class SlurmCluster:
         return self
 
     def _daemon(self, *command: str) -> None:
-        # exec: the daemon is this very process; the namespace and all in it ends with it.
+        # exec: the daemon replaces this process, and the namespace and everything in it ends with the daemon.
         script = f'mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
         with open(self.folder / f"{command[0]}.out", "ab") as output:
             self.daemons.append(
@@ -129,7 +129,7 @@ class SlurmCluster:
         return result.stdout
 
     def field(self, job: str, name: str) -> str:
-        """A field of `scontrol show job`; "" if it has none."""
+        """Returns a field of `scontrol show job`; "" if there is no such field."""
         fields = dict(
             piece.partition("=")[::2] for piece in self.run("scontrol", "show", "job", job, check=False).split()
         )

@@ -39,7 +39,7 @@ def with_nan(split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_label_below_zero(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The same, with one label (of number 70) that is no class."""
+    """The same, with one label (of sample 70) that is no class."""
     x, y = clean(split)
     if split == "train":
         y[70] = -1
@@ -47,7 +47,7 @@ def with_label_below_zero(split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_a_row_too_many(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of rows for `lookups`, one of them (of sample 70) past its table."""
+    """Row numbers for `lookups`, one of which (of sample 70) is past the end of its table."""
     _, y = clean(split)
     ids = np.arange(6 * len(y), dtype=np.int32).reshape(-1, 6) % 10
     if split == "train":
@@ -56,7 +56,7 @@ def with_a_row_too_many(split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lookups(kind: str = "embedding"):
-    """A model with a table of 10 rows. `kind`: what looks its rows up, of OWN_LOOKUPS or a layer of Keras."""
+    """A model with a table of 10 rows. `kind`: what looks up its rows, one of OWN_LOOKUPS or a layer of Keras."""
     import keras
 
     ids = keras.Input((6,), dtype="int32")
@@ -65,7 +65,7 @@ def lookups(kind: str = "embedding"):
     else:
         rows = own_lookup(kind)(ids)
     if kind == "pooled":
-        rows = keras.layers.GlobalMaxPooling1D()(rows)  # XLA's maximum passes a NaN over
+        rows = keras.layers.GlobalMaxPooling1D()(rows)  # XLA's maximum ignores NaN
     return keras.Model(ids, keras.layers.Dense(4)(keras.layers.Flatten()(rows)))
 
 
@@ -82,7 +82,7 @@ OWN_LOOKUPS = (
 
 
 def own_lookup(kind: str):
-    """A layer that looks up rows [..., 8] of a table of 10."""
+    """Returns a layer that looks up rows [..., 8] of a table of 10."""
     import keras
     import tensorflow as tf
 
@@ -111,20 +111,20 @@ def own_lookup(kind: str):
 
 
 def all_nan(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Nothing but not-a-numbers to train on."""
+    """The same, but all training samples are NaN."""
     x, y = clean(split)
     return x * (np.nan if split == "train" else 1), y
 
 
 def unseeded(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The same samples in an order that each process draws anew."""
+    """The same samples in an order that each process draws by itself."""
     x, y = clean(split)
     order = np.random.default_rng().permutation(len(y))
     return x[order], y[order]
 
 
 def seeded_by_the_run(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The same, drawn by NumPy's global generator."""
+    """The same samples in an order drawn by NumPy's global generator."""
     x, y = clean(split)
     order = np.random.permutation(len(y))
     return x[order], y[order]
@@ -150,7 +150,7 @@ def identified_with_nan(split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def identifying(outputs, y, w):
-    """An objective whose metrics are checksums of the samples in a batch: they tell whether two runs saw the same
+    """An objective whose metrics are checksums of the samples in a batch: they show whether two runs saw the same
     global batches.
     """
     import tensorflow as tf
@@ -194,7 +194,7 @@ class Slow(SlowOnRankOne):
 
 
 class LostEvaluation(Slow):
-    """One evaluation sample that nothing reads before an evaluation cannot be read: on every worker."""
+    """One evaluation sample cannot be read on any worker; nothing reads this sample before an evaluation."""
 
     ranks = ("0", "1")
 

@@ -1,4 +1,4 @@
-"""What a worker holds while it trains, as a tracker: `--trackers=tests.e2e.usage:track`."""
+"""A tracker that records what a worker holds while it trains: `--trackers=tests.e2e.usage:track`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "usage.jsonl"  # in the run folder
 
 
 def usage() -> dict[str, float]:
-    """Threads, file descriptors and resident memory (MiB) of this process."""
+    """Returns threads, file descriptors and resident memory (MiB) of this process."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "threads": len(os.listdir("/proc/self/task")),
@@ -34,5 +34,5 @@ def track(run: Run) -> Tell:
 
 
 def measured(run_dir: Path) -> dict[int, dict[str, float]]:
-    """step -> what was measured there."""
+    """step -> the usage that was measured there."""
     return {(record := json.loads(line))["step"]: record for line in (run_dir / FILE).read_text().splitlines()}

@@ -1,4 +1,4 @@
-"""Callbacks with state of their own."""
+"""Callbacks that keep state."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 
 
 class Ledger(keras.callbacks.Callback):
-    """Sets the rate of each epoch by what it has written down, in containers and arrays that are one in two places, or
-    were."""
+    """Sets the learning rate of each epoch from its records. Their containers and arrays are the same object under two
+    names, or were so at first."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
 """A case of tfdist.train in a worker process that is resumed with another global batch, or another compression.
 
-What comes of another batch the oracle computes. What a compression loses it cannot, so there the run that went through
-a snapshot is compared, bit for bit, with one whose state was handed on in memory.
+The oracle computes the effect of another batch. It cannot compute what a compression loses. There, the run that was
+resumed from a snapshot is compared, bit for bit, with a run whose state was passed on in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.fuzz import resume_space, snapshots, stored_data, train_case
 
-OF_COMPRESSION = "/compression_"  # in the keys of what it carries on
+OF_COMPRESSION = "/compression_"  # in the keys of the state that a compression carries over
 
 
 def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
 
 
 def _handed_on(case: Mapping[str, Any], later: Mapping[str, Any], runtime: Any) -> list[dict[str, Any]]:
-    """The same without a snapshot."""
+    """Runs the same without a snapshot: the state is passed on in memory."""
     config, job, state = train_case.compose(case, runtime)
     job.step(job.iterators(0), case["calls"][0])
     arrays = state.to_host()

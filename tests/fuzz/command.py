@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
                 verdicts.append(verdict)
                 if not verdict.vacuous and not verdict.bad:
                     coverage.add(verdict.case)
-                    coverage.write()  # that a run which is killed leaves its counts
+                    coverage.write()  # so that a run which is killed leaves its counts
                 _tell(verdict, len(verdicts), arguments, pool)
                 if (
                     arguments.until_first
@@ -90,7 +90,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _add_ways_to_run(parser: argparse.ArgumentParser) -> None:
-    """Arguments that change no case."""
+    """Adds the arguments that change no case."""
     parser.add_argument(
         "--shrink_seconds", type=float, default=60.0, help="for making a failing case smaller; 0: as it is"
     )

@@ -1,12 +1,12 @@
-"""Differences that rounding does not explain.
+"""Finds differences that rounding does not explain.
 
-What rounding may do to a case is measured, not assumed: by how much the same loop in float32 and in float64 differ. The
-parts of N workers are added in another order, and errors grow with the steps, so FACTOR times that is granted, and a
-few units in the last place of the largest value. A fault of the kinds that are looked for is far above.
+The effect of rounding on a case is measured, not assumed: it is the difference between the same loop in float32 and in
+float64. N workers add their parts in another order, and errors grow with the steps. So FACTOR times that difference is
+granted, plus a few units in the last place of the largest value. The faults that the fuzzer looks for are far larger.
 
-Two runs tell little where rounding decides much about few numbers: Adam divides a gradient that is all rounding by its
-own size. Where they do not explain a difference, more runs are made, and what each single number may differ by comes of
-how far it lies apart in them.
+Two runs tell little where rounding matters much for a few numbers: Adam divides a gradient that is only rounding error
+by its own size. If two runs do not explain a difference, more runs are made, and the bound of each single number
+follows from its spread over these runs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 FACTOR, OTHERS, UNITS = 20.0, 2.0, 32.0
-PART = 0.05  # of the largest weight: so large a small weight's summands may be
-LARGEST = 1e5  # a run that has come to such numbers has diverged
+PART = 0.05  # relative to the largest weight: the summands of a small weight may be this large
+LARGEST = 1e5  # a run whose numbers become this large has diverged
 EPSILON = float(np.finfo(np.float32).eps)
 
 
@@ -29,7 +29,7 @@ class Difference:
     name: str
     by: float
     granted: float
-    expected: float  # where the difference is largest
+    expected: float  # where the difference exceeds its bound most
     found: float
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Difference:
 
 
 def least_granted(double: Mapping[str, np.ndarray], least: float = 0.0) -> dict[str, float]:
-    """name -> the difference that is granted however little rounding does to the case. least: see granted."""
+    """name -> the difference that is granted even if rounding changes less in this case. least: see `granted`."""
     largest = max((_largest(value) for name, value in double.items() if name.startswith("model/")), default=0.0)
     return {
         name: UNITS * EPSILON * max(_largest(value), 1e-3) + least * max(_largest(value), PART * largest)
@@ -49,10 +49,11 @@ def least_granted(double: Mapping[str, np.ndarray], least: float = 0.0) -> dict[
 
 
 def granted(single: Mapping[str, np.ndarray], double: Mapping[str, np.ndarray], least: float = 0.0) -> dict[str, float]:
-    """name -> the difference that rounding explains. least: a part of the largest value that is granted anyway; what is
-    small may be the difference of large values, each of which is rounded.
+    """name -> the difference that rounding explains. least: a fraction of the largest value that is always granted: a
+    small number may be the difference of large ones, each of which is rounded.
 
-    What is infinite or beyond LARGEST in the oracle, or not the same in both precisions, tells nothing.
+    Arrays with numbers beyond LARGEST in the oracle, or with infinities or NaN in other places in float32 than in
+    float64, tell nothing: any difference is granted.
     """
     rounding = {name: _largest(single[name] - double[name]) for name in double}
     weights = max((value for name, value in rounding.items() if name.startswith("model/")), default=0.0)
@@ -74,8 +75,8 @@ def granted_by(
     double: Mapping[str, np.ndarray],
     bounds: Mapping[str, float | np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """name -> for each number the difference that rounding explains, by runs that are disturbed by nothing else; at
-    least what `bounds` grant."""
+    """name -> for each number, the difference that rounding explains, measured by runs that differ by rounding alone.
+    Never less than `bounds`."""
     spread = {
         name: np.max([_apart(run[name], expected, expected) for run in runs], axis=0)
         for name, expected in double.items()
@@ -96,7 +97,7 @@ def differences(
     double: Mapping[str, np.ndarray],
     bounds: Mapping[str, float | np.ndarray] | None = None,
 ) -> list[Difference]:
-    """What cannot be explained. The middle is the run in float64."""
+    """Returns the differences from the float64 run that cannot be explained."""
     bounds = bounds or granted(single, double)
     wrong = []
     for name, expected in double.items():
@@ -113,8 +114,8 @@ def differences(
 
 
 def _apart(value: np.ndarray, expected: np.ndarray, single: np.ndarray) -> np.ndarray:
-    """By how much each number differs; without end where one of both is none. single: where it has none, either may be
-    so."""
+    """Returns by how much each number differs; infinite where only one is NaN. single: where it is NaN, `value` may be
+    NaN, too."""
     both_nan = np.isnan(value) & np.isnan(single)
     with np.errstate(invalid="ignore"):
         apart = np.abs(np.where(both_nan, 0.0, value) - np.where(both_nan, 0.0, expected))

@@ -1,7 +1,8 @@
-"""Which pairs of (feature, runtime) were drawn and compared, and cases chosen so that rare pairs come soon.
+"""Counts which (feature, runtime) pairs were drawn and compared, and chooses cases so that rare pairs come soon.
 
-A case is one set of data: a graph that is run on five of them is five cases. So are pairs counted: a feature of a model
-or of its options once for each set of data on which it was compared, one of the data once for each that has it.
+A case is one set of data: a graph that is run on five sets is five cases. Pairs are counted likewise: a feature of a
+model or of its options once for each set of data on which it was compared, a feature of the data once for each set that
+has it.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from typing import Any
 
 from tests.fuzz import known, models, space
 
-CANDIDATES, NEW = 1500, 50  # cases of a runtime to choose from, at first and more for each that was chosen
-LEAST = 5  # so often a pair should have been compared
-LOOKED_AT = 2000  # cases of each runtime
-LONGEST = 5  # blocks of a model to which others are added because they are rare
-ELSEWHERE = 5  # other runtimes that see the same job, for which the oracle is computed once
+CANDIDATES, NEW = 1500, 50  # cases of a runtime to choose from: at the start, and added at each choice
+LEAST = 5  # times that each pair should have been compared
+LOOKED_AT = 2000  # cases drawn for each runtime to find the pairs that exist
+LONGEST = 5  # blocks of a model, up to which rare blocks are appended
+ELSEWHERE = 5  # other runtimes that run the same job, whose oracle is computed once
 
 
 class Coverage:
-    """Counts of what was compared. file: to which they are added at the end of a run, and from which the next one goes
-    on.
+    """Counts of what was compared. file: holds the counts across runs; it is read here, and `write` saves them to it.
 
-    Attributes: pairs, counted as said above; graphs, the same but once for each graph; drawn, in how many graphs pairs
-    were chosen, whatever came of them.
+    Attributes: pairs, counted as described above; graphs, the same but once for each graph; drawn, in how many graphs
+    each pair was chosen, whatever the outcome.
     """
 
     def __init__(self, file: str = ""):
@@ -41,7 +41,7 @@ class Coverage:
             for name in ("pairs", "graphs"):
                 getattr(self, name).update({tuple(pair.split(" on ")): count for pair, count in told[name].items()})
         self.drawn, self.drawn_parts = Counter(self.graphs), Counter(self.pairs)
-        self._worth: dict[tuple[str, str], float] = {}  # of pairs whose counts have not changed since
+        self._worth: dict[tuple[str, str], float] = {}  # rarity of each pair; removed when its count changes
 
     def write(self) -> None:
         if self.file:
@@ -59,13 +59,13 @@ class Coverage:
             self._worth.pop(pair, None)
 
     def add(self, case: Mapping[str, Any]) -> None:
-        """Of a case that was as its oracle, or refused as it should be."""
+        """Counts a case that matched its oracle, or was refused as it should be."""
         self.runtimes[case["runtime"]] += len(space.parts(case))
         self.graphs.update(pairs_of(case))
         self.pairs.update(pair for part in space.parts(case) for pair in pairs_of(part))
 
     def rarity(self, case: Mapping[str, Any]) -> float:
-        """How much a case adds: the rarer its pairs are so far, the more."""
+        """Returns how much a case would add: the rarer its pairs are so far, the more."""
         return self.rarity_of(pairs_of(case))
 
     def rarity_of(self, pairs: Iterable[tuple[str, str]]) -> float:
@@ -77,12 +77,14 @@ class Coverage:
         return total
 
     def missing(self, runtimes: Sequence[str], least: int = LEAST, drawn: bool = False) -> dict[tuple[str, str], int]:
-        """Pairs that can be drawn but were compared less often than `least`; drawn: or chosen to be."""
+        """Returns the pairs that can be drawn but were compared less often than `least`. drawn: counts all cases that
+        were drawn, compared or not.
+        """
         counts = self.drawn_parts if drawn else self.pairs
         return {pair: counts[pair] for pair in sorted(allowed_pairs(tuple(runtimes))) if counts[pair] < least}
 
     def table(self, runtimes: Sequence[str]) -> str:
-        """A line a feature, a column a runtime; a dot where a pair cannot be drawn."""
+        """One line per feature, one column per runtime; a dot marks a pair that cannot be drawn."""
         pairs = allowed_pairs(tuple(runtimes))
         features = sorted({feature for feature, _ in (*pairs, *self.pairs)})
         width = max(map(len, features), default=0)
@@ -102,7 +104,7 @@ def pairs_of(case: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 @cache
 def allowed_pairs(runtimes: tuple[str, ...]) -> frozenset[tuple[str, str]]:
-    """All pairs that can be drawn, found by drawing; of more data for a graph no others come."""
+    """Returns all pairs that can be drawn, found by drawing. More data for a graph would add no pairs."""
     return frozenset(
         (feature, case["runtime"])
         for number in range(LOOKED_AT * len(runtimes))
@@ -120,10 +122,10 @@ def cases(
     with_known: bool = False,
     again: int = space.AGAIN,
 ) -> Iterator[dict[str, Any]]:
-    """Endless cases from job `first` on, the same for the same seed, runtimes and counts.
+    """Yields cases endlessly from job `first` on, the same ones for the same seed, runtimes and counts.
 
-    Of some candidates the one with the rarest pairs, in turn of a runtime and of the one that lacks most of them; where
-    nothing lacks, every other one as it is drawn.
+    Takes the candidate with the rarest pairs: alternately for each runtime in turn, and for the runtime that lacks most
+    pairs. If no pair is lacking, every other case is taken as it was drawn.
     """
     candidates = {name: _Candidates(seed, name, runtimes, again, with_known) for name in runtimes}
     number = 0
@@ -146,7 +148,7 @@ def cases(
 
 
 class _Candidates:
-    """Drawn cases of a runtime, from which the rarest is taken each time."""
+    """Drawn cases of one runtime; `best` takes one of them, usually the rarest."""
 
     def __init__(self, seed: int, runtime: str, runtimes: Sequence[str], again: int, with_known: bool):
         self._seed, self._runtime, self._again, self._with_known = seed, runtime, again, with_known
@@ -157,7 +159,7 @@ class _Candidates:
         for _ in range(NEW if self._cases else CANDIDATES):
             case = space.draw_stored(self._seed, self._drawn, [self._runtime], self._again)
             self._drawn += 1
-            # Where one of the runtimes can go on with a run no other processes are started for that.
+            # If one of the given runtimes can resume a run, do not start the processes of another one for that.
             elsewhere = self._there and case.get("moved", "") not in {"", *self._there}
             if (self._with_known or not known.why(case)) and not elsewhere:
                 self._cases.append((case, pairs_of(case)))
@@ -167,7 +169,7 @@ class _Candidates:
         return self._longer(self._cases.pop(index)[0], coverage)
 
     def _longer(self, case: dict[str, Any], coverage: Coverage) -> dict[str, Any]:
-        """With the blocks that were compared too rarely, as far as they go together; not where the job is refused."""
+        """Appends blocks that were compared too rarely, as far as they are compatible; not if the job is refused."""
         if models.MIXING & set(space.flat_blocks(case)) or "differs" in case["data"]:
             return case
         counts = {name: coverage.drawn_parts[f"block:{name}", self._runtime] for name in models.BLOCKS}

@@ -1,5 +1,5 @@
-"""The data of a case: made from its description, alike in every process; and as each kind of source that tfdist
-takes.
+"""The data of a case: made from its description, the same in every process, and offered as each kind of source that
+tfdist accepts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EVAL_BATCH = 4  # of one replica
 
 
 def arrays(case: Mapping[str, Any], split: str = "train", rank: int = 0) -> tuple:
-    """(x, y) or (x, y, w) of a split, as a rank holds it."""
+    """Returns (x, y) or (x, y, w) of a split, as a rank holds it."""
     data, model = case["data"], case["model"]
     random = np.random.default_rng([case["seed"], split == "train", data.get("draw", 0)])
     size = data["size"] if split == "train" else EVAL_SIZE
@@ -48,7 +48,7 @@ def arrays(case: Mapping[str, Any], split: str = "train", rank: int = 0) -> tupl
 
 
 def _changed(parts: list, what: str, row: int) -> list:
-    """What the workers that are not the chief hold, where data differ."""
+    """Returns what the workers other than the chief hold in a case whose data differ between workers."""
     if what == "order":
         return [_mapped(part, lambda values: np.roll(values, 1, axis=0)) for part in parts]
     number = {"input": 0, "target": 1, "weight": 2}[what]
@@ -64,7 +64,7 @@ def _mapped(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Where an own object gives another type than elsewhere: item 0, and each third after it."""
+    """Marks the items for which a user's object returns another type: item 0, and every third one after it."""
     return (np.arange(len(values)) % 3 == 0).reshape(-1, *[1] * (values.ndim - 1))
 
 
@@ -92,7 +92,7 @@ def _inputs(
 
 def _targets(model: Mapping[str, Any], size: int, random: np.random.Generator) -> Any:
     kind = random.integers(0, 3, size).astype("int32")
-    kind[:3] = [0, 1, 2][:size]  # so that both splits have all
+    kind[:3] = [0, 1, 2][:size]  # so that both splits have all classes
     head = model["head"]
     if head == "tokens":
         return random.integers(0, 4, (size, LENGTH)).astype("int32")
@@ -102,7 +102,7 @@ def _targets(model: Mapping[str, Any], size: int, random: np.random.Generator) -
 
 
 class Items:
-    """An object with __getitem__. mixed: targets are of several types."""
+    """A user's object with __getitem__. mixed: its targets have several types."""
 
     def __init__(self, parts: tuple, mixed: bool = False):
         self.parts, self.mixed = parts, mixed
@@ -122,7 +122,7 @@ class Items:
 
 
 def as_source(case: Mapping[str, Any], split: str, rank: int = 0) -> Any:
-    """What a user's source function returns on a rank."""
+    """Returns what a user's source function returns on a rank."""
     parts, kind = arrays(case, split, rank), case["data"]["source"]
     if kind == "object":
         return Items(parts, bool(case["data"].get("mixed")))

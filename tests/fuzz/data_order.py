@@ -1,4 +1,4 @@
-"""Which samples a run takes, in order; and that each pass takes every sample once."""
+"""Computes which samples a run takes, in order, and checks that each pass takes every sample once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fuzz import rollbacks, stored_data
 
 
 def batch_sizes(case: Mapping[str, Any]) -> list[int]:
-    """The global batch of each step: another one after a stop, where that is changed."""
+    """Returns the global batch of each step. After a stop it may be another one."""
     batch, steps = case["options"]["global_batch"], sum(case["calls"])
     other = case.get("changed", {}).get("batch", batch)
     first = case["calls"][0]
@@ -20,21 +20,19 @@ def batch_sizes(case: Mapping[str, Any]) -> list[int]:
 
 
 def order_of(case: Mapping[str, Any]) -> np.ndarray:
-    """The samples of all steps of a case of tfdist.train: the positions in tfdist's own order, which is checked
-    here.
-    """
+    """Returns the samples of all steps of a case of tfdist.train, in tfdist's own order, which is checked here."""
     if "rolled" in case:
         return path_of(case).samples
     return samples_of(case, sum(batch_sizes(case)))
 
 
 def path_of(case: Mapping[str, Any]) -> rollbacks.Path:
-    """Of a run that goes back from bad numbers."""
+    """Returns the path of a run that rolls back from bad numbers."""
     return rollbacks.path(case, samples_of(case, rollbacks.longest(case)))
 
 
 def samples_of(case: Mapping[str, Any], count: int) -> np.ndarray:
-    """The first `count` samples."""
+    """Returns the first `count` samples."""
     import tensorflow as tf
 
     from tfdist.data import order

@@ -1,9 +1,9 @@
-"""Does the fuzzer find what it is for? Faults put into a copy of the code by hand, one at a time, until it does.
+"""Tests whether the fuzzer finds what it is for: puts faults into a copy of the code, one at a time, and runs it there.
 
     python -m tests.fuzz.faults            all of FAULTS; some: their names
     python -m tests.fuzz.faults --list
 
-A fault counts as found by a case that shows a difference with the fault and none without it. Exit code 1 if one was not
+A fault counts as found if a case shows a difference with the fault and none without it. Exit code 1 if a fault was not
 found within five minutes of one core.
 """
 
@@ -23,7 +23,7 @@ MINUTES = 5.0
 
 
 class Fault(NamedTuple):
-    """In `file` below tfdist, `text` becomes `other`; `runtimes`: where to look first, of those that it touches."""
+    """In `file` below tfdist, `text` becomes `other`. runtimes: where the fuzzer looks for it, of the affected ones."""
 
     file: str
     text: str
@@ -220,7 +220,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def find(name: str) -> tuple[str, float]:
-    """(the case that shows a fault, seconds of a core until then); "" if none did."""
+    """Returns (the case that shows a fault, or "" if none did, core seconds until then)."""
     fault, begun, seed = FAULTS[name], _core_seconds(), 0
     with faulty_copy(fault.file, fault.text, fault.other) as copy:
         while (left := MINUTES - (_core_seconds() - begun) / 60) > 0:
@@ -242,7 +242,7 @@ def find(name: str) -> tuple[str, float]:
 
 
 def _core_seconds() -> float:
-    """Of all processes that were started here and have ended."""
+    """Returns the core seconds of all processes that were started here and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -18,14 +18,14 @@ FLOAT = {False: "float32", True: "float64"}
 
 
 def masked_mean(y, outputs):
-    """A loss of a user's own that is no mean over rows: a mean over those with a class above 0."""
+    """A user's loss that is not a mean over all rows: it is the mean over the rows with a class above 0."""
     inside = tf.cast(tf.reshape(y, [-1]) > 0, outputs.dtype)
     losses = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
     return tf.reduce_sum(losses * tf.reshape(inside, tf.shape(losses))) / (tf.reduce_sum(inside) + 1e-3)
 
 
 def focal(y, outputs):
-    """Rows that are certain count less."""
+    """A user's loss in which rows count less if the model is certain."""
     losses = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
     return losses * tf.square(1 - tf.exp(-losses))
 
@@ -36,7 +36,7 @@ def largest(y, outputs):
 
 
 class Annealed(keras.losses.Loss):
-    """A loss with a state of its own: it counts how often it was asked, and grows."""
+    """A loss with state: it counts how often it was called, and grows with that."""
 
     def __init__(self, loss: keras.losses.Loss):
         super().__init__(name="annealed")
@@ -49,7 +49,7 @@ class Annealed(keras.losses.Loss):
 
 
 class Spread(keras.metrics.Metric):
-    """How much outputs vary over all that was seen; a metric written from nothing."""
+    """How much the outputs seen so far vary; a metric written from scratch."""
 
     def __init__(self):
         super().__init__(name="spread", dtype=keras.config.floatx())
@@ -95,7 +95,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 
 
 class TopKOfDoubles(keras.metrics.SparseTopKCategoricalAccuracy):
-    """For the oracle in float64, which TensorFlow has no such operation for."""
+    """For the oracle in float64: TensorFlow has no such operation for that type."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         return super().update_state(y_true, tf.cast(y_pred, tf.float32), sample_weight)
@@ -135,10 +135,11 @@ def run(
     shaken: int = 0,
     more: Sequence[keras.callbacks.Callback] = (),
 ) -> list[dict[str, np.ndarray]]:
-    """One model, fitted to each of the case's data, one after the other.
+    """Fits one model to each of the case's data, one after the other.
 
-    functions: with fit, evaluate, predict: tfdist, or keras.Model. eager: what need not be traced is not. shaken: above
-    0, a seed of changes to the first weights in the last place of the type. more: callbacks beside those of the case.
+    functions: has fit, evaluate and predict: tfdist, or keras.Model. eager: traces only what must be traced. shaken: if
+    above 0, the seed of perturbations of the initial weights in the last place of the type. more: callbacks in addition
+    to those of the case.
     """
     with keras_settings.restored():
         keras_settings.forget_names()
@@ -270,7 +271,7 @@ def _compile(case: Mapping[str, Any], model: keras.Model, eager: bool) -> None:
         optimizer(layers.CountingRate(rate) if options.get("counting_rate") else rate, **arguments),
         loss=loss,
         loss_weights={"kind": 0.4, "size": 2.5} if options.get("loss_weights") else None,
-        # An empty list would be a metric that a train_step of one's own has to build.
+        # Keras makes a metric even of an empty list, which a custom train_step would have to build.
         metrics=(metrics or None) if not options.get("weighted_metrics") else None,
         weighted_metrics=(metrics or None) if options.get("weighted_metrics") else None,
         run_eagerly=eager,
@@ -304,7 +305,7 @@ def _rows(parts: tuple, start: int, stop: int) -> tuple:
 
 
 def _given(case: Mapping[str, Any], parts: tuple) -> dict[str, Any]:
-    """x, y, sample_weight and what belongs to them, for each kind of data."""
+    """Returns x, y, sample_weight and related arguments of fit, for each kind of data."""
     kind, batch, shuffle = case["data"]["source"], case["fit"]["batch_size"], case["fit"].get("shuffle", False)
     endless = "steps_per_epoch" in case["fit"]
     if kind == "arrays":
@@ -328,7 +329,7 @@ def _generator(parts: tuple, batch: int) -> Iterator[tuple]:
 
 @contextlib.contextmanager
 def large_outputs(wanted: bool) -> Iterator[None]:
-    """Within it outputs of any size count as too large to be passed around."""
+    """Context manager. wanted: outputs of any size count as too large to be passed around."""
     from tfdist.keras_fit import own_rows
 
     before = own_rows.LARGEST
@@ -340,11 +341,11 @@ def large_outputs(wanted: bool) -> Iterator[None]:
 
 
 def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
-    """The case with tfdist's functions, in a worker."""
+    """Runs the case with tfdist's functions, in a worker."""
     import tfdist
     from tfdist.keras_fit import joining
 
-    joining._runtime = runtime  # that this process has joined already
+    joining._runtime = runtime  # this process has then joined already
     train_steps.Noisy.rank = runtime.rank
     with large_outputs(bool(case["fit"].get("large"))):
         if "backup" in case["fit"]:
@@ -355,8 +356,8 @@ def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
 
 
 def runs(kind: str, case: Mapping[str, Any]) -> list[list[dict[str, np.ndarray]]]:
-    """Of each run, for each of the case's data, plain Keras; kinds as in oracle.py."""
-    # In half precision one run in eight may have another largest logit somewhere, and so another accuracy.
+    """Returns, for each run, the results of plain Keras for each of the case's data. Kinds as in oracle.py."""
+    # In half precision, one run in eight may have a different largest logit somewhere, and so another accuracy.
     more = MORE if case["compile"].get("precision", "float32") == "float32" else 4 * MORE
     # Keras 3.15 counts the first batch twice in the shown losses of several outputs, when it runs eagerly.
     eager = case["model"]["head"] != "dict"

@@ -1,4 +1,4 @@
-"""A fit with BackupAndRestore that is killed between epochs and started again, beside an uninterrupted one."""
+"""A fit with BackupAndRestore that is killed between epochs and restarted, compared with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.fuzz.snapshots import place_of
 
 
 class Killed(Exception):
-    """Instead of the end of a process."""
+    """Raised in place of killing the process."""
 
 
 class KilledBefore(keras.callbacks.Callback):
-    """Ends the program when an epoch begins; never if it is -1."""
+    """Ends the program when this epoch begins; -1: never."""
 
     def __init__(self, epoch: int):
         super().__init__()
@@ -30,7 +30,7 @@ class KilledBefore(keras.callbacks.Callback):
 
 
 def run(case: Mapping[str, Any], functions: Any, runtime: Any) -> dict[str, Any]:
-    """The arrays of the resumed run; a problem if they are not bit for bit those of the uninterrupted one."""
+    """Returns the arrays of the resumed run; a problem if they are not bit for bit those of the uninterrupted one."""
     place = place_of(case, runtime)
     [whole] = fit_case.run(case, functions)
 

@@ -22,7 +22,7 @@ CLASSES = (
 )
 LOOPS = ("own", "on_batch", "gan", "gan_penalty")
 BACKUP_EPOCHS = 3
-# Drawn in the place of another one: with what learning rate.
+# Sometimes drawn in place of another optimizer -> its learning rate.
 RARE_OPTIMIZERS = {
     "adadelta": 1.0,
     "adafactor": 0.01,
@@ -36,7 +36,7 @@ RARE_OPTIMIZERS = {
     "nesterov": 0.1,
     "rmsprop": 0.01,
 }
-# The same of losses and metrics, by the head of the model.
+# The same for losses and metrics, by the head of the model.
 RARE_LOSSES = {
     "classes": ["annealed_entropy", "focal"],
     "tokens": ["annealed_entropy"],
@@ -48,7 +48,7 @@ ADDING = {*models.SUMS_AND_MEANS, *models.NO_SUMS}
 
 
 def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a case beside model and data, which are changed to suit."""
+    """Draws the parts of a case other than model and data, and changes these two to suit."""
 
     def maybe(probability: float, value: Any) -> Any:
         return value if chance.random() < probability else None
@@ -118,7 +118,7 @@ def draw(chance: random.Random, model: dict[str, Any], data: dict[str, Any]) -> 
 def _loop(
     chance: random.Random, model: dict[str, Any], compiled: dict[str, Any], fit: dict[str, Any]
 ) -> dict[str, Any]:
-    """A loop of the user's own, of what remains of compile and fit."""
+    """Draws a custom training loop, with the parts of compile and fit that apply to it."""
     kept = ("optimizer", "learning_rate", "loss", "weight_decay", "clipnorm", "global_clipnorm", "clipvalue")
     loop = chance.choice(LOOPS if model["head"] == "values" else LOOPS[:2])
     if loop == "on_batch":
@@ -139,12 +139,12 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def may_count_rates(case: Mapping[str, Any]) -> bool:
-    """Whether the rate may be a schedule's, which no callback can set."""
+    """Whether the learning rate may be a schedule, which no callback can set."""
     return not {"plateau", "scheduler"} & set(case["fit"].get("callbacks", ())) and "loop" not in case
 
 
 def with_rare(case: dict[str, Any], chance: random.Random) -> None:
-    """Puts what is seldom used into the places of the common."""
+    """Replaces common optimizers, losses and metrics by rarely used ones."""
     compiled, head = case["compile"], case["model"]["head"]
     kinds = list(RARE_OPTIMIZERS) if "loop" not in case else ["rmsprop", "nesterov"]
     if chance.random() < 0.25:
@@ -160,7 +160,7 @@ def with_rare(case: dict[str, Any], chance: random.Random) -> None:
 
 
 def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
-    """Why a case cannot be compared with Keras, or is none; "" if it can."""
+    """Why a case cannot be compared with Keras, or is not valid; "" if it can."""
     compiled, fit, data = case["compile"], case["fit"], case["data"]
     if "nan" in data or set(blocks) & {"float16", "bfloat16", "float64", "running_mean"}:
         return "not here"

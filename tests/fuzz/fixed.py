@@ -1,6 +1,6 @@
-"""The fixed set of the default suite: light cases, chosen for the pairs of feature and runtime that they cover.
+"""The fixed set of the default suite: cheap cases, chosen for the (feature, runtime) pairs that they cover.
 
-A drawn job is run on several runtimes, so that its oracle is computed once, and each on all of its data.
+A drawn job runs on several runtimes, so that its oracle is computed once, and on each with all of its data.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from tests.fuzz import known, resume_space, space
 from tests.fuzz.coverage import Coverage
 
 SEED, CANDIDATES = 15, 12
-STARTED = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2")  # of those on which a run can go on
-# Which runtimes see a job, in turn; of the same kinds of process groups, of which each costs a start.
+STARTED = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2")  # those of space.MOVABLE whose groups run anyway
+# The runtimes that run each job, in turn. They share a few process groups, since each group takes time to start.
 TURNS = (
     ("mirrored:3", "sockets:2", "one_device"),
     ("fit:2",),
@@ -22,7 +22,7 @@ TURNS = (
     ("fit:2",),
     ("mirrored:2", "sockets:2", "mesh:2"),
 )
-BROKEN_OFF = {2: "resumed", 5: "moved"}  # jobs that are stopped in between
+BROKEN_OFF = {2: "resumed", 5: "moved"}  # number of a job -> how it is interrupted
 
 
 _DATA = {"size": 20, "source": "arrays", "weights": "none"}
@@ -30,10 +30,10 @@ _ROWS = {"inputs": "rows", "blocks": ["dense"], "head": "classes"}
 _OPTIONS = {"accumulation": 1, "global_batch": 4, "learning_rate": 0.1, "optimizer": "momentum"}
 _TRAIN = {"kind": "train", "seed": 5, "model": _ROWS, "data": _DATA, "options": _OPTIONS, "evaluate": False}
 _ROLLED = {"save_every": 2, "log_every": 1, "stop": 3, "max_rollbacks": 3}
-# What may happen to a run before its end, beside what jobs that are drawn are for: each once, as small as it can be.
+# What may happen to a run before its end, in addition to what the drawn jobs cover: each once, as small as possible.
 BETWEEN = [
-    # NaN in step 4; asked to stop after 2, so with a snapshot of 3, where an
-    # uninterrupted run has a backup.
+    # NaN in step 4. The run is asked to stop after step 2, so it has a snapshot of step 3, where an uninterrupted run
+    # has a backup.
     {
         **_TRAIN,
         "runtime": "one_device",
@@ -42,7 +42,7 @@ BETWEEN = [
         "calls": [5],
         "rolled": {**_ROLLED, "save_every": 4, "stop": 2, "backup_every": 1, "log_every": 5},
     },
-    # Evaluations of steps 2 and 4 come to NaN, the first and one in between; the uninterrupted run has slow steps.
+    # The evaluations at steps 2 and 4 (the first, and one in between) give NaN; the uninterrupted run has slow steps.
     {
         **_TRAIN,
         "runtime": "one_device",
@@ -62,7 +62,7 @@ BETWEEN = [
 
 
 def cases(count: int = 150) -> list[dict[str, Any]]:
-    """Always the same ones; `count` with all of their data."""
+    """Returns always the same cases: `count` of them, where each set of data counts."""
     coverage, found, left = Coverage(), [], count
     for case in _drawn(coverage):
         if len(space.parts(case)) > left:
@@ -93,7 +93,7 @@ def _drawn(coverage: Coverage) -> Iterator[dict[str, Any]]:
 
 
 def _light(case: dict[str, Any], broken_off: str | None) -> bool:
-    """Whether it is traced and computed fast, and stopped in between in the way that is wanted."""
+    """Whether a case is fast to trace and compute, and is interrupted in the way that is wanted."""
     blocks = space.flat_blocks(case)
     if "spectral" in blocks and "recompute" in case.get("options", {}):  # is refused, so it shows little
         return False
@@ -111,7 +111,7 @@ def _light(case: dict[str, Any], broken_off: str | None) -> bool:
         return False
     if case["kind"] == "fit":
         return (
-            "differs_at" not in case["data"]  # after which processes are started anew
+            "differs_at" not in case["data"]  # after which processes must be restarted
             and not {"jit_compile", "steps_per_execution"} & set(case["compile"])
             and case["model"]["head"] != "dict"
             and "validation" not in case["fit"]

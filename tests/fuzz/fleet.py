@@ -1,4 +1,4 @@
-"""Many cases at the same time: the groups of processes work side by side, while this process computes the oracle."""
+"""Runs many cases at the same time: groups of processes work side by side, while this process computes the oracle."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from tests.fuzz.pool import Pool
 from tests.fuzz.verdict import Verdict, answers_of, conclude
 
-AHEAD = 3  # cases that are under way in groups
+AHEAD = 3  # cases that run in groups at the same time
 
 
 def judge_all(cases: Iterable[dict[str, Any]], pool: Pool, at_a_time: int = AHEAD) -> Iterator[Verdict]:
-    """The verdicts, in the order in which groups come to their ends. The oracle runs in the caller's thread."""
-    from tests.fuzz import fit_case, oracle  # noqa: F401 - before what is there already is frozen
+    """Yields the verdicts in the order in which the groups finish. The oracle runs in the caller's thread."""
+    from tests.fuzz import fit_case, oracle  # noqa: F401 - imported before gc.freeze()
 
     gc.collect()
-    gc.freeze()  # a collection need not look through all of TensorFlow
+    gc.freeze()  # so that a collection does not scan all of TensorFlow
     waiting: queue.Queue = queue.Queue(at_a_time)
     done: queue.Queue = queue.Queue()
 
@@ -27,7 +27,7 @@ def judge_all(cases: Iterable[dict[str, Any]], pool: Pool, at_a_time: int = AHEA
         while (case := waiting.get()) is not None:
             try:
                 done.put((case, answers_of(case, pool)))
-            except BaseException as error:  # noqa: BLE001 - told by the caller
+            except BaseException as error:  # noqa: BLE001 - reported by the caller
                 done.put((case, [{"failed": f"{type(error).__name__}: {error}"}]))
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(at_a_time)]

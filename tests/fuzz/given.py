@@ -1,4 +1,4 @@
-"""What tfdist is given as --model and --source: those of the case that this process runs at the moment."""
+"""The functions for --model and --source: they return the model and the data of the case that this process runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a job has only where there is a GPU, on the CPU: how tfdist composes it there, and cuDNN's attention.
+"""Tests on the CPU what a job has only on a GPU: the way tfdist composes it there, and cuDNN's attention.
 
-A case with "gpu" on one device is composed as on a GPU (XLA by default, the update compiled, batches that are copied);
-everywhere else it has the attention alone, whose kernel tests/gpu/cudnn_kernel.py stands in for. The oracle is the same
-as without.
+A case with "gpu" on one device is composed as on a GPU (XLA by default, the update compiled, batches copied). On other
+runtimes it has the attention alone; tests/gpu/cudnn_kernel.py substitutes the kernel. The oracle is the same as without
+"gpu".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ATTENTION = {"attention", "attention_causal"}
 RUNTIMES = ("one_device", "mirrored", "sockets", "multi_worker", "fit", "fit_ring")
 
 REAL = "TFDIST_FUZZ_GPU"  # an environment variable: the workers have a GPU
-# One GPU for all processes, and products in whole float32: the oracle computes on the CPU.
+# One GPU for all processes, and products in full float32, because the oracle computes on the CPU.
 ON_GPU = {
     REAL: "1",
     "CUDA_VISIBLE_DEVICES": "0",
@@ -32,7 +32,7 @@ Case = Mapping[str, Any]
 
 
 def is_real() -> bool:
-    """Whether the workers have a GPU, and nothing has to stand in for it."""
+    """Whether the workers have a GPU, so that nothing has to be substituted."""
     return REAL in os.environ
 
 
@@ -48,7 +48,7 @@ def left_out(case: Case, blocks: Sequence[str]) -> str:
 
 
 def prepare() -> None:
-    """In a worker that has a GPU, before TensorFlow starts: as `tfdist.train`, but with products in whole float32."""
+    """Prepares a worker with a GPU before TensorFlow starts: as `tfdist.train`, but with products in full float32."""
     from tfdist.control import versions
 
     versions.prefer_cublas()
@@ -58,7 +58,7 @@ def prepare() -> None:
 
 
 def drawn(case: Case, blocks: Sequence[str], chance: random.Random) -> dict[str, Any]:
-    """The case, now and then on a GPU: where something attends in half precision, and on one device anyhow."""
+    """Returns the case, sometimes with "gpu": if it has attention (then in half precision), or runs on one device."""
     attends = bool(ATTENTION & set(blocks))
     if chance.random() >= (0.3 if attends else 0.05) or not (attends or case["runtime"] == "one_device"):
         return dict(case)
@@ -70,7 +70,7 @@ def drawn(case: Case, blocks: Sequence[str], chance: random.Random) -> dict[str,
 
 
 def conflicts(case: Case, blocks: Sequence[str]) -> str:
-    """Why a case cannot have it; "" if it can."""
+    """Why a case cannot have "gpu"; "" if it can."""
     kind = case["runtime"].partition(":")[0]
     options = case.get("options") or case["compile"]
     if (
@@ -89,7 +89,7 @@ def conflicts(case: Case, blocks: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def composed(case: Case) -> Iterator[None]:
-    """Within it a job is composed as the case wants it."""
+    """Context manager in which a job is composed as the case demands."""
     from tests.gpu.combinations import as_on_gpu
 
     is_made = "gpu" in case and case["runtime"] == "one_device" and not is_real()
@@ -99,7 +99,7 @@ def composed(case: Case) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels(case: Case) -> Iterator[None]:
-    """Within it TensorFlow has the kernels that the case wants."""
+    """Context manager in which TensorFlow has the kernels that the case demands."""
     from tests.gpu.cudnn_kernel import cudnn_kernel
 
     with cudnn_kernel() if "gpu" in case and not is_real() else contextlib.nullcontext():

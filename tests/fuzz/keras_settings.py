@@ -1,5 +1,5 @@
-"""Keras' settings of the whole process, which a case changes: given back as they were; and the names it has used,
-forgotten.
+"""Process-wide settings of Keras that a case changes: restores them, and makes Keras forget the names that the case has
+used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfdist.models import compiled_functions
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """After it, floatx and the dtype policy are what they were before, whatever happened."""
+    """Context manager that restores floatx and the dtype policy at exit, whatever happened."""
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     try:
         yield
@@ -30,9 +30,9 @@ def restored() -> Iterator[None]:
 
 
 def seed(number: int) -> None:
-    """What of keras.utils.set_random_seed a new model's weights hang on.
+    """Does the part of keras.utils.set_random_seed on which the weights of a new model depend.
 
-    TensorFlow's own seed is left: to set it costs a second.
+    TensorFlow's own seed is left as it is: setting it takes a second.
     """
     random.seed(number)
     np.random.seed(number)
@@ -40,8 +40,8 @@ def seed(number: int) -> None:
 
 @contextlib.contextmanager
 def optimized(wanted: bool) -> Iterator[None]:
-    """Within it TensorFlow rewrites graphs before it runs them, and XLA compiles LayerNormalization and GELU of any
-    size; or neither, which is half of what a graph costs."""
+    """Context manager. wanted: TensorFlow rewrites graphs before it runs them, and XLA compiles LayerNormalization and
+    GELU of any size. Otherwise neither is done, which saves half of what a graph costs."""
     least = 0 if wanted else compiled_functions.LEAST
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not wanted})
     try:
@@ -52,8 +52,8 @@ def optimized(wanted: bool) -> Iterator[None]:
 
 
 def forget_names() -> None:
-    """The part of keras.backend.clear_session that a new model needs: layers without a name are counted from 0 again.
+    """Does the part of keras.backend.clear_session that a new model needs: unnamed layers are counted from 0 again.
 
-    The rest, a garbage collection and a clearance of TensorFlow's kernels, would cost each case a third of a second.
+    The rest, a garbage collection and clearing TensorFlow's kernels, would cost each case a third of a second.
     """
     global_state.GLOBAL_STATE_TRACKER = threading.local()

@@ -1,7 +1,6 @@
-"""Differences that were found, whose causes are known and not mended yet: such cases are not drawn, so that others are
-seen.
+"""Differences whose causes are known but not fixed yet: such cases are not drawn, so that other differences are seen.
 
-Remove a line when its cause is mended; --with_known draws them all.
+Remove a line when its cause is fixed; --with_known draws them all.
 """
 
 from __future__ import annotations
@@ -22,5 +21,5 @@ KNOWN: dict[str, Callable[[Case], bool]] = {}
 
 
 def why(case: Case) -> str:
-    """Which known difference a case would show; "" for none."""
+    """Returns the known difference that a case would show; "" if none."""
     return next((name for name, shows in KNOWN.items() if shows(case)), "")

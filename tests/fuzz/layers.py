@@ -1,4 +1,4 @@
-"""Layers of the fuzzer's models, that Keras does not ship: losses of their own, state of their own, constants."""
+"""Layers of the fuzzer's models that Keras does not ship: they add losses, keep state or use constants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SumLoss(MeanLoss):
 
 
 class RowsLoss(SumLoss):
-    """Adds one value for each row, of which Keras takes the sum."""
+    """Adds one value for each row to the loss; Keras takes their sum."""
 
     def call(self, x):
         self.add_loss(self.rate * ops.sum(ops.square(x), axis=tuple(range(1, len(x.shape)))))
@@ -54,7 +54,7 @@ class MaxLoss(MeanLoss):
 
 
 class FirstLoss(MeanLoss):
-    """Adds the mean of x^2 of the first rows, which all are of a small batch."""
+    """Adds the mean of x^2 over the first five rows, which are all rows of a small batch."""
 
     def call(self, x):
         self.add_loss(self.rate * ops.mean(ops.square(x[:5])))
@@ -62,7 +62,7 @@ class FirstLoss(MeanLoss):
 
 
 class HiddenLoss(MeanLoss):
-    """Adds the mean of x^2 to the loss, and to its gradient that of a variance over all rows."""
+    """Adds the mean of x^2 to the loss, and to the gradient also that of a variance over all rows."""
 
     def call(self, x):
         hidden = ops.mean(ops.var(x, axis=0))
@@ -71,7 +71,7 @@ class HiddenLoss(MeanLoss):
 
 
 class FlooredLoss(MeanLoss):
-    """Adds the mean of x^2 as far as it is above a limit, which it is on some batches, or parts of them."""
+    """Adds the mean of x^2, but at least a limit. The mean exceeds it on some batches only, or on parts of them."""
 
     def call(self, x):
         self.add_loss(self.rate * ops.maximum(ops.mean(ops.square(x)), 0.25))
@@ -93,7 +93,7 @@ class InnerMetric(keras.layers.Layer):
 
 
 class Counter(keras.layers.Layer):
-    """State of its own that is the same on all workers: how often it was called in training."""
+    """Keeps state that is the same on all workers: how often the layer was called in training."""
 
     supports_masking = True
 
@@ -107,7 +107,7 @@ class Counter(keras.layers.Layer):
 
 
 class LongCounter(keras.layers.Layer):
-    """The same in whole numbers above 2^24, with a table of such numbers, which changes what it computes."""
+    """Counts in whole numbers above 2^24 and has a table of such numbers; both change its output."""
 
     supports_masking = True
 
@@ -126,7 +126,7 @@ class LongCounter(keras.layers.Layer):
 
 
 class Grows(keras.constraints.Constraint):
-    """Cuts weights at a limit that grows with each update: state of which Keras does not know, beside the layers."""
+    """Clips weights at a limit that grows with each update: state outside the layers, unknown to Keras."""
 
     def __init__(self):
         self.updates = tf.Variable(0.0, trainable=False)
@@ -140,8 +140,8 @@ class Grows(keras.constraints.Constraint):
 
 
 class Keeps(keras.layers.Layer):
-    """State of which Keras does not know, the same on all workers: a count that changes what is computed, and a
-    generator, of whose numbers nothing is made.
+    """Keeps state that is unknown to Keras and the same on all workers: a count that changes the output, and a
+    generator whose numbers have no effect.
     """
 
     supports_masking = True
@@ -159,7 +159,7 @@ class Keeps(keras.layers.Layer):
 
 
 class CountingRate(keras.optimizers.schedules.LearningRateSchedule):
-    """A rate by a count of its own, of which the optimizer does not know."""
+    """A learning rate that depends on a counter of its own, unknown to the optimizer."""
 
     def __init__(self, rate: float):
         self.rate = rate
@@ -171,7 +171,7 @@ class CountingRate(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class Louder(keras.layers.Layer):
-    """Computes something else in training."""
+    """Computes something else in training than in inference."""
 
     supports_masking = True
 
@@ -180,7 +180,7 @@ class Louder(keras.layers.Layer):
 
 
 class Draws(keras.layers.Layer):
-    """Draws random numbers without a generator, and makes nothing of them."""
+    """Draws random numbers without a generator; they have no effect on the output."""
 
     supports_masking = True
 
@@ -190,7 +190,7 @@ class Draws(keras.layers.Layer):
 
 
 class Around(keras.layers.Layer):
-    """Calls a layer, and leaves it to Keras to tell it whether it is training."""
+    """Calls a layer and leaves it to Keras to pass on `training`."""
 
     def __init__(self, inner: keras.layers.Layer, **options):
         super().__init__(**options)
@@ -201,7 +201,7 @@ class Around(keras.layers.Layer):
 
 
 class Resting(Around):
-    """Calls a layer that is not to train, among layers that do."""
+    """Calls a layer with training=False, among layers that train."""
 
     def call(self, x):
         return self.inner(x, training=False)
@@ -225,7 +225,7 @@ class Idle(keras.layers.Layer):
 
 
 class InFunction(Idle):
-    """Is called through a tf.function of its own, which another trace must not take for its own."""
+    """Its `call` is a tf.function; the trace that a trial leaves in it must not be used by another trace."""
 
     def build(self, shape):
         self.kernel = self.add_weight(shape=(shape[-1], self.width), name="kernel")
@@ -236,7 +236,7 @@ class InFunction(Idle):
 
 
 class HoldsFunction(InFunction):
-    """Calls a tf.function of its own, with an `if` on a tensor in it."""
+    """Calls a tf.function that contains an `if` on a tensor."""
 
     def __init__(self, width: int, **options):
         super().__init__(width, **options)
@@ -252,8 +252,8 @@ class HoldsFunction(InFunction):
 
 
 class Between(keras.layers.Layer):
-    """Between two layers that may be cut: draws a number for each row, and makes nothing of it. In training it does
-    what each channel can do for itself, or, if it `mixes`, only all of them together.
+    """Stands between two layers that may be cut. Draws a number for each row, which has no effect. In training its
+    output for a channel depends on this channel alone or, if it `mixes`, on all of them.
     """
 
     def __init__(self, mixes: bool, **options):
@@ -270,16 +270,14 @@ class Between(keras.layers.Layer):
 
 
 class Withheld(keras.Model):
-    """A model with a call of its own, which does not tell its layers that they are in training: these compute as in
-    evaluation.
-    """
+    """A model with its own `call`, which does not pass `training` to its layers: they compute as in evaluation."""
 
     def call(self, inputs, training=False, mask=None):
         return super().call(inputs, mask=mask)
 
 
 class RunningMean(keras.layers.Layer):
-    """State of its own that hangs on the rows which a worker sees."""
+    """Keeps state that depends on the rows which a worker sees."""
 
     supports_masking = True
 
@@ -294,8 +292,9 @@ class RunningMean(keras.layers.Layer):
 
 
 def centered(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
-    """Less the mean over rows, or by their number, or a gradient less its mean over rows or cut to a small norm,
-    in one of the ways in which a model can hide it: by `width` and `name`.
+    """Makes rows depend on each other, in one of the ways in which a model can hide that. `width` and `name` select it:
+    the mean over rows is subtracted, or rows are scaled by their number, or the gradient is changed, by subtracting its
+    mean over rows or by clipping it to a small norm.
     """
 
     def less_the_mean(v: Any) -> Any:
@@ -309,7 +308,7 @@ def centered(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
         return tf.identity(v), less_the_mean if width % 2 == 0 else lambda dv: tf.clip_by_norm(dv, 1e-3)
 
     if (width + ord(name[-1])) % 3 == 0:
-        # Below it are weights, whatever it stands on.
+        # The Dense layer makes sure that there are weights below it.
         return keras.layers.Lambda(on_the_way_back, name=name)(keras.layers.Dense(width, name=f"{name}_under")(x))
     function = by_their_number if width % 2 else less_the_mean
     if width % 3 == 0:
@@ -332,7 +331,7 @@ def twins(x: keras.KerasTensor, width: int, name: str) -> keras.KerasTensor:
 
 
 class Positions(keras.layers.Layer):
-    """Adds a table that is looked up by constants, as in Keras' transformer example; along the dim before the last."""
+    """Adds a table that is looked up with constants, as in Keras' transformer example, along the last dim but one."""
 
     def __init__(self, length: int, width: int, **options):
         super().__init__(**options)
@@ -348,7 +347,7 @@ class Positions(keras.layers.Layer):
 
 
 class Some(keras.layers.Layer):
-    """Looks up what is not 0, which gives 0."""
+    """Looks up the ids above 0; other ids give 0."""
 
     def __init__(self, rows: int, width: int, **options):
         super().__init__(**options)
@@ -376,7 +375,7 @@ class AndMean(keras.layers.Layer):
 
 
 class RowMask(keras.layers.Embedding):
-    """Masks numbers below the mean of their row, all of which are whole: nothing is rounded."""
+    """Masks ids below the mean of their row. All numbers are whole, so nothing is rounded."""
 
     def __init__(self, rows: int, width: int, **options):
         super().__init__(rows, width, **options)
@@ -387,14 +386,14 @@ class RowMask(keras.layers.Embedding):
 
 
 class BatchMask(RowMask):
-    """The same, but shows those below the mean of the whole batch, too."""
+    """Like RowMask, but ids below the mean of the whole batch are not masked either."""
 
     def compute_mask(self, ids, mask=None):
         return ops.logical_or(super().compute_mask(ids), ids * ops.sum(ops.ones_like(ids)) < ops.sum(ids))
 
 
 class Twice(keras.layers.Layer):
-    """Looks its table up twice: the numbers, and other numbers made of them."""
+    """Looks up its table twice: with the ids, and with other ids computed from them."""
 
     def __init__(self, rows: int, width: int, **options):
         super().__init__(**options)
@@ -409,7 +408,7 @@ class Twice(keras.layers.Layer):
 
 
 class Looked(keras.layers.Layer):
-    """Looks its tables up by itself: one of whole numbers, one that is not trained, and one in two ways."""
+    """Looks up its tables without an Embedding: one of whole numbers, one that is not trained, and one in two ways."""
 
     def __init__(self, rows: int, width: int, **options):
         super().__init__(**options)

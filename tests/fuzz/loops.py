@@ -1,4 +1,4 @@
-"""Training loops of a user's own, inside tfdist.spread."""
+"""Custom training loops, as a user writes them, inside tfdist.spread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.0}
 def run(
     case: Mapping[str, Any], model: keras.Model, functions: Any, batches: Sequence[tuple], eager: bool
 ) -> dict[str, np.ndarray]:
-    """What was shown in each step, and the weights of models beside `model`. functions: with spread, or without, where
-    the loop is a plain one."""
+    """Returns the values shown in each step, and the weights of models other than `model`. functions: with `spread`, or
+    without it, for a plain loop."""
     spread = getattr(functions, "spread", lambda *_: contextlib.nullcontext())
     with contextlib.ExitStack() as stack:
         make = functools.partial(on_batch, case) if case["loop"] == "on_batch" else LOOPS[case["loop"]]
         step, others = make(model, lambda *pair: stack.enter_context(spread(*pair)))
-        if not eager and case["loop"] != "on_batch":  # which traces steps itself
+        if not eager and case["loop"] != "on_batch":  # Keras' functions trace steps themselves
             step = tf.function(step, reduce_retracing=True)
         shown = [step(*batch) for batch in batches]
     found = {f"loss/{number}": np.array(values, np.float64) for number, values in enumerate(shown)}
@@ -35,7 +35,7 @@ def run(
 
 
 def own(model: keras.Model, spread: Callable) -> tuple[Callable, list[keras.Model]]:
-    """Keras' own step, written down."""
+    """Keras' own training step, written out."""
     spread(model, model.optimizer)
 
     def step(x, y, w=None):
@@ -61,8 +61,8 @@ def on_batch(case: Mapping[str, Any], model: keras.Model, spread: Callable) -> t
 
 
 def gan(model: keras.Model, spread: Callable, penalty: float = 0.0) -> tuple[Callable, list[keras.Model]]:
-    """The model makes what the targets are; gradients pass through a critic into it. penalty: on the norm of the
-    critic's gradient with respect to its inputs."""
+    """The model generates values like the targets; gradients pass through a critic into it. penalty: factor of a
+    penalty on the norm of the critic's gradient with respect to its inputs."""
     critic = _critic(normalized=not penalty)
     optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
     spread(model, model.optimizer)

@@ -1,4 +1,4 @@
-"""What can be drawn for --strategy=mesh: axes, shards of state, pipelines; and the models that can be spread so."""
+"""What can be drawn for --strategy=mesh (axes, shards of state, pipelines), and the models that fit it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESHES = {
 def draw(
     chance: random.Random, workers: int, model: dict[str, Any], data: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Adds to the options, and changes model and data to suit."""
+    """Adds options, and changes model and data to suit them."""
     mesh = chance.choice(MESHES[workers])
     degree = degrees(mesh, workers)
     if mesh:
@@ -62,7 +62,7 @@ def draw(
         )
         if degree["pipe"] == 1 and options["recompute"] is None and chance.random() < 0.5:
             kinds = ["scaled", "frozen"]
-            if not options.get("sequence_parallel"):  # which gives other layers a part of the positions, too
+            if not options.get("sequence_parallel"):  # which gives other layers, too, only a part of the positions
                 kinds += ["nested", "own_head"]
                 kinds += ["between", models.MIXES_CHANNELS] if degree["model"] > 1 else []
             model["around"] = chance.choice(kinds)
@@ -71,8 +71,8 @@ def draw(
 
 
 def forms(case: dict[str, Any], blocks: list[str], chance: random.Random) -> None:
-    """On a pipeline perhaps other forms of the model: one input or output that is named, or a layer with state that the
-    first and the last stage share.
+    """On a pipeline, sometimes draws other forms of the model: a single input or output that is named, or a layer with
+    state that the first and the last stage share.
     """
     model, options = case["model"], case.get("options", {})
     if "pipe=" not in options.get("mesh", "") or "builtin" in model:
@@ -81,7 +81,7 @@ def forms(case: dict[str, Any], blocks: list[str], chance: random.Random) -> Non
         model["frozen_first"] = True
     named = chance.choice([[], ["input"], ["output"], ["input", "output"]])
     adds = {*NO_SUMS, *SUMS_AND_MEANS, "dense_l2"} & set(blocks)
-    if adds and "output" in named:  # which takes an objective of one's own
+    if adds and "output" in named:  # which takes a custom objective
         named = ["input"]
     if named:
         model["named"] = named
@@ -95,24 +95,26 @@ def forms(case: dict[str, Any], blocks: list[str], chance: random.Random) -> Non
 
 
 def compress(chance: random.Random, model: dict[str, Any], *options: dict[str, Any]) -> None:
-    """Perhaps a compression that carries its errors on: of a resumed run, which must be the undisturbed one."""
+    """Sometimes draws a compression that carries its errors over, for a resumed run: it must match an uninterrupted
+    one.
+    """
     if can_compress(options[0]) and chance.random() < 0.5:
         large = model["inputs"] in ("steps", "both")
         kind = chance.choice(["int8", "topk", "powersgd"] if large else ["int8"])
-        if kind != "int8":  # which leave small tensors as they are
+        if kind != "int8":  # these kinds leave small tensors as they are
             model["embedding"] = "embedding_large"
         for each in options:
             each.update(compression=kind, compression_after=chance.choice([0, 1]) if kind != "int8" else 0)
 
 
 def can_compress(options: Mapping[str, Any]) -> bool:
-    """Whether gradients travel whole on a mesh with these options."""
+    """Whether gradients travel whole, not in shards, on a mesh with these options."""
     in_parts = any(options.get(name) for name in ("zero", "offload", "all_reduce"))
     return not in_parts and options.get("mesh", "data=2") == "data=2"
 
 
 def can_shard(case: Mapping[str, Any]) -> bool:
-    """Whether --zero goes with the rest of a case on a mesh of data only."""
+    """Whether --zero is compatible with the rest of a case on a mesh with a data axis only."""
     options = case["options"]
     return (
         options["optimizer"] in ELEMENTWISE
@@ -123,7 +125,7 @@ def can_shard(case: Mapping[str, Any]) -> bool:
 
 
 def degrees(mesh: str, workers: int) -> dict[str, int]:
-    """The length of each axis."""
+    """Returns the length of each axis."""
     given = {axis: int(length) for axis, length in (part.split("=") for part in mesh.split(",") if part)}
     rest = workers
     for length in given.values():

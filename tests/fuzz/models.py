@@ -1,7 +1,6 @@
-"""A model from a drawn description, as the Python source that a user would write: what the fuzzer runs is what it
-prints.
+"""Builds a model from a drawn description, as Python source that a user would write: the fuzzer runs what it prints.
 
-Legend of shapes: rows [n, 6], grid [n, 5, 5, 3], steps [n, 4, 6] made of ids [n, 4].
+Shapes: rows [n, 6], grid [n, 5, 5, 3], steps [n, 4, 6] made of ids [n, 4].
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
 SUMS_AND_MEANS = ("mean_loss", "sum_in_evaluation", "sum_loss", "rows_loss", "activity_loss")
 # Blocks that add losses which are neither means nor sums over rows.
 NO_SUMS = ("max_loss", "floored_loss", "first_loss", "hidden_loss")
-# Blocks whose output for a row depends on other rows: of the user's own, and of Keras' own layers alone.
+# Blocks whose output for a row depends on other rows: the first by a user's code, the second by Keras' layers alone.
 MIXING = {"centered", "unit_columns"}
-# Blocks that set state of their own in training.
+# Blocks that change state of their own in training.
 STATES = {"batch_norm", "counter", "long_counter", "running_mean", "keeps", "grown", "spectral"}
 
-# name -> (shapes it works on, lines; {name} is the layer's name, {width} that of the last dim)
+# name -> (shapes it works on, lines; {name} is the layer's name, {width} the size of the last dim).
+# "instead of NAME": sometimes drawn in place of that block (space.INSTEAD).
 BLOCKS: dict[str, tuple[str, str]] = {
     "dense": ("rows steps", 'x = layers.Dense({width}, activation="tanh", name="{name}")(x)'),
     "dense_l2": (
@@ -31,7 +31,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
             ' name="{name}")(x)'
         ),
     ),
-    "grown": (  # in the place of the one before it
+    "grown": (  # instead of dense_l2
         "rows steps",
         'x = layers.Dense({width}, activation="tanh", kernel_constraint=own.Grows(), name="{name}")(x)',
     ),
@@ -43,12 +43,12 @@ BLOCKS: dict[str, tuple[str, str]] = {
         ),
     ),
     "mean_loss": ("rows grid steps", 'x = own.MeanLoss(0.3, name="{name}")(x)'),
-    "sum_in_evaluation": ("rows grid steps", 'x = own.SumInEvaluation(0.3, name="{name}")(x)'),  # in that one's place
+    "sum_in_evaluation": ("rows grid steps", 'x = own.SumInEvaluation(0.3, name="{name}")(x)'),  # instead of mean_loss
     "sum_loss": ("rows grid steps", 'x = own.SumLoss(0.02, name="{name}")(x)'),
-    "rows_loss": ("rows grid steps", 'x = own.RowsLoss(0.02, name="{name}")(x)'),  # in the place of the one before it
+    "rows_loss": ("rows grid steps", 'x = own.RowsLoss(0.02, name="{name}")(x)'),  # instead of sum_loss
     "max_loss": ("rows grid steps", 'x = own.MaxLoss(0.1, name="{name}")(x)'),
-    "first_loss": ("rows grid steps", 'x = own.FirstLoss(0.1, name="{name}")(x)'),  # in the place of the one before it
-    "hidden_loss": ("rows grid steps", 'x = own.HiddenLoss(0.3, name="{name}")(x)'),  # in the place of the next
+    "first_loss": ("rows grid steps", 'x = own.FirstLoss(0.1, name="{name}")(x)'),  # instead of max_loss
+    "hidden_loss": ("rows grid steps", 'x = own.HiddenLoss(0.3, name="{name}")(x)'),  # instead of floored_loss
     "floored_loss": ("rows grid steps", 'x = own.FlooredLoss(0.1, name="{name}")(x)'),
     "inner_metric": ("rows grid steps", 'x = own.InnerMetric(name="{name}")(x)'),
     "batch_norm": ("rows grid steps", 'x = layers.BatchNormalization({axis}, momentum=0.8, name="{name}")(x)'),
@@ -58,9 +58,9 @@ BLOCKS: dict[str, tuple[str, str]] = {
         'x = layers.Activation("gelu", name="{name}_gelu")(layers.LayerNormalization(name="{name}")(x))',
     ),
     "frozen": ("rows steps", 'x = layers.Dense({width}, activation="tanh", trainable=False, name="{name}")(x)'),
-    "idle": ("rows steps", 'x = own.Idle({width}, name="{name}")(x)'),  # in the place of the one before it
-    "in_function": ("rows steps", 'x = own.InFunction({width}, name="{name}")(x)'),  # in the place of the next
-    "holds_function": ("rows steps", 'x = own.HoldsFunction({width}, name="{name}")(x)'),  # in that one's place
+    "idle": ("rows steps", 'x = own.Idle({width}, name="{name}")(x)'),  # instead of frozen
+    "in_function": ("rows steps", 'x = own.InFunction({width}, name="{name}")(x)'),  # instead of shared
+    "holds_function": ("rows steps", 'x = own.HoldsFunction({width}, name="{name}")(x)'),  # instead of in_function
     "shared": (
         "rows steps",
         (
@@ -69,20 +69,20 @@ BLOCKS: dict[str, tuple[str, str]] = {
         ),
     ),
     "counter": ("rows steps grid", 'x = own.Counter(name="{name}")(x)'),
-    "long_counter": ("rows steps grid", 'x = own.LongCounter(name="{name}")(x)'),  # in the place of the one before it
+    "long_counter": ("rows steps grid", 'x = own.LongCounter(name="{name}")(x)'),  # instead of counter
     "centered": ("rows grid steps", 'x = own.centered(x, {width}, "{name}")'),
-    "unit_columns": (  # in the place of the one before it
+    "unit_columns": (  # instead of centered
         "rows grid steps",
         'x = layers.UnitNormalization(axis=-len(x.shape), name="{name}")(x)',
     ),
     "louder": ("rows grid steps", 'x = own.Around(own.Louder(name="{name}_inner"), name="{name}")(x)'),
-    "draws": ("rows grid steps", 'x = own.Draws(name="{name}")(x)'),  # in the place of the one before it
-    "resting": (  # in the place of the one before it
+    "draws": ("rows grid steps", 'x = own.Draws(name="{name}")(x)'),  # instead of louder
+    "resting": (  # instead of draws
         "rows grid steps",
         'x = own.Resting(own.Louder(name="{name}_inner"), name="{name}")(x)',
     ),
     "running_mean": ("rows", 'x = own.RunningMean(name="{name}")(x)'),
-    "keeps": ("rows", 'x = own.Keeps(name="{name}")(x)'),  # in the place of the one before it
+    "keeps": ("rows", 'x = own.Keeps(name="{name}")(x)'),  # instead of running_mean
     "dropout": ("rows grid steps", 'x = layers.Dropout(0.3, name="{name}")(x)'),
     "positions": ("steps", 'x = own.Positions({length}, {width}, name="{name}")(x)'),
     "spectral": (
@@ -93,8 +93,8 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "bfloat16": ("rows", 'x = layers.Dense({width}, activation="tanh", dtype="{low_bfloat16}", name="{name}")(x)'),
     "float16": ("rows", 'x = layers.Dense({width}, activation="tanh", dtype="{low_float16}", name="{name}")(x)'),
     "residual": ("rows steps", 'x = layers.Add(name="{name}_add")([x, layers.Dense({width}, name="{name}")(x)])'),
-    "twins": ("rows steps", 'x = own.twins(x, {width}, "{name}")'),  # drawn in the place of the one before it
-    "column": (  # in the place of the one before it
+    "twins": ("rows steps", 'x = own.twins(x, {width}, "{name}")'),  # instead of residual
+    "column": (  # instead of twins
         "rows steps",
         'x = layers.Add(name="{name}_add")([x, layers.Dense(1, name="{name}")(x)])',
     ),
@@ -109,7 +109,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
         "steps",
         'x = layers.Add(name="{name}_add")([x, layers.MultiHeadAttention(2, 8, name="{name}")(x, x)])',
     ),
-    "attention_causal": (  # drawn in the place of the one before it
+    "attention_causal": (  # instead of attention
         "steps",
         (
             'x = layers.Add(name="{name}_add")([x, layers.MultiHeadAttention(2, 8, name="{name}")(x, x,'
@@ -128,13 +128,13 @@ BLOCKS: dict[str, tuple[str, str]] = {
 EMBEDDINGS = {
     "embedding": 'x = layers.Embedding({vocabulary}, {width}, name="table")(x)',
     "embedding_masked": 'x = layers.Embedding({vocabulary}, {width}, mask_zero=True, name="table")(x)',
-    # Drawn in the place of the one before: a mask by what else a row holds, and one by the other rows of the batch.
+    # Sometimes instead of embedding_masked: a mask that depends on the whole row, and one that depends on other rows.
     "embedding_row_mask": 'x = own.RowMask({vocabulary}, {width}, name="table")(x)',
     "embedding_batch_mask": 'x = own.BatchMask({vocabulary}, {width}, name="table")(x)',
     "embedding_twice": 'x = own.Twice({vocabulary}, {width}, name="table")(x)',
-    "embedding_large": 'x = layers.Embedding(300, {width}, name="table")(x)',  # of which few rows are looked up
+    "embedding_large": 'x = layers.Embedding(300, {width}, name="table")(x)',  # only few of its rows are looked up
     "embedding_looked": 'x = own.Looked({vocabulary}, {width}, name="table")(x)',
-    "embedding_some": 'x = own.Some({vocabulary}, {width}, name="table")(x)',  # how many rows, only a run tells
+    "embedding_some": 'x = own.Some({vocabulary}, {width}, name="table")(x)',  # row count known at run time only
     "embedding_shared": (
         'table = layers.Embedding({vocabulary}, {width}, name="table")\nx = layers.Subtract()([table(x),'
         " layers.Lambda(lambda v: 0.3 * v)(table(layers.Lambda(lambda i: (i + 2) % {vocabulary})(x)))])"
@@ -159,7 +159,7 @@ INPUTS = {
         'x = layers.Concatenate(name="joined")([inputs["a"], x])',
         'x = layers.Dense({width}, activation="tanh", name="first")(x)',
     ],
-    # Of one input the mean over all rows of the batch, which a worker needs whole: tfdist.fit alone finds that out.
+    # Uses the mean of one input over all rows of the batch, of which a worker needs all: only tfdist.fit detects that.
     "averaged": [*_TWO, 'x = own.AndMean(name="joined")([x, inputs["a"]])'],
 }
 TO_ROWS = {
@@ -169,9 +169,9 @@ TO_ROWS = {
     "grid": ['x = layers.Flatten(name="flat")(x)', 'x = layers.Dense({width}, activation="tanh", name="narrow")(x)'],
     "steps": ['x = layers.GlobalAveragePooling1D(name="pooled")(x)'],
 }
-_INPUT = {"rows": "a", "grid": "a", "steps": "ids"}  # the name of one
-ONLY = "only"  # and of one output
-TWO = ("both", "averaged")  # inputs, by name
+_INPUT = {"rows": "a", "grid": "a", "steps": "ids"}  # the name of a single input
+ONLY = "only"  # the name of a single output
+TWO = ("both", "averaged")  # kinds of two named inputs
 HEADS = {
     "classes": ['outputs = layers.Dense(3, dtype="{head}", name="kind")(x)'],
     "values": ['outputs = layers.Dense(2, dtype="{head}", name="size")(x)'],
@@ -184,12 +184,12 @@ HEADS = {
 
 
 def shape_of(inputs: str) -> str:
-    """The shape that the blocks of a model with such inputs work on."""
+    """Returns the shape that the blocks of a model with such inputs work on."""
     return "rows" if inputs in TWO else inputs
 
 
 MIXES_CHANNELS = "mixes_channels"  # between layers that model= cuts
-# What is built around tfdist's transformer, and then is a model of the user's own.
+# What is built around tfdist's transformer, which makes it a user's own model.
 AROUND = {
     "": "return inner",
     "scaled": "return keras.Model(inner.input, layers.Rescaling(0.5, dtype='{head}')(inner.output))",
@@ -216,7 +216,7 @@ AROUND = {
 
 
 def source(model: Mapping[str, Any], double: bool = False) -> str:
-    """The function `model()` as Python source. double: all in float64, for the reference."""
+    """Returns the function `model()` as Python source. double: entirely in float64, for the reference."""
     if "builtin" in model:
         around = AROUND[model.get("around", "")].format(head="float64" if double else "float32")
         return (
@@ -239,7 +239,7 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
         line.format(**words, embedding=EMBEDDINGS.get(model.get("embedding", ""), "").format(**words))
         for line in INPUTS[model["inputs"]]
     ]
-    if model.get("shared"):  # by the first and the last segment
+    if model.get("shared"):  # between the first and the last segment
         lines += ['shared = own.Counter(name="shared")', "x = shared(x)"]
     lines += _blocks(model["blocks"], words, "")
     lines += ["x = shared(x)"] if model.get("shared") else []
@@ -254,7 +254,7 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
     takes = f'{{"{_INPUT[model["inputs"]]}": inputs}}' if "input" in named else "inputs"
     gives = f'{{"{ONLY}": outputs}}' if "output" in named else "outputs"
     lines.append(f"made = {made}({takes}, {gives})")
-    if model.get("frozen_first"):  # nothing to train before the second block: maybe on a whole stage
+    if model.get("frozen_first"):  # nothing to train before the second block, perhaps in a whole stage
         lines += ["for layer in made.layers:", '    layer.trainable = not layer.name.startswith(("block_00", "table"))']
     lines.append("return made")
     return "def model():\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
@@ -298,7 +298,7 @@ def build(model: Mapping[str, Any], double: bool = False):
 
     if "unlike" in model:
         layer = next(each for each in made._flatten_layers() if hasattr(each, "activation"))
-        if len(model["blocks"]) % 2:  # computes the same; a layer of the user's might not
+        if len(model["blocks"]) % 2:  # computes the same, but a user's layer might not
             layer.settings = SimpleNamespace(rates={"of this worker": [float(given.rank)]})
         elif given.rank:
             layer.activation = keras.activations.softsign

@@ -1,10 +1,10 @@
-"""Objectives of the fuzzer's own, given to tfdist as `tests.fuzz.objectives:NAME`."""
+"""Custom objectives of the fuzzer, given to tfdist as `tests.fuzz.objectives:NAME`."""
 
 from __future__ import annotations
 
 
 def both(outputs, y, w):
-    """Classes and a value."""
+    """For models with two outputs: classes and a value."""
     import tensorflow as tf
 
     from tfdist.training.objectives import Scores
@@ -15,7 +15,7 @@ def both(outputs, y, w):
 
 
 def only(outputs, y, w):
-    """What tfdist would choose, of one output that is named."""
+    """What tfdist would choose, for a model whose only output is named."""
     from tests.fuzz.models import ONLY
     from tfdist.training.objectives import classification, regression
 
@@ -24,7 +24,7 @@ def only(outputs, y, w):
 
 
 def masked(outputs, y, w):
-    """Tokens but for those of class 0; takes no notice of w."""
+    """For tokens, except those of class 0; ignores w."""
     import tensorflow as tf
 
     from tfdist.training.objectives import Scores

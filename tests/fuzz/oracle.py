@@ -1,7 +1,7 @@
-"""What tfdist.train should compute, written without it: a plain loop in one process, Keras' own losses and optimizers,
-NumPy.
+"""What tfdist.train should compute, written without tfdist: a plain loop in one process, with Keras' own losses and
+optimizers and NumPy.
 
-Eager, so that nothing is traced. In float32 or, to see how much rounding matters, all in float64.
+It runs eagerly, so that nothing is traced: in float32 or, to see how much rounding matters, entirely in float64.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.fuzz import data, keras_settings, models, space
 from tests.fuzz.data_order import batch_sizes
 from tests.fuzz.layers import SumInEvaluation, SumLoss
 
-LAST_PLACE = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of what is computed with
-MORE = 6  # runs in the precision of the case with weights that are shaken
+LAST_PLACE = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # by the type of the computation
+MORE = 6  # runs in the precision of the case with perturbed weights
 ADAM = ("adam", "adamw", None)
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 
@@ -36,11 +36,12 @@ class Reference:
         coarse: bool = False,
         travelling: int = 0,
     ):
-        """turned: the rows of each micro-batch are taken in reverse, which changes nothing but the rounding. shaken:
-        above 0, a seed of changes to the weights in the last place of the type, at first and after each step. coarse:
-        the numbers 0.9 and 0.999 of Adam are those of float32, so that 1 - 0.999 is rounded as it is there. travelling:
-        above 0, a seed of the order in which the gradients of the workers' rows are added up, each sum rounded to the
-        type of --compression: workers whose gradients nearly cancel lose more than the last places of their sum."""
+        """turned: takes the rows of each micro-batch in reverse, which changes nothing but the rounding. shaken: if
+        above 0, the seed of perturbations of the weights in the last place of the type, at the start and after each
+        step. coarse: Adam's 0.9 and 0.999 have their float32 values, so that 1 - 0.999 is rounded as in float32.
+        travelling: if above 0, the seed of the order in which the gradients of the workers' rows are added up; each sum
+        is rounded to the type of --compression. Workers whose gradients nearly cancel lose more than the last places of
+        their sum."""
         self.coarse, self.travelling = coarse, travelling
         self.case, self.options, self.double, self.turned = case, case["options"], double, turned
         keras_settings.forget_names()
@@ -60,7 +61,7 @@ class Reference:
         self.optimizer.build(self.model.trainable_variables)
         self.parts = data.arrays(case)
         self.masked = self.options.get("objective") == space.MASKED
-        self.idle: set[int] = set()  # places of weights on which nothing depends
+        self.idle: set[int] = set()  # indices of weights on which nothing depends
         self.scale = (
             float(self.options.get("loss_scale_initial", 32768.0))
             if self.options.get("precision") == "float16"
@@ -100,7 +101,7 @@ class Reference:
     # -- a run -----------------------------------------------------------------------------------------------------
 
     def run(self, order: np.ndarray) -> dict[str, np.ndarray]:
-        """Trains; `order`: the samples of all steps, one after the other. The result: name -> array."""
+        """Trains and returns name -> array. order: the samples of all steps, one after the other."""
         sizes, first = batch_sizes(self.case), 0
         found: dict[str, np.ndarray] = {}
         norm, skipped, step = 0.0, 0, 0
@@ -122,8 +123,8 @@ class Reference:
         return found | (self._evaluate() if self.case.get("evaluate", True) else {})
 
     def _step(self, rows: np.ndarray, step: int) -> tuple[float, float, float, bool]:
-        """(sum of losses, sum of weights, norm, whether all was finite)."""
-        # A maximum over rows is not made of those of their parts.
+        """Returns (sum of losses, sum of weights, norm, whether all was finite)."""
+        # A loss such as a maximum over rows cannot be added up from parts of the rows.
         accumulation = (
             1 if set(models.NO_SUMS) & set(space.flat_blocks(self.case)) else self.options.get("accumulation", 1)
         )
@@ -164,7 +165,7 @@ class Reference:
         return self.options.get("on_nan") == "skip" or self.options.get("precision") == "float16"
 
     def _weight(self, rows: np.ndarray) -> float:
-        """The sum of all weights of a batch."""
+        """Returns the sum of all weights of a batch."""
         if self.masked:
             return float(np.count_nonzero(self.parts[1][rows]))
         per_row = models.LENGTH if self.case["model"]["head"] == "tokens" else 1
@@ -174,9 +175,9 @@ class Reference:
         return float(weights.sum() * (per_row if weights.ndim == 1 else 1))
 
     def _micro(self, rows: np.ndarray, total: float, count: int) -> tuple[list[tf.Tensor], float]:
-        """(gradients, sum of losses) of some of the `count` rows of a batch, whose weights come to `total`.
+        """Returns (gradients, sum of losses) of some of the `count` rows of a batch, whose weights sum to `total`.
 
-        What layers add has no weights: means count by rows, sums add up.
+        Losses that layers add have no weights: means count by their rows, sums add up.
         """
         x, y, w = self._batch(self.parts, rows)
         with tf.GradientTape(persistent=True) as tape:
@@ -207,7 +208,7 @@ class Reference:
         return self._added_up(gradients) if self.travelling else gradients[0], float(loss)
 
     def _parts(self, whole: tf.Tensor, losses: tf.Tensor, total: float) -> list[tf.Tensor]:
-        """What each worker's rows have in the `whole`; the last has what is left, with what layers add."""
+        """Returns the part of each worker's rows in `whole`; the last part is the rest, with the losses of layers."""
         workers, rows = space.replicas_of(self.case["runtime"], self.options), len(losses)
         cuts = [worker * rows // workers for worker in range(workers)]
         scale = tf.cast(self.scale / total if total else 0.0, self.float)
@@ -215,7 +216,7 @@ class Reference:
         return [*first, whole - tf.add_n(first)] if first else [whole]
 
     def _added_up(self, gradients: list[list[tf.Tensor]]) -> list[tf.Tensor]:
-        """The sum over workers of each gradient, as it travels from one to the next."""
+        """Returns the sum over workers of each gradient, rounded each time it travels from one worker to the next."""
         kind = {"bf16": tf.bfloat16, "fp16": tf.float16}[self.options["compression"]]
         order = np.random.default_rng(self.travelling).permutation(len(gradients))
         sums = [tf.zeros_like(gradient) for gradient in gradients[0]]
@@ -241,7 +242,7 @@ class Reference:
         return x, y, w[0] if w else tf.ones([len(rows)], self.float)
 
     def _scores(self, outputs: Any, y: Any, w: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
-        """(losses, weights of the same shape, metrics)."""
+        """Returns (losses, weights of the same shape, metrics)."""
         if "output" in self.case["model"].get("named", ()):
             outputs, y = outputs[models.ONLY], y[models.ONLY]
         outputs = tf.nest.map_structure(lambda output: tf.cast(output, self.float), outputs)
@@ -272,7 +273,7 @@ class Reference:
         )
 
     def _learning_rate(self, step: int) -> float:
-        """The shapes of docs/model_and_data.md."""
+        """Returns the rate by the schedules of docs/model_and_data.md."""
         options, peak = self.options, self.options["learning_rate"]
         shape, warmup, end = (
             options.get("schedule", "constant"),
@@ -299,7 +300,7 @@ class Reference:
                 self.model.trainable_variables, self.optimizer._model_variables_moving_average, strict=True
             ):
                 variable.assign(average.value)
-        # In the batches of one device, where rows of a batch have to do with each other.
+        # If rows of a batch depend on each other, the batches must be those of one device.
         rows = data.EVAL_BATCH if models.MIXING & set(space.flat_blocks(self.case)) else data.EVAL_SIZE
         sums: dict[str, float] = {}
         for first in range(0, data.EVAL_SIZE, rows):
@@ -313,7 +314,7 @@ class Reference:
 
 
 def shake(model: keras.Model, random: np.random.Generator, precision: str) -> None:
-    """Changes weights as rounding to the type does that they are computed with."""
+    """Perturbs weights as much as rounding to the type of the computation does."""
     for variable in model.trainable_variables:
         value = variable.numpy()
         variable.assign(value * (1 + random.normal(size=value.shape) * LAST_PLACE[precision]))
@@ -324,18 +325,18 @@ def once(variables: list) -> list:
 
 
 def is_number(variable: keras.Variable) -> bool:
-    """Not the state of a seed generator, which tfdist derives anew in each step."""
+    """False for the state of a seed generator, which tfdist derives again in each step."""
     return keras.backend.is_float_dtype(variable.dtype)
 
 
 def runs(kind: str, case: Mapping[str, Any], order: np.ndarray) -> list[dict[str, np.ndarray]]:
-    """kind: "double", the run in float64; "single", in the precision of the case; and runs that differ from them by
-    nothing but rounding, "some" and "more" of them."""
+    """kind: "double", the run in float64; "single", the run in the precision of the case; "some" and "more", runs that
+    differ from these by rounding alone."""
     ways = {
         "double": [{"double": True}],
         "single": [{}],
         "some": [{"turned": True}, *({"double": True, "shaken": seed} for seed in (1, 2, 3))],
-        # In float64 a gradient that is 0 but for rounding stays so: what float32 makes of it is seen in float32.
+        # A gradient that is 0 but for rounding stays 0 in float64: only runs in float32 show what float32 makes of it.
         "more": [{"shaken": seed, "turned": seed % 2 == 0} for seed in range(4, 4 + MORE)]
         + ([{"double": True, "coarse": True}] if case["options"].get("optimizer") in ADAM else []),
     }[kind]

@@ -1,8 +1,8 @@
-"""Groups of worker processes that live through hundreds of cases: starting TensorFlow takes longer than a case.
+"""Groups of worker processes that each run hundreds of cases, since starting TensorFlow takes longer than a case.
 
-A group that dies or does not answer is ended, and started anew for the next case. So is one whose processes have
-grown (TensorFlow keeps much of each graph that it has traced), and the one that has been idle longest where there would
-be too many processes.
+A group that dies or does not answer is ended, and a new one starts for the next case. The same happens to a group whose
+processes have grown (TensorFlow keeps much of each graph that it has traced) and, if there would be too many processes,
+to the group that has been idle longest.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tfdist.control.local_job import LocalJob
 
 Key = tuple[str, int]  # kind and workers of a group
 
-LARGEST = 1.25e9  # bytes of memory of a process that takes a further case
-MOST_PROCESSES = 12  # of all groups
-START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 300.0, 600.0, 120.0  # on a machine that has much else to do
+LARGEST = 1.25e9  # bytes of memory up to which a process takes another case
+MOST_PROCESSES = 12  # in all groups together
+START_SECONDS, CASE_SECONDS, OTHERS_SECONDS = 300.0, 600.0, 120.0  # enough on a busy machine
 
 
 class Group:
@@ -51,13 +51,15 @@ class Group:
             )
             self._job.start()
             listener._listener._socket.settimeout(1.0)
-            # Of servers, the chief's.
+            # With parameter servers, only the chief connects.
             connections = [self._accepted(listener) for _ in range(1 if servers else workers)]
         ranks = {connection.recv(): connection for connection in connections}
         self._connections: list[Connection] = [ranks[rank] for rank in sorted(ranks)]
 
     def _accepted(self, listener: Listener) -> Connection:
-        """To a process that has started. Raises RuntimeError if one has ended before, or none comes."""
+        """Returns a connection to a process that has started. Raises RuntimeError if one has ended, or none connects in
+        time.
+        """
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -68,8 +70,8 @@ class Group:
                     raise RuntimeError(f"no worker has started: {self._last_words(ended[0] if ended else 0)}") from None
 
     def run(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        """The answers of all ranks; of one that is gone or hangs {"failed": ..., "gone": True}: the group is then of no
-        use any more.
+        """Returns the answers of all ranks. A rank that is gone or hangs gets {"failed": ..., "gone": True}; the group
+        is then unusable.
         """
         with contextlib.suppress(OSError):
             for connection in self._connections:
@@ -99,7 +101,7 @@ class Group:
         return log.read_text(errors="replace")[-2000:] if log.exists() else ""
 
     def memory(self) -> int:
-        """Bytes that the largest process has in memory."""
+        """Returns the memory of the largest process, in bytes."""
         return max(_resident(worker.process.pid) for worker in self._job.workers)
 
     def close(self) -> None:
@@ -120,24 +122,24 @@ def _resident(pid: int) -> int:
 
 
 def processes_of(kind: str, workers: int) -> int:
-    """How many a group of a kind has: of servers, a chief and a server, too."""
+    """The number of processes in a group of a kind; with parameter servers, a chief and a server are added."""
     return workers + 2 if kind == "servers" else workers
 
 
 class Pool:
     """All groups, each started when a case first needs it. Threads may share it; a group runs one case at a time.
 
-    environment: what its processes have beside that of all tests.
+    environment: variables for its processes, in addition to those of all tests.
     """
 
     def __init__(self, most: int = MOST_PROCESSES, environment: Mapping[str, str] | None = None):
         self._environment = environment or {}
-        self._groups: dict[Key, Group] = {}  # the one that was used last comes last
+        self._groups: dict[Key, Group] = {}  # in order of last use
         self._locks: defaultdict[Key, threading.Lock] = defaultdict(threading.Lock)
         self._most = most
 
     def start(self, runtimes: Iterable[str]) -> None:
-        """The groups of these runtimes, now. Their processes end with the thread that started them."""
+        """Starts the groups of these runtimes now. Their processes end with the thread that started them."""
         for key in sorted({group_of(name) for name in runtimes} - set(self._groups)):
             self._make_room(processes_of(*key), key)
             self._groups[key] = Group(*key, self._environment)
@@ -146,7 +148,7 @@ class Pool:
         for key, group in list(self._groups.items()):
             if sum(processes_of(*each) for each in list(self._groups)) + count <= self._most:
                 return
-            if key != wanted and self._locks[key].acquire(blocking=False):  # else it is at work
+            if key != wanted and self._locks[key].acquire(blocking=False):  # else it is running a case
                 try:
                     if self._groups.get(key) is group:
                         self._groups.pop(key).close()
@@ -154,14 +156,14 @@ class Pool:
                     self._locks[key].release()
 
     def run(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        """The answers of all ranks."""
+        """Runs a case in its group, which is started if needed. Returns the answers of all ranks."""
         key = group_of(case["runtime"])
         with self._locks[key]:
             self.start([case["runtime"]])
             group = self._groups[key] = self._groups.pop(key)
             answers = group.run(stores.reachable(case))
             failed = sum("failed" in answer for answer in answers)
-            # Where all failed alike, none waits for another.
+            # If all ranks failed, none of them is waiting for another.
             unfit = any("gone" in answer for answer in answers) or 0 < failed < len(answers)
             if unfit or refusals.breaks_off(case) or group.memory() > LARGEST:
                 self._groups.pop(key).close()

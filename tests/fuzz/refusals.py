@@ -1,6 +1,6 @@
-"""What tfdist must refuse, and by which sentence; and what else it may.
+"""What tfdist must refuse, and with which message; and what else it may refuse.
 
-A case that must be refused has no right result: another number would be silent damage.
+A case that must be refused has no right result: any number would be silent damage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.fuzz import data_order, models, resume_space, space
 
 
 class Refusal(NamedTuple):
-    """The class of an error, and a pattern of its sentence."""
+    """The class of an error, and a regular expression for its message."""
 
     error: str
     sentence: str
@@ -22,7 +22,7 @@ class Refusal(NamedTuple):
         return error == self.error and re.search(self.sentence, sentence) is not None
 
 
-# What tfdist may refuse to do. All else that it refuses is a failure.
+# What tfdist may refuse to do. Any other refusal is a failure.
 ALLOWED = (
     Refusal("ConfigError", r"leaves some of \d+ replicas x \d+ micro-batches empty"),
     Refusal("ConfigError", r"--mesh has model=\d+, whose micro-batches after the first must be of one size"),
@@ -58,15 +58,15 @@ DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from
 
 def allowed(case: Mapping[str, Any], error: str, sentence: str) -> bool:
     expected = (*ALLOWED, NO_MEAN_OR_SUM) if set(models.NO_SUMS) & set(space.flat_blocks(case)) else ALLOWED
-    if case["model"].get("embedding") == "embedding_batch_mask":  # right where no layer passes the mask on
+    if case["model"].get("embedding") == "embedding_batch_mask":  # need not be said if no layer passes the mask on
         expected = (*expected, MIXED_ROWS)
-    if "nan" in case["data"] and case["runtime"].startswith("parameter_server"):  # whose cases run the whole loop
+    if "nan" in case["data"] and case["runtime"].startswith("parameter_server"):  # these cases run the whole loop
         expected = (*expected, ALL_SKIPPED)
     return any(each.is_said(error, sentence) for each in expected)
 
 
 def demanded(case: Mapping[str, Any]) -> Refusal | None:
-    """What must be said to a case; None if it must be computed."""
+    """Returns the refusal that a case must get; None if it must be computed."""
     blocks, data = space.flat_blocks(case), case["data"]
     if case["runtime"] == "fit:1":
         return None
@@ -77,7 +77,7 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
             return MIXED_ROWS
         if "positions" in blocks and case["compile"].get("run_eagerly"):
             return EAGER_POSITIONS
-        # What differs in the first batch does no harm: all take the chief's.
+        # A difference in the first batch does no harm: all workers then take the chief's batches.
         return OTHER_BATCHES if "differs_at" in data else None
     if "differs" in data:
         return OTHER_SAMPLES
@@ -110,5 +110,5 @@ def _of_what_changed(case: Mapping[str, Any]) -> Refusal | None:
 
 
 def breaks_off(case: Mapping[str, Any]) -> bool:
-    """Whether workers cannot go on together after the refusal, which comes in the middle of a step."""
+    """Whether the workers cannot continue together after the refusal, which comes in the middle of a step."""
     return demanded(case) is OTHER_BATCHES

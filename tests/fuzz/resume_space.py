@@ -1,9 +1,9 @@
-"""What may happen to a run of tfdist.train between its beginning and its end, beside that it is resumed as it was:
+"""What may happen to a run of tfdist.train between start and end, other than being resumed unchanged:
 
 "changed": {"batch": 4, "allowed": True}            resumed with another --global_batch
 "changed": {"compression": "none", "allowed": True}      or another --compression; allowed: by --allow_config_change
-"rolled": {"save_every": 2, "stop": 3, ...}         the whole loop, which goes back from NaN, with its snapshots;
-                                                    stopped and resumed, it must end where an uninterrupted one does
+"rolled": {"save_every": 2, "stop": 3, ...}         the whole loop with its snapshots, which rolls back after NaN;
+                                                    stopped and resumed, it must end where an uninterrupted run does
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from tests.fuzz import mesh_space
 
-LOSSY = ("int8", "topk", "powersgd")  # kinds of compression that carry errors on
+LOSSY = ("int8", "topk", "powersgd")  # kinds of compression that carry errors over to later steps
 KEYS = {"changed", "rolled"}
 Case = Mapping[str, Any]
 
 
 def drawn(case: Case, chance: random.Random, replicas: int) -> dict[str, Any]:
-    """The case, now and then with one of these; where it cannot have it, perhaps not one that can be compared."""
+    """Returns the case, sometimes with one of these changes. The result may be one that `conflicts` rules out."""
     kind = chance.choices(["", "batch", "compression", "rolled"], [80, 6, 6, 8])[0]
     goes_on = {"resumed", "moved"} & set(case)
     if not kind or case["kind"] != "train" or case["runtime"].startswith("parameter_server") or goes_on:
@@ -38,7 +38,7 @@ def drawn(case: Case, chance: random.Random, replicas: int) -> dict[str, Any]:
 
 
 def _other_batch(case: Case, chance: random.Random, replicas: int) -> dict[str, Any]:
-    """Mostly one that divides what was consumed until then."""
+    """Draws another batch, usually one that divides the number of samples consumed before the stop."""
     batch, least = case["options"]["global_batch"], case["options"]["accumulation"] * replicas
     consumed = case["calls"][0] * batch
     others = [each for each in range(least, case["data"]["size"] + 1) if each != batch]
@@ -47,7 +47,7 @@ def _other_batch(case: Case, chance: random.Random, replicas: int) -> dict[str, 
 
 
 def _other_compression(case: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """Left out, or taken up, at the stop."""
+    """Draws a compression that is left out, or introduced, at the stop."""
     options = case["options"]
     options.pop("compression", None)
     if case["runtime"].startswith("mesh"):
@@ -92,14 +92,14 @@ def _rolled(case: dict[str, Any], chance: random.Random, replicas: int) -> dict[
 
 
 def _ends_of_calls(rolled: Mapping[str, Any], steps: int) -> list[int]:
-    """0 and the steps at which calls of the training function end: a stop that is asked for in one comes at the end of
-    the next, and is none there if that is the last."""
+    """Returns 0 and the steps at which calls of the training function end. A stop requested during one call takes
+    effect at the end of the next one, and has no effect if that is the last."""
     periods = [rolled[name] for name in ("save_every", "log_every", "eval_every", "backup_every") if name in rolled]
     return [step for step in range(steps) if any(step % period == 0 for period in periods)] + [steps]
 
 
 def conflicts(case: Case, blocks: list[str], several: bool) -> str:
-    """Why a case cannot have what it has of these; "" if it can."""
+    """Why a case cannot have the change that it has; "" if it can."""
     from tests.fuzz import refusals
 
     goes_on = [name for name in (*KEYS, "resumed", "moved") if name in case]
@@ -147,7 +147,7 @@ def _compression_conflicts(case: Case, several: bool) -> str:
 
 
 def after(case: Case) -> dict[str, Any]:
-    """The case with the flags with which it is resumed."""
+    """Returns the case with the flags with which it is resumed."""
     changed = {name: value for name, value in case["changed"].items() if name != "allowed"}
     names = {"batch": "global_batch"}
     options = {**case["options"], **{names.get(name, name): value for name, value in changed.items()}}

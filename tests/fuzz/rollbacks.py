@@ -1,7 +1,7 @@
-"""Where a run with --on_nan=rollback goes, worked out without tfdist: which samples its steps are made of in the end.
+"""Works out, without tfdist, where a run with --on_nan=rollback goes: which samples its steps consist of in the end.
 
-case["rolled"] has the periods of the run in steps: "save_every", "log_every", with --keep_best "eval_every", and
-"backup_every" where there are backups, to which it does not go back.
+case["rolled"] has the periods of the run in steps: "save_every", "log_every", "eval_every" with --keep_best, and
+"backup_every" if there are backups; a run does not roll back to a backup.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Case = Mapping[str, Any]
 
 
 class Path(NamedTuple):
-    """samples: of the steps that count, one after the other. rollbacks: how often the run went back. is_ended: it would
-    have had to once more than --max_rollbacks allows."""
+    """samples: of the steps that count, one after the other. rollbacks: how often the run went back. is_ended: the run
+    has ended, since it needed one rollback more than --max_rollbacks allows."""
 
     samples: np.ndarray
     rollbacks: int
@@ -24,23 +24,23 @@ class Path(NamedTuple):
 
 
 def saved_every(case: Case) -> list[int]:
-    """The periods of the snapshots that every run of the case leaves, wherever it is stopped."""
+    """Returns the periods of the snapshots that every run of the case leaves, wherever it is stopped."""
     rolled = case["rolled"]
     return [rolled["save_every"], *([rolled["eval_every"]] if rolled.get("eval_every") else [])]
 
 
 def longest(case: Case) -> int:
-    """So many samples the run reads at most, with those that it goes past."""
+    """Returns how many samples the run reads at most, including those that it skips."""
     return (case["rolled"]["max_rollbacks"] + 1) * sum(case["calls"]) * case["options"]["global_batch"]
 
 
 def path(case: Case, samples: np.ndarray) -> Path:
-    """samples: as many as the run may read, in the order of the data. NaN is noticed at the end of a call of the
-    training function, and the run goes past all that was read until then."""
+    """Simulates a run. samples: as many as the run may read, in the order of the data. NaN is noticed at the end of a
+    call of the training function; the run then skips all samples that were read until that point."""
     rolled, batch, target, data = case["rolled"], case["options"]["global_batch"], sum(case["calls"]), case["data"]
     bad = data["nan"] % data["size"] if "nan" in data else -1
     step = past = rollbacks = 0
-    starts: list[int] = []  # positions of the steps that count
+    starts: list[int] = []  # position of the first sample of each step that counts
     while step < target:
         backed_up = [rolled["backup_every"]] if "backup_every" in rolled else []
         periods = (rolled["log_every"], *saved_every(case), *backed_up)
@@ -61,8 +61,8 @@ def path(case: Case, samples: np.ndarray) -> Path:
 
 
 def kept_wrongly(case: Case, kept: set[int], evaluated: Mapping[int, Mapping[str, float]]) -> str:
-    """What is wrong with the snapshots that a finished run has left, of these steps; "" if nothing is. evaluated: what
-    came of each evaluation."""
+    """Returns what is wrong with the snapshots that a finished run has kept; "" if nothing is. kept: their steps.
+    evaluated: step -> values of its evaluation."""
     rolled, target = case["rolled"], sum(case["calls"])
     order, _, metric = rolled.get("keep_best", "").partition(":")
     scores = {step: values[metric] for step, values in evaluated.items() if metric and np.isfinite(values[metric])}

@@ -1,6 +1,6 @@
 """A case of tfdist.train in a worker process with the whole loop, as run/session.py puts it together: it evaluates,
-saves, keeps the best, and goes back from bad numbers. It is run without a break, and stopped and gone on with; both
-must end alike, bit for bit, where plain Keras ends on the samples that count (rollbacks.py).
+saves, keeps the best snapshot, and rolls back from bad numbers. It runs once uninterrupted, and once stopped and
+resumed. Both must end alike, bit for bit, where plain Keras ends on the samples that count (rollbacks.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SLOW_STEP = 3.0  # seconds that a step seems to take
 
 
 class Told(NamedTuple):
-    """The values of the last event of each step: of evaluations, of log lines."""
+    """The values of the last event at each step: of evaluations, and of log lines."""
 
     evaluated: dict[int, dict[str, float]]
     logged: dict[int, dict[str, float]]
 
 
 class End(NamedTuple):
-    """What a run has come to. part: see train_case.run. kept: the steps of its snapshots, on the chief."""
+    """The result of a run. part: see train_case.run. kept: the steps of its snapshots, on the chief."""
 
     part: dict[str, Any]
     kept: set[int]
@@ -58,12 +58,14 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
 
 
 def _said(error: TfdistError | None) -> str:
-    """But for the step at which NaN was noticed, which hangs on how fast steps are."""
+    """Returns the error as text, without the step at which NaN was noticed: it depends on how fast steps are."""
     return re.sub(r"before step \d+", "before a step", f"{type(error).__name__}: {error}")
 
 
 def _of_snapshots(case: Mapping[str, Any], whole: End, again: End) -> list[str]:
-    """What is wrong with the snapshots, and what they hold of evaluations. Of a store there is a working copy only."""
+    """Returns what is wrong with the snapshots, evaluations and log lines. The snapshots in a store are not checked:
+    there is only a working copy of it.
+    """
     problems = (
         []
         if case.get("stored")
@@ -83,7 +85,7 @@ def _ended(
     told: Told | None = None,
     stop: int = -1,
 ) -> tuple[Any, TfdistError | None]:
-    """A run from a place on, to its end or the stop: (its End, None) or (None, what it has raised)."""
+    """Runs from a place on, to the end or the stop. Returns (its End, None) or (None, the error that was raised)."""
     config, job, state = train_case.compose(case, runtime, _flags(case, place))
     try:
         with snapshots.recovery_of(job, place) as recovery:
@@ -120,7 +122,7 @@ def _flags(case: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _train(case: Mapping[str, Any], recovery: Any, told: Told, slow: bool, stop: int) -> None:
-    """As Session does from its second phase on."""
+    """Does what Session does from its second phase on."""
     from tfdist.control.signals import SignalRequests
     from tfdist.run.diagnosis import Diagnosis
     from tfdist.run.trainer import LocalTrainer, TrainerInputs
@@ -172,7 +174,7 @@ def _train(case: Mapping[str, Any], recovery: Any, told: Told, slow: bool, stop:
 
 
 def _stopping(requests: Any, signals: Any, stop: int) -> Any:
-    """As if SIGTERM came when this step is reached."""
+    """Makes `requests` behave as if SIGTERM came when step `stop` is reached."""
 
     def asked(step: int) -> Any:
         signals.stop = 0 <= stop <= step
@@ -182,7 +184,7 @@ def _stopping(requests: Any, signals: Any, stop: int) -> Any:
 
 
 def _timed(make_steps: Any, seconds: float) -> Any:
-    """Steps that seem to take so long, whatever the machine does."""
+    """Makes each step seem to take so long, however fast the machine is."""
 
     def timed(*given: Any) -> Any:
         return dataclasses.replace(make_steps(*given), step_s=seconds)
@@ -194,7 +196,7 @@ def _hooks_class(nan_at: Sequence[int]) -> Any:
     from tfdist.run.session_hooks import SessionHooks
 
     class Hooks(SessionHooks):
-        """Whose evaluations come to NaN at some steps, as those of a model that overflows on one sample."""
+        """Hooks whose evaluations give NaN at some steps, like those of a model that overflows on one sample."""
 
         def _evaluate(self, evaluator: Any) -> dict[str, float]:
             found = super()._evaluate(evaluator)

@@ -1,4 +1,4 @@
-"""The runtimes of one worker process of the fuzzer: each made once, however many cases it then runs."""
+"""The runtimes of one worker process of the fuzzer: each is made once, however many cases it then runs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tests.fuzz.space import strategy_flags
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 
-MOST_DEVICES = 3  # of mirrored
+MOST_DEVICES = 3  # of a mirrored runtime
 PATIENCE = {"collective_timeout": 60.0, "heartbeat_timeout": 60.0}
 
 
 class Runtimes:
-    """Makes what a case needs."""
+    """Makes the runtimes that cases need."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
         self._made: dict[str, Any] = {}
 
     def get(self, case: Mapping[str, Any]) -> Any:
-        """The runtime of a case; one for all cases with the same, but for meshes, which are made anew over the same
-        cluster.
+        """Returns the runtime of a case. Cases on the same runtime share it; only meshes are made for each case, over
+        the same cluster.
         """
         kind, _, count = case["runtime"].partition(":")
         if kind == "mirrored":
@@ -32,7 +32,7 @@ class Runtimes:
             return self._mesh(case)
         if kind == "fit":  # as tfdist.init chooses
             kind = "sockets" if self.cluster.size > 1 else "one_device"
-        if kind == "fit_ring":  # TensorFlow's collectives, which a process starts first of all
+        if kind == "fit_ring":  # TensorFlow's collectives, which a process must start first
             return self._once(kind, lambda: self._start(strategy="sockets", communication="ring"))
         return self._once(kind, lambda: self._start(**strategy_flags(kind)))
 
@@ -44,7 +44,7 @@ class Runtimes:
     def _start(self, **options: Any) -> Any:
         from tfdist import build
 
-        if options["strategy"] == "multi_worker" and gpu_form.is_real():  # NCCL takes one process of a GPU only
+        if options["strategy"] == "multi_worker" and gpu_form.is_real():  # NCCL allows only one process per GPU
             options["communication"] = "ring"
         config = Config().replace(steps=1, **PATIENCE, **options)
         if options["strategy"] == "parameter_server":
@@ -66,13 +66,13 @@ class Runtimes:
         )
 
     def _mirrored(self, devices: int) -> Any:
-        """As tfdist.runtime.mirrored makes it; but some of the devices that this process has."""
+        """Makes it like tfdist.runtime.mirrored, but with only some of the devices that this process has."""
         import tensorflow as tf
 
         from tfdist.runtime.mirrored import Mirrored, communication_options
 
         class Strategy(tf.distribute.MirroredStrategy):
-            """TensorFlow knows groups of devices by a number, from 1 on for every strategy of a process."""
+            """Numbers its device groups apart: TensorFlow counts them from 1 on for every strategy of a process."""
 
             def __init__(self, names: list[str]):
                 self._collective_key_base = 1000 * len(names)
@@ -83,7 +83,7 @@ class Runtimes:
 
 
 def prepare_devices() -> None:
-    """Before TensorFlow starts: as many virtual devices as any runtime here needs."""
+    """Makes as many virtual devices as any runtime here needs. Must be called before TensorFlow starts."""
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]

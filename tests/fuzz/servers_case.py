@@ -1,5 +1,5 @@
-"""A case of tfdist.train with synchronous parameter servers: the chief's part, as run/parameter_server_run.py composes
-it.
+"""A case of tfdist.train with synchronous parameter servers: the chief's part, composed as in
+run/parameter_server_run.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.fuzz.train_case import config_of
 
 
 def config_for(case: Mapping[str, Any]):
-    """As the chief resolves it."""
+    """Returns the chief's configuration of a case."""
     return config_of(case).replace(
         strategy="parameter_server", ps_mode="sync", log_every=max(case["calls"]), ps_piece_kb=0.05
     )

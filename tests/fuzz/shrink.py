@@ -15,7 +15,7 @@ NEEDED = ("global_batch", "learning_rate", "optimizer", "accumulation", "mesh", 
 
 
 def shrink(verdict: Verdict, judge: Callable[[dict], Verdict], seconds: float = 120.0) -> Verdict:
-    """The smallest verdict of the same kind that was found in time."""
+    """Returns the verdict on the smallest case found in time that fails in the same way."""
     deadline, kind = time.monotonic() + seconds, kind_of(verdict)
     smaller = True
     while smaller and time.monotonic() < deadline:
@@ -33,7 +33,7 @@ def shrink(verdict: Verdict, judge: Callable[[dict], Verdict], seconds: float = 
 
 
 def kind_of(verdict: Verdict) -> str:
-    """What went wrong, without the numbers."""
+    """Returns what went wrong, without the numbers."""
     first = verdict.problems[0]
     for word in (
         "should be refused",
@@ -50,7 +50,7 @@ def kind_of(verdict: Verdict) -> str:
 
 
 def reductions(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Cases with one part less, the largest parts first."""
+    """Yields cases with one part less, the largest parts first."""
 
     def changed(change: Callable[[dict], Any]) -> dict[str, Any]:
         other = copy.deepcopy(dict(case))
@@ -100,7 +100,7 @@ def _simpler(case: Mapping[str, Any], changed: Callable) -> Iterator[dict[str, A
 
 
 def script(case: Mapping[str, Any]) -> str:
-    """The case as a program that a user could have written."""
+    """Returns the case as a program that a user could have written."""
     text = (
         f'"""Found by scripts/fuzz.py: {case["runtime"]}."""\n\nimport keras\nfrom keras import layers\n\nfrom'
         f" tests.fuzz import data, train_steps\nfrom tests.fuzz import layers as own\n\nCASE = {dict(case)!r}\n\n\n"

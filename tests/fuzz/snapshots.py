@@ -1,4 +1,4 @@
-"""Stopped and resumed, in a worker: through the snapshots that a run leaves, on the same runtime or on another one."""
+"""Stops and resumes a job in a worker, through the snapshots of a run, on the same runtime or on another one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tfdist.control.run_address import is_url
 
 @contextlib.contextmanager
 def recovery_of(job, place: str) -> Iterator[Any]:
-    """What saves and restores the state of a job: below a folder, or in an object store. Of that each rank has a
-    working copy of its own, which is empty at first: as if each were on another machine, and on another one each time.
+    """Yields what saves and restores the state of a job, below a folder or in an object store. With a store, each rank
+    has its own working copy, empty at first, as if each rank were on a machine of its own, and on a new one each time.
     """
     from tfdist.config.run_options import RunConfig
     from tfdist.control.faults import Faults
@@ -37,25 +37,27 @@ def recovery_of(job, place: str) -> Iterator[Any]:
 
 
 def place_of(case, runtime) -> str:
-    """A new place for the snapshots of a case: a folder, or an object store's. The same on all ranks."""
+    """Returns a new place for the snapshots of a case: a folder, or the URL of one in an object store. The same on all
+    ranks.
+    """
     return shared(runtime, stores.new_place(case) if case.get("stored") else tempfile.mkdtemp(prefix="tfdist-fuzz-"))
 
 
 def _cluster(runtime) -> Cluster:
-    """In which no two ranks see a common folder."""
+    """Returns a cluster in which no two ranks see a common folder."""
     addresses = [f"127.0.0.{rank + 1}:1" for rank in range(runtime.size)]
     return Cluster.of_workers(addresses, runtime.rank) if runtime.size > 1 else Cluster()
 
 
 def shared(runtime, place: str) -> str:
-    """The chief's folder or URL, on all ranks."""
+    """Returns the chief's folder or URL on all ranks."""
     return runtime.broadcast([np.frombuffer(place.encode().ljust(200), np.uint8)])[0].tobytes().decode().strip()
 
 
 @contextlib.contextmanager
 def saving(job, place: str) -> Iterator[Callable[[int], None]]:
-    """A function that saves a snapshot. They are written, or sent, when this ends on all ranks; in a store there is one
-    of the beginning, too. Raises AssertionError if one could not be written.
+    """Yields a function that saves a snapshot. Snapshots are written, or sent, when this context ends on all ranks; a
+    store also gets one of the start. Raises AssertionError if one could not be written.
     """
     with recovery_of(job, place) as recovery:
         recovery.run_id = "fuzz"
@@ -66,14 +68,14 @@ def saving(job, place: str) -> Iterator[Callable[[int], None]]:
             assert not failure, failure
 
         if is_url(place):
-            recovery.restore()  # there is nothing, but from now on snapshots are sent
+            recovery.restore()  # finds nothing, but from now on snapshots are sent
             save(0)
         yield save
     job.runtime.barrier()
 
 
 def restore(job, place: str, expected: int) -> list:
-    """The iterators of a job that goes on from the newest snapshot, which is of the step that is expected."""
+    """Returns the iterators of a job that resumes from the newest snapshot, which must be of step `expected`."""
     with recovery_of(job, place) as recovery:
         _, step = recovery.restore()
         assert step == expected, f"resumed from step {step} of {place}, not from {expected}"
@@ -81,7 +83,7 @@ def restore(job, place: str, expected: int) -> list:
 
 
 def revert(job, state, arrays: Mapping[str, np.ndarray]) -> None:
-    """All state as the chief's `arrays` have it, as Recovery.restore does it. A collective."""
+    """Sets all state to the chief's `arrays`, as Recovery.restore does. A collective call."""
     if job.runtime.rank == 0:
         arrays = state.fitted(arrays)
     else:
@@ -91,7 +93,7 @@ def revert(job, state, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def unlike(first: Mapping[str, np.ndarray], second: Mapping[str, Any]) -> list[str]:
-    """The names of what is not bit for bit the same."""
+    """Returns the names of the variables that are not bit for bit the same."""
     return [
         name
         for name, value in first.items()

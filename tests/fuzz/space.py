@@ -1,8 +1,8 @@
-"""What can be drawn, and which of it goes together.
+"""What can be drawn, and what can be combined.
 
 A case is a dict that JSON can hold: {"kind", "seed", "runtime", "model", "data", "options", "calls"}. Most of its cost
-is that its graph is traced, so "again" lists other data, on which the same graph is run once more, each time from the
-first weights on (tfdist.fit: from those that it has come to). A *feature* is a text such as "block:batch_norm" or
+is tracing its graph. So "again" lists other data, on which the same graph is run once more, each time from the initial
+weights (tfdist.fit: from the weights that it has reached). A *feature* is a text such as "block:batch_norm" or
 "option:ema"; coverage.py counts how often each was drawn with each runtime.
 """
 
@@ -23,7 +23,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
     "mirrored:3": ("local", 1, 3),
     "sockets:2": ("sockets", 2, 2),
     "sockets:3": ("sockets", 3, 3),
-    "sockets_tcp:3": ("sockets_tcp", 3, 3),  # as between hosts: nothing is read in place
+    "sockets_tcp:3": ("sockets_tcp", 3, 3),  # as between hosts: no rank reads another's memory in place
     "multi_worker:2": ("tensorflow", 2, 2),
     "multi_worker:3": ("tensorflow", 3, 3),
     "mesh:2": ("tensorflow", 2, 2),
@@ -41,7 +41,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
 # Runtimes that are a strategy with other flags.
 FLAGS_OF = {"sockets_tcp": {"strategy": "sockets", "communication": "socket"}}
 
-INSTEAD = {  # drawn in their place
+INSTEAD = {  # block -> another block, which is sometimes drawn in its place
     "attention": "attention_causal",
     "centered": "unit_columns",
     "counter": "long_counter",
@@ -59,11 +59,11 @@ INSTEAD = {  # drawn in their place
     "sum_loss": "rows_loss",
     "floored_loss": "hidden_loss",
 }
-OTHER_MASKS = models.MASKS[1:]  # in the place of the first
-UNDRAWN = ("block", *INSTEAD.values())  # as a block by itself
+OTHER_MASKS = models.MASKS[1:]  # sometimes drawn in place of the first mask
+UNDRAWN = ("block", *INSTEAD.values())  # not drawn directly
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
 MASKED = "tests.fuzz.objectives:masked"
-AGAIN = 5  # other data for a case's graph
+AGAIN = 5  # sets of other data for a case's graph
 MOVABLE = (
     "one_device",
     "mirrored:2",
@@ -71,11 +71,11 @@ MOVABLE = (
     "multi_worker:2",
     "multi_worker:3",
     "horovod:2",
-)  # on which any run can go on
+)  # on which any run can be resumed
 
 
 class Chance(random.Random):
-    """Python's numbers, drawn with fewer calls: hundreds of thousands are."""
+    """random.Random with fewer calls for each draw, since hundreds of thousands of numbers are drawn."""
 
     def choice(self, seq: Any) -> Any:
         count = len(seq)
@@ -89,12 +89,12 @@ class Chance(random.Random):
 
 
 def group_of(runtime: str) -> tuple[str, int]:
-    """(kind of process group, workers) in which a runtime lives."""
+    """Returns (kind of process group, workers) of the group in which a runtime lives."""
     return RUNTIMES[runtime][:2]
 
 
 def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) -> dict[str, Any]:
-    """Case `number` of a seed; always the same. again: other data for its graph, at most."""
+    """Draws case `number` of a seed, always the same. again: at most so many sets of other data for its graph."""
     chance = Chance(f"{seed}/{number}")
     runtime = runtimes[number % len(runtimes)]
     while True:
@@ -102,7 +102,7 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         if not conflicts(case):
             break
     case = _with_again(chance, case, again) | ({"optimized": True} if chance.random() < 0.15 else {})
-    # Drawn apart, so that all else of a case is as without it.
+    # Each of the following has its own generator, so that the rest of a case is the same without it.
     if "embedding" in case["model"] and random.Random(f"{seed}/{number}/negative").random() < 0.2:
         case["data"]["negative"] = True
     if _may_mask(case) and random.Random(f"{seed}/{number}/mask").random() < 0.4:
@@ -113,7 +113,7 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         case["model"]["unlike"] = True
         case.pop("again", None)
     if case["model"].get("embedding") == "embedding_masked":
-        # Rows of few numbers may all have the same mean: then nothing shows that a mask hangs on other rows.
+        # Rows of few numbers may all have the same mean: then nothing shows that a mask depends on other rows.
         alike = any({"padded", "negative", "constant"} & set(part["data"]) for part in parts(case))
         masks = ["embedding_masked", *OTHER_MASKS]
         weights = [0.5, 0.4, 0.0 if alike else 0.1]
@@ -148,7 +148,7 @@ def _perhaps_changed(case: dict[str, Any], chance: random.Random) -> dict[str, A
 
 
 def _may_mask(case: Mapping[str, Any]) -> bool:
-    """Whether an objective may weigh tokens by itself; its data have no weights then."""
+    """Whether an objective may weight the tokens itself; the data then have no weights."""
     model, differs = case["model"], case["data"].get("differs")
     return case["kind"] == "train" and model["head"] == "tokens" and "builtin" not in model and differs != "weight"
 
@@ -173,15 +173,15 @@ def _some_instead(blocks: list, name: str, other: str, chance: random.Random) ->
 
 
 def strategy_flags(runtime: str) -> dict[str, str]:
-    """With which tfdist makes a runtime."""
+    """Returns the flags with which tfdist makes a runtime."""
     kind = runtime.partition(":")[0]
     return FLAGS_OF.get(kind, {"strategy": kind})
 
 
 def draw_stored(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) -> dict[str, Any]:
-    """The same, but that every other case which is stopped and gone on with keeps its snapshots, or the backup of its
-    fit, in an object store ("stored"), and that some have their data in one (stored_data.py): drawn apart, so that all
-    else of a case is as without it.
+    """Like `draw`, but every other case that is stopped and resumed keeps its snapshots, or the backup of its fit, in
+    an object store ("stored"), and some cases have their data in one (stored_data.py). Both have their own generators,
+    so that the rest of a case is the same without them.
     """
     case = draw(seed, number, runtimes, again)
     stored = {**case, "stored": True}
@@ -195,13 +195,13 @@ def draw_stored(seed: int, number: int, runtimes: Sequence[str], again: int = AG
 
 
 def parts(case: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The case with each of its data alone. Only the first is evaluated, which is to trace another graph."""
+    """Returns the case once for each of its data. Only the first is evaluated: evaluation traces another graph."""
     alone = {name: value for name, value in case.items() if name != "again"}
     return [alone, *({**alone, "data": data, "evaluate": False} for data in case.get("again", ()))]
 
 
 def elsewhere(job: Mapping[str, Any], runtimes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The same job on each other runtime that it is allowed on; the oracle is the same."""
+    """Yields the same job on each other runtime that allows it; the oracle is the same."""
     if "moved" in job:
         return
     for runtime in runtimes:
@@ -252,7 +252,7 @@ def _with_again(chance: random.Random, case: dict[str, Any], count: int) -> dict
 
 
 def with_block(case: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """The case with one block more at the end of its model; None where it may not be there."""
+    """Returns the case with one more block at the end of its model; None if the block is not allowed there."""
     model, blocks = case["model"], case["model"]["blocks"]
     if not blocks or name == "block" or models.shape_of(model["inputs"]) not in models.BLOCKS[name][0].split():
         return None
@@ -303,7 +303,7 @@ def _train(chance: random.Random, runtime: str) -> dict[str, Any]:
 
 
 def replicas_of(runtime: str, options: Mapping[str, Any]) -> int:
-    """Copies of the model."""
+    """Returns the number of copies of the model."""
     _, workers, replicas = RUNTIMES[runtime]
     return mesh_space.replicas(options, workers) if runtime.startswith("mesh") else replicas
 
@@ -324,7 +324,7 @@ def _fit(chance: random.Random, runtime: str) -> dict[str, Any]:
 
 @cache
 def _fitting(shape: str) -> tuple[list[str], list[float]]:
-    """(blocks that work on it, how often each is drawn)."""
+    """Returns (blocks that work on this shape, how often each is drawn)."""
     fitting = [name for name, (shapes, _) in models.BLOCKS.items() if shape in shapes.split() and name not in UNDRAWN]
     often, seldom = ("batch_norm", "mean_loss", "sum_loss", "activity_loss"), ("running_mean", "centered", "dropout")
     return fitting, [3 if name in often else 0.3 if name in (*seldom, *models.NO_SUMS) else 1 for name in fitting]
@@ -344,7 +344,7 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
     )
     model = {"inputs": inputs, "blocks": blocks, "head": head, **_maybe(chance, 0.15, {"withheld": True}, {})}
     if inputs in ("steps", "both"):
-        # Of the large table few rows are looked up, which then travel and are updated alone.
+        # Only few rows of the large table are looked up; only these travel and are updated.
         names = [name for name in models.EMBEDDINGS if name not in OTHER_MASKS]
         model["embedding"] = chance.choices(names, [3 if name == "embedding_large" else 1 for name in names])[0]
     return model
@@ -521,7 +521,7 @@ def _moved_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
 
 
 def features(case: Mapping[str, Any]) -> list[str]:
-    """What was drawn, for the counts."""
+    """Returns the features that were drawn, for the counts."""
     model = case["model"]
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []

@@ -1,8 +1,8 @@
-"""The data of a case as TFRecord files in an object store: copied into a cache that all workers share ("copies"), read
-in byte ranges ("ranges"), or from front to back while they come ("stream"), each worker its own files where there are
-as many for each ("by_file"). case["data_in_store"] says which.
+"""The data of a case as TFRecord files in an object store. case["data_in_store"] says how they are read: copied into a
+cache that all workers share ("copies"), in byte ranges ("ranges"), or sequentially while they arrive ("stream"); with
+"by_file" each worker streams its own files if all workers get equally many.
 
-Of a stream that all read the samples lie in the files so that they come in their own order, as the oracle takes them.
+If all workers read one stream, the samples are stored such that they arrive in their own order, as in the oracle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = ("copies", "ranges", "stream", "by_file")
 _STREAMS = ("stream", "by_file")
 _CLASSES = {"classes": 3, "tokens": 4}
 _MOST_FILES = 6
-_READ_IN_TURNS = 4  # files of a stream
+_READ_IN_TURNS = 4  # files of a stream that are interleaved
 
 
 def conflicts(case: Mapping[str, Any]) -> str:
@@ -48,13 +48,13 @@ def features(case: Mapping[str, Any]) -> list[str]:
     if "data_in_store" not in case:
         return []
     found = {"copies": [], "ranges": ["option:nocache_data"], "stream": ["option:stored_stream"]}
-    if case["data_in_store"] == "by_file":  # read by whom it is, or by all, where there are too few files
+    if case["data_in_store"] == "by_file":  # read by its worker, or by all if there are too few files
         found["by_file"] = ["option:own_files" if cut(case) > 1 else "option:files_of_all"]
     return ["option:data_in_store", *found[case["data_in_store"]]]
 
 
 def flags(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
-    """Writes the data, and returns how they are read: with an empty cache. A collective."""
+    """Writes the data, and returns the flags to read them with an empty cache. A collective call."""
     how, place, cache = case["data_in_store"], "", ""
     if runtime.rank == 0:
         place, cache = stores.new_place(case), tempfile.mkdtemp(prefix="tfdist-fuzz-")
@@ -77,7 +77,7 @@ def flags(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
 
 
 def forget(config: Any, runtime: Any) -> None:
-    """The copies of a configuration, which nobody reads any more."""
+    """Removes the cache of a configuration, which nobody reads any more."""
     if runtime.rank == 0 and config.run.cache_dir:
         shutil.rmtree(config.run.cache_dir, ignore_errors=True)
 
@@ -116,7 +116,7 @@ def _feature(values: np.ndarray) -> Any:
 
 
 def _files(chance: random.Random, case: Mapping[str, Any], size: int) -> Iterator[list[int]]:
-    """The samples that each file holds: each file another number of them."""
+    """Yields the samples of each file. The files differ in size, except for "by_file"."""
     if case["data_in_store"] == "by_file":
         yield from _equal_files(case, size)
         return
@@ -132,7 +132,7 @@ def _files(chance: random.Random, case: Mapping[str, Any], size: int) -> Iterato
 
 
 def _in_turns(lengths: list[int]) -> list[int]:
-    """The file of each record where files of these lengths are read in turns."""
+    """Returns the file of each record when files of these lengths are interleaved."""
     import tensorflow as tf
 
     turns = (
@@ -146,18 +146,18 @@ def _in_turns(lengths: list[int]) -> list[int]:
     return list(turns.as_numpy_iterator())
 
 
-# -- each worker its own files -----------------------------------------------------------------------------------------
+# -- each worker reads its own files -----------------------------------------------------------------------------------
 
 
 def _equal_files(case: Mapping[str, Any], size: int) -> list[list[int]]:
-    """As many samples in each file: of the training data, of which each worker may read its own files."""
+    """Splits `size` samples evenly into files: for the training data, of which each worker may read its own files."""
     counts = [count for count in range(1, _MOST_FILES + 1) if size % count == 0]
-    count = random.Random(f"{case['seed']}/files").choice(counts[1:] or counts)  # one file is read by all anyhow
+    count = random.Random(f"{case['seed']}/files").choice(counts[1:] or counts)  # all workers would read a single file
     return [list(range(first, first + size // count)) for first in range(0, size, size // count)]
 
 
 def cut(case: Mapping[str, Any]) -> int:
-    """Into how many streams, one for each replica, the training data are cut; 1: all read all."""
+    """Returns into how many streams, one for each replica, the training data are cut; 1: all replicas read all data."""
     from tests.fuzz.space import replicas_of
 
     options, files = case["options"], len(_equal_files(case, case["data"]["size"]))
@@ -167,8 +167,8 @@ def cut(case: Mapping[str, Any]) -> int:
 
 
 def by_file(case: Mapping[str, Any]) -> Iterator[int]:
-    """The samples in the order in which a run takes them: each micro-batch has equal parts of what the replicas read,
-    which begin their files anew when they are at the end."""
+    """Yields the samples in the order in which a run takes them: each micro-batch has equal parts of the replicas'
+    streams. A replica that is at the end of its files starts them again."""
     files, parts = _equal_files(case, case["data"]["size"]), cut(case)
     rows = case["options"]["global_batch"] // (case["options"]["accumulation"] * parts)
     shards = [itertools.cycle(_read(files[replica::parts])) for replica in range(parts)]
@@ -178,6 +178,6 @@ def by_file(case: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _read(files: list[list[int]]) -> list[int]:
-    """The samples of some files, which are read in turns."""
+    """Returns the samples of some files that are interleaved."""
     left = [iter(file) for file in files]
     return [next(left[file]) for file in _in_turns([len(file) for file in files])]

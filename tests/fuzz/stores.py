@@ -1,5 +1,5 @@
-"""A server of S3 for cases that go on from an object store, or whose data are in one: one for the fuzzer's process,
-from the first of them on.
+"""An S3 server for cases that resume from an object store or have their data in one. The fuzzer's process starts one
+server when it meets the first such case.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _environment: dict[str, str] = {}
 
 
 def reachable(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The case with the variables by which workers reach the server, if it needs one."""
+    """Returns the case with the environment variables through which workers reach the server, if it needs one."""
     if not case.get("stored") and "data_in_store" not in case:
         return dict(case)
     with _starting:
         if not _environment:
-            from tests.stores.s3_server import s3_server  # whose libraries a machine with a GPU may not have
+            from tests.stores.s3_server import s3_server  # a machine with a GPU may lack its libraries
 
             opened = contextlib.ExitStack()
             _environment.update(opened.enter_context(s3_server()).environment())
@@ -31,7 +31,7 @@ def reachable(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_place(case: Mapping[str, Any]) -> str:
-    """In a worker: a URL that nobody has used; this process reaches it from now on."""
+    """In a worker: returns a URL that nobody has used, which this process can reach from now on."""
     from tests.stores.s3_server import BUCKET
 
     reach(case)
@@ -39,5 +39,5 @@ def new_place(case: Mapping[str, Any]) -> str:
 
 
 def reach(case: Mapping[str, Any]) -> None:
-    """In a worker: this process reaches the server from now on."""
+    """In a worker: makes the server reachable for this process from now on."""
     os.environ.update(case["store"])

@@ -1,9 +1,9 @@
 """A case of tfdist.train in a worker process: composed as the command composes it, trained, evaluated, collected.
 
-case["phase"] says which part of it: nothing for all; {"save": place} for the first call and a snapshot, {"load":
-place} for the rest from there, perhaps on another runtime. With case["resumed"] the whole is done without a break and
-with one, and both must be the same bit for bit; with case["stored"] the snapshot goes through an object store. Other
-ways to go on are in changed_case.py and rolled_case.py.
+case["phase"] selects a part of the run: empty for all of it; {"save": place} for the first call and a snapshot;
+{"load": place} for the rest from that snapshot, perhaps on another runtime. With case["resumed"] the run is done
+without a break and with one, and both results must be the same bit for bit; with case["stored"] the snapshot goes
+through an object store. changed_case.py and rolled_case.py have other ways to resume a run.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def config_of(case: Mapping[str, Any]):
 
 
 def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
-    """For each of the case's data: {"arrays": name -> array, "replicas": a digest of the weights of each local replica,
-    "problems": sentences}
+    """Returns {"parts": ...} with, for each of the case's data: {"arrays": name -> array, "replicas": a digest of the
+    weights of each local replica, "problems": sentences}
     """
     from tests.fuzz import changed_case, rolled_case
 
@@ -73,7 +73,7 @@ def run(case: dict[str, Any], runtime: Any) -> dict[str, Any]:
 
 
 def parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list[dict[str, Any]]:
-    """One job, with each of the case's data."""
+    """Runs one job with each of the case's data."""
     first, *others = space.parts(case)
     config, job, state = compose(first, runtime)
     begin = state.to_host() if others else {}
@@ -89,7 +89,7 @@ def parts(case: dict[str, Any], runtime: Any, phase: Mapping[str, str]) -> list[
 
 
 def compose(case: Mapping[str, Any], runtime: Any, flags: Mapping[str, Any] | None = None) -> tuple[Any, Any, Any]:
-    """(the configuration, the job, all of its state). flags: beside those of the case."""
+    """Returns (the configuration, the job, all of its state). flags: added to those of the case."""
     from tfdist import build
     from tfdist.artifacts.state import WholeState, collect
 
@@ -102,15 +102,15 @@ def compose(case: Mapping[str, Any], runtime: Any, flags: Mapping[str, Any] | No
 
 
 def config_here(case: Mapping[str, Any], runtime: Any):
-    """The flags of a case, with its data where they tell tfdist to look for them. A collective."""
+    """Returns the flags of a case, and writes its data where these flags say, if that is a store. A collective call."""
     if "data_in_store" not in case:
         return config_of(case)
     return config_of(case).replace(**stored_data.flags(case, runtime))
 
 
 def _splits(config, runtime: Any) -> list:
-    """As build.compose loads them, but that no seed is set: that makes TensorFlow forget its compiled functions, which
-    costs a second.
+    """Loads the splits like build.compose, but sets no seed: that would make TensorFlow forget its compiled functions,
+    which costs a second.
     """
     from tfdist.data import contents
     from tfdist.data.sources.load_split import data_here, load_split
@@ -140,7 +140,7 @@ def _trained(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> d
 
 
 def collected(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> dict[str, Any]:
-    """What a job holds after its steps."""
+    """Returns what a job holds after its steps."""
     from tfdist.runtime.weight_check import check_weights
 
     check_weights(job.runtime, state.held(), "at the end")
@@ -164,7 +164,7 @@ def collected(job, state, case: Mapping[str, Any], phase: Mapping[str, str]) -> 
 
 
 def _without_seeds(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Without the seeds, which are made anew in each step."""
+    """Leaves out the seeds, which each step derives again."""
     return {name: value for name, value in arrays.items() if not name.startswith("model/") or value.dtype.kind != "i"}
 
 
@@ -177,7 +177,7 @@ def _is_whole(job, case: Mapping[str, Any]) -> bool:
 
 
 def digests(model) -> list[str]:
-    """Of each replica of this process, all of its numbers but the seeds."""
+    """Returns a digest of each replica of this process: of all its numbers but the seeds."""
     copies: dict[int, Any] = {}
     for variable in once(model.variables):
         if is_number(variable):

@@ -39,7 +39,7 @@ class GradientPenalty(_Own):
 
 
 class Adversarial(_Own):
-    """Trains on inputs that were moved along the sign-free gradient of the loss."""
+    """Trains on inputs that were moved along the gradient of the loss (not along its sign)."""
 
     def train_step(self, data):
         x, y, w = self.parts(data)
@@ -71,7 +71,7 @@ class TwoUpdates(_Own):
 
 
 class TwoCalls(_Own):
-    """The model is called on two batches of one step: the mean of both is the loss."""
+    """Calls the model on two batches in one step; the loss is the mean of both losses."""
 
     def train_step(self, data):
         x, y, w = self.parts(data)
@@ -83,7 +83,7 @@ class TwoCalls(_Own):
 
 
 class WeightsInTheLoss(_Own):
-    """The loss takes weights directly, beside the outputs."""
+    """The loss uses the weights directly, in addition to the outputs."""
 
     def train_step(self, data):
         x, y, w = self.parts(data)
@@ -95,7 +95,7 @@ class WeightsInTheLoss(_Own):
 
 
 class OwnOutput(_Own):
-    """The model is called on what it has made of its input."""
+    """Calls the model again on its own output."""
 
     def train_step(self, data):
         x, y, w = self.parts(data)
@@ -108,8 +108,8 @@ class OwnOutput(_Own):
 
 
 class Noisy(_Own):
-    """Draws random numbers for all rows, from a generator that each worker has seeded apart, as one without a seed
-    does: all are to draw the chief's.
+    """Draws random numbers for all rows from a generator that each worker seeds differently, like a generator without a
+    seed: all workers must draw the chief's numbers.
     """
 
     rank = 0
@@ -129,7 +129,7 @@ class Noisy(_Own):
         )
         x = x + (
             0.2 * one + 0.1 * tf.sign(x) + 0.2 * other
-        )  # in which order TensorFlow adds them up differs by process
+        )  # the order in which TensorFlow adds these differs between processes
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True), w)
         self.apply(tape, loss)
@@ -137,7 +137,7 @@ class Noisy(_Own):
 
 
 class NoisyElsewhere(Noisy):
-    """From a generator that is no part of the model."""
+    """Like Noisy, but the generator is not part of the model."""
 
     generators: list = []  # of the newest model
 
@@ -150,7 +150,7 @@ class NoisyElsewhere(Noisy):
 
 
 class Relabelled(_Own):
-    """Metrics see other labels than the data has: which accuracy is meant, they tell."""
+    """Metrics get other labels than the data has; these labels decide which kind of accuracy is meant."""
 
     def train_step(self, data):
         x, y, w = self.parts(data)
@@ -168,7 +168,7 @@ class Relabelled(_Own):
 
 
 class InnerModel(_Own):
-    """Calls a model inside it in place of itself, as keras.io's autoencoders and GANs do."""
+    """Calls an inner model instead of itself, as keras.io's autoencoders and GANs do."""
 
     def __init__(self, inputs, outputs, **options):
         super().__init__(inputs, outputs, **options)

@@ -1,4 +1,4 @@
-"""What came of a case: the answers of its workers beside the oracle."""
+"""Judges a case: compares the answers of its workers with the oracle."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.fuzz.space import MESH_ONLY
 
 Arrays = dict[str, np.ndarray]
 
-HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # of the largest value: the last place
-COMPRESSED = 0.02  # of the largest value: gradients that travel as bfloat16 keep 8 bits
+HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # the last place, relative to the largest value
+COMPRESSED = 0.02  # relative to the largest value: gradients that travel as bfloat16 keep 8 bits
 
 
 @dataclass
 class Verdict:
-    """What came of a case."""
+    """The result of a case."""
 
     case: Mapping[str, Any]
     problems: list[str] = field(default_factory=list)
     refused: str = ""  # an allowed refusal
-    vacuous: bool = False  # plain Keras does not take the case, so that nothing was compared
+    vacuous: bool = False  # plain Keras rejects the case, so nothing was compared
     rough: float = 0.0  # the difference that is granted to weights
-    cpu: float = 0.0  # seconds of a core, of all ranks and the oracle
+    cpu: float = 0.0  # core seconds of all ranks and the oracle
 
     @property
     def bad(self) -> bool:
@@ -44,7 +44,9 @@ def judge(case: Mapping[str, Any], pool: Pool) -> Verdict:
 
 
 def answers_of(case: Mapping[str, Any], pool: Pool) -> list[dict[str, Any]]:
-    """What all ranks answer; of a case that is moved, those of the second runtime with what the first one told."""
+    """Returns the answers of all ranks. For a case that is moved: those of the second runtime, with the arrays of the
+    first one added.
+    """
     if "moved" not in case:
         return pool.run(dict(case))
     with tempfile.TemporaryDirectory(prefix="tfdist-fuzz-") as folder:
@@ -59,7 +61,7 @@ def answers_of(case: Mapping[str, Any], pool: Pool) -> list[dict[str, Any]]:
 
 
 def conclude(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict:
-    """Computes the oracle, and compares."""
+    """Computes the oracle and compares the answers with it."""
     begun = time.process_time()
     verdict = _compared(case, answers)
     verdict.cpu = time.process_time() - begun + sum(answer.get("cpu", 0.0) for answer in answers)
@@ -79,7 +81,7 @@ def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict
     except Exception as error:
         if case["kind"] != "fit":
             raise
-        # Keras itself does not take this case, whatever tfdist makes of it.
+        # Keras itself rejects this case, whatever tfdist does with it.
         verdict.refused, verdict.vacuous = f"Keras: {type(error).__name__}: {str(error)[:200]}", True
         return verdict
     for number, part in enumerate(space.parts(case)):
@@ -97,7 +99,7 @@ def _compared(case: Mapping[str, Any], answers: list[dict[str, Any]]) -> Verdict
 def _refused_as_demanded(verdict: Verdict, refusal: refusals.Refusal, answers: list[dict[str, Any]]) -> Verdict:
     told = [(answer.get("refused", ""), answer.get("sentence", "")) for answer in answers]
     said = [refusal.is_said(*each) or refusals.allowed(verdict.case, *each) for each in told]
-    # Who finds a difference in the middle of a step takes its connections along: others may say that it is gone.
+    # A rank that finds a difference in the middle of a step closes its connections: others may report that it is gone.
     if any(said) and all(said if not refusals.breaks_off(verdict.case) else [error for error, _ in told]):
         verdict.refused = next(sentence for each, (_, sentence) in zip(said, told, strict=True) if each)
         return verdict
@@ -115,8 +117,8 @@ def _compare_part(
     double: Arrays,
     runs_of: Callable[[str], list[Arrays]],
 ) -> tuple[list[str], float]:
-    """(what is wrong with one of the case's data, the difference that is granted to weights). double: the oracle in
-    float64; runs_of: see below.
+    """Returns (what is wrong with one of the case's data, the difference that is granted to weights). double: the
+    oracle in float64; runs_of: kind -> runs, see the function of that name.
     """
     problems = [problem for answer in answers for problem in answer.get("problems", [])] + _unlike_replicas(answers)
     silent = _not_told(case)
@@ -126,12 +128,12 @@ def _compare_part(
     least = COMPRESSED if "compression" in options else HALF.get(options.get("precision", ""), 0.0)
     bounds = compare.least_granted(double, least)
     found = compare.differences(told, double, double, bounds)
-    if found:  # which most cases do not come to
+    if found:  # rare: most cases are within these bounds
         [single] = runs = runs_of("single")
         bounds = compare.granted(single, double, least)
         found = compare.differences(told, single, double, bounds)
         for kind in ("some", "more"):
-            if found:  # perhaps this case is one that makes much of rounding errors
+            if found:  # perhaps this case amplifies rounding errors
                 runs = runs + runs_of(kind)
                 bounds = compare.granted_by(runs, double, bounds)
                 found = compare.differences(told, single, double, bounds)
@@ -146,7 +148,7 @@ def _compare_part(
 
 
 def _refused_by_keras(case: Mapping[str, Any]) -> str:
-    """What plain Keras says to a case that it does not take either; "" if it does."""
+    """Returns the error of plain Keras for a case that it rejects, too; "" if it accepts the case."""
     import keras
 
     from tests.fuzz import fit_case
@@ -159,8 +161,8 @@ def _refused_by_keras(case: Mapping[str, Any]) -> str:
 
 
 def _not_told(case: Mapping[str, Any]) -> tuple[str, ...]:
-    """Beginnings of the names of what cannot be compared with the oracle."""
-    # What a compression loses, the oracle cannot compute.
+    """Returns the prefixes of the names that cannot be compared with the oracle."""
+    # The oracle cannot compute what a compression loses.
     lossy = case.get("options", {}).get("compression") in LOSSY or "compression" in case.get("changed", {})
     if "dropout" in str(case["model"]["blocks"]) or lossy:
         return ("model/", "loss/", "norm/", "eval/", "predict/", "skipped")
@@ -189,11 +191,11 @@ def _unlike_replicas(answers: list[dict[str, Any]]) -> list[str]:
 
 
 KEPT = 200
-_known: dict[str, list] = {}  # the last few, for cases that differ in the runtime alone
+_known: dict[str, list] = {}  # the latest results, for cases that differ in the runtime alone
 
 
 def doubles(case: Mapping[str, Any]) -> list[Arrays]:
-    """For each of the case's data: the oracle in float64."""
+    """Returns the oracle in float64, for each of the case's data."""
     from tests.fuzz import fit_case, oracle
     from tests.fuzz.data_order import order_of
 
@@ -206,12 +208,12 @@ def doubles(case: Mapping[str, Any]) -> list[Arrays]:
 
 
 def runs_of(kind: str, case: Mapping[str, Any], number: int, part: Mapping[str, Any]) -> list[Arrays]:
-    """Runs of the oracle with the case's data `number` that differ from the one in float64 by nothing but rounding:
-    "single", the one in the precision of the case; "some" and "more" that are disturbed."""
+    """Returns runs of the oracle with the case's data `number` that differ from the float64 run by rounding alone:
+    "single", the run in the precision of the case; "some" and "more", perturbed runs."""
     from tests.fuzz import fit_case, oracle
     from tests.fuzz.data_order import order_of
 
-    if case["kind"] == "fit":  # whose data come one after the other
+    if case["kind"] == "fit":  # one model is fitted to all data, one after the other
         return [run[number] for run in _remembered(kind, case, lambda case: fit_case.runs(kind, case))]
     return _remembered(kind, part, lambda part: oracle.runs(kind, part, order_of(part)))
 
@@ -223,8 +225,8 @@ def _remembered(what: str, case: Mapping[str, Any], compute: Callable[[Mapping[s
         + ("rolled", "changed")
     }
     options = {name: value for name, value in case.get("options", {}).items() if name not in MESH_ONLY}
-    # What travels is rounded once for each worker.
-    # Who reads which file of a stream, too, hangs on how many there are.
+    # The number of replicas matters where compressed gradients are rounded once for each worker,
+    # and where it decides who reads which file of a stream.
     by_file = case.get("data_in_store") == "by_file"
     copies = space.replicas_of(case["runtime"], case["options"]) if "compression" in options or by_file else 0
     key = json.dumps([what, parts, options, copies, by_file], sort_keys=True)
@@ -236,8 +238,8 @@ def _remembered(what: str, case: Mapping[str, Any], compute: Callable[[Mapping[s
 
 
 def _answered(verdict: Verdict, answers: list[dict[str, Any]]) -> bool:
-    """Whether all ranks have trained; if not, why is said."""
-    told = sorted(enumerate(answers), key=lambda each: "gone" in each[1])  # first those that can tell why
+    """Whether all ranks have trained; if not, the verdict gets the reason."""
+    told = sorted(enumerate(answers), key=lambda each: "gone" in each[1])  # first the ranks that can tell why
     failed = [(rank, answer["failed"]) for rank, answer in told if "failed" in answer]
     refused = [(answer["refused"], answer["sentence"]) for answer in answers if "refused" in answer]
     if failed:

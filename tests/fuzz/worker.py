@@ -1,4 +1,4 @@
-"""One process of a group: takes cases from the fuzzer and hands back what came of them, until the connection ends.
+"""One process of a group: takes cases from the fuzzer and returns their results, until the connection ends.
 
 python -m tests.fuzz.worker PORT KIND        with TF_CONFIG for more than one worker
 """
@@ -14,12 +14,12 @@ from multiprocessing.connection import Client
 from typing import Any
 
 KEY = b"tfdist-fuzz"
-COLLECT_EVERY = 15  # sets of data; Python itself would collect in the middle of tracing, many times
+COLLECT_EVERY = 15  # sets of data between garbage collections; Python's own would often run in the middle of tracing
 
 
 def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
-    """What came of a case: {"parts": for each of its data {"arrays", ...}}, {"refused": error class, "sentence"} or
-    {"failed": the error}.
+    """Runs a case. Returns {"parts": a dict {"arrays", ...} for each of its data}, {"refused": error class, "sentence"}
+    or {"failed": the error}.
     """
     from tests.fuzz import fit_case, gpu_form, keras_settings, servers_case, train_case
     from tfdist.control.exit_codes import TfdistError
@@ -39,7 +39,7 @@ def answer(case: dict[str, Any], runtimes) -> dict[str, Any]:
 
 
 def _in_short(error: Exception) -> str:
-    """The error and the last lines of tfdist that led to it."""
+    """Returns the error and the last lines in tfdist or the fuzzer that led to it."""
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -72,7 +72,7 @@ def main(port: int, kind: str) -> None:
         prepare_devices()
     given.rank = max(cluster.rank, 0)
     runtimes = Runtimes(cluster)
-    from tests.fuzz import fit_case, servers_case, train_case  # noqa: F401 - before what is there already is frozen
+    from tests.fuzz import fit_case, servers_case, train_case  # noqa: F401 - imported before gc.freeze()
     from tfdist import build  # noqa: F401
 
     gc.collect()
@@ -95,7 +95,7 @@ def main(port: int, kind: str) -> None:
                 gc.collect()
                 number = 0
             connection.send({**found, "cpu": time.process_time() - begun})
-    os._exit(0)  # the runtimes' own ends wait for peers that may be gone
+    os._exit(0)  # a normal shutdown of the runtimes waits for peers that may be gone
 
 
 if __name__ == "__main__":

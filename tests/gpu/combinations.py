@@ -1,6 +1,6 @@
-"""What is looked at: models, precisions, strategies and options, as command lines; and how their functions are traced.
+"""Combinations to audit (models, precisions, strategies, options) as command lines, and the tracing of their functions.
 
-Traced as if the process had a GPU: TensorFlow says that there is one, and all that is not pinned lies on it.
+They are traced as if the process had a GPU: TensorFlow reports one, and everything that is not pinned is placed on it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ COMBINATIONS = {
 }
 
 
-HOST = "CPU:9"  # stands for the host where replicas themselves lie on CPUs
+HOST = "CPU:9"  # stands for the host, because the replicas themselves may be on CPUs
 
 
 class _Traced(Exception):
@@ -67,7 +67,7 @@ class _Traced(Exception):
 
 
 class _Tracer:
-    """In the place of a tf.function: traces it as if on a GPU and keeps what came out."""
+    """Takes the place of a tf.function: traces it as if on a GPU and keeps the result."""
 
     def __init__(self, function):
         self._function = function
@@ -79,7 +79,7 @@ class _Tracer:
 
 @contextlib.contextmanager
 def as_on_gpu(in_scope: bool = True) -> Iterator[None]:
-    """Within it TensorFlow says that there is a GPU. in_scope: and what is not pinned lies on it."""
+    """Context manager in which TensorFlow reports a GPU. in_scope: what is not pinned is placed on it, too."""
     gpu = tf.config.LogicalDevice("/device:GPU:0", "GPU")
     listed = tf.config.list_logical_devices
 
@@ -95,24 +95,24 @@ def as_on_gpu(in_scope: bool = True) -> Iterator[None]:
 
 
 def of_training(command_line: tuple[str, ...]) -> Audit:
-    """The training step of a command line."""
+    """Audits the training step of a command line."""
     with job_of(command_line) as job:
         return of_step(job)
 
 
 def of_step(job: Job) -> Audit:
-    """The training step of a job."""
+    """Audits the training step of a job."""
     return _audit(job, job.step, lambda: job.step(job.iterators(0), 1))
 
 
 def waits_of_training(command_line: tuple[str, ...]) -> list[str]:
-    """Where its training step waits for the GPU."""
+    """Returns where the training step of a command line waits for the GPU."""
     with job_of(command_line) as job:
         return graph_audit.waits(_traced(job, job.step, lambda: job.step(job.iterators(0), 1)), HOST)
 
 
 def of_evaluation(command_line: tuple[str, ...]) -> Audit:
-    """The evaluation of a command line."""
+    """Audits the evaluation of a command line."""
     with job_of(command_line) as job:
         evaluator = job.evaluator()
         return _audit(job, evaluator, evaluator)

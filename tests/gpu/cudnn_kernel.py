@@ -1,5 +1,5 @@
-"""cuDNN's attention, which only a GPU has: what it is asked for is computed by TensorFlow's operations in its place,
-from the operands and the configuration alone.
+"""Substitutes cuDNN's attention, which only a GPU has: TensorFlow's operations compute what it is asked for, from the
+operands and the configuration alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfdist.models import fused_attention
 
 @contextlib.contextmanager
 def cudnn_kernel() -> Iterator[list[str]]:
-    """A GPU with the kernel. The list gets the target of each call, of the trials, too."""
+    """Simulates a GPU with the kernel. Yields a list, which gets the target of each call, also of those in trials."""
     calls: list[str] = []
 
     def custom_call(target, *args):
@@ -37,7 +37,7 @@ def cudnn_kernel() -> Iterator[list[str]]:
 
 
 def computed(target, operands, config, results):
-    """What XLA says that these custom calls give, [B, N, T, H]."""
+    """Returns what these custom calls give according to XLA, [B, N, T, H]."""
     options = json.loads(config)["cudnn_fmha_backend_config"]
     is_backward, has_bias = target.endswith("Backward"), "ScaleBias" in target
     assert target == f"__cudnn$fmha{'ScaleBias' * has_bias}Softmax{'Backward' * is_backward}"

@@ -1,4 +1,4 @@
-"""One worker of the audit of tfdist.fit: traces steps, as if on a GPU, and writes what it found; no step is computed.
+"""One worker of the audit of tfdist.fit: traces steps as if on a GPU, and writes what it found. It computes no step.
 
     python -m tests.gpu.fit_worker OUT_DIR [ROW;ROW]
 
@@ -28,7 +28,7 @@ def main(out: Path, chosen: list[str]) -> None:
 
     lean.prepare()
     runtime: Any = tfdist.init(communication="ring", collective_timeout=120.0)
-    runtime._nccl = runtime._group.nccl = runtime._rows._group.nccl = True  # as they are where tensors live on GPUs
+    runtime._nccl = runtime._group.nccl = runtime._rows._group.nccl = True  # as where tensors are on GPUs
     for name, make in _rows().items():
         if chosen and name not in chosen:
             continue
@@ -51,7 +51,7 @@ class _Traced(Exception):
 
 @contextlib.contextmanager
 def _traced_only() -> Iterator[list]:
-    """A list to which the first step's traced function comes; it ends with _Traced."""
+    """Yields a list that gets the traced function of the first step, which then raises _Traced."""
     import tensorflow as tf
 
     make, found = tf.function, []

@@ -1,13 +1,13 @@
-"""Would a traced function run on a GPU? Looked up in the kernels of this TensorFlow's build, without a GPU.
+"""Checks without a GPU whether a traced function would run on one, in the kernel table of this TensorFlow build.
 
 TensorFlow registers the kernels of all devices in one table, in the wheel for CPUs, too. A function is traced within
 `tf.device("GPU:0")`; every operation of its graph, and of the graphs that it calls, must then
-  - have a kernel for GPUs for its dtypes, or be pinned to the CPU, or stand in ON_THE_HOST with the reason;
-  - sum no int32 over workers, which TensorFlow refuses on GPUs though it has a kernel (BaseCollectiveExecutor);
+  - have a GPU kernel for its dtypes, or be pinned to the CPU, or be listed in ON_THE_HOST with the reason;
+  - not sum int32 over workers, which TensorFlow refuses on GPUs although it has a kernel (BaseCollectiveExecutor);
   - not call Python, unless it is pinned to the CPU;
-  - take nothing large through an argument that a kernel wants in the host's memory;
+  - take nothing large through an argument that its kernel needs in the host's memory;
   - make nothing large in float64, in which GPUs are up to 64 times slower;
-  - if it is pinned to the CPU, neither take nor give anything large.
+  - if it is pinned to the CPU, neither take nor return anything large.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CALLS = ("StatefulPartitionedCall", "PartitionedCall", "While", "StatelessWhile
 _SUMS_OVER_WORKERS = ("CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "CollectiveReduceScatterV2")
 _TRIVIAL = ("NoOp", "Const", "Placeholder", "Identity")
 
-# Operations without a kernel for GPUs that no device runs, or that cost a GPU nothing.
+# Operations without a GPU kernel that no device runs, or that cost a GPU nothing.
 ON_THE_HOST = {
     "_Arg": "an argument of a function",
     "_Retval": "a result of a function",
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """Of one function."""
+    """The result for one function."""
 
     operations: int
     findings: tuple[Finding, ...]
@@ -62,7 +62,7 @@ class Audit:
 
 
 def audit(function: tf.types.experimental.ConcreteFunction, host: str = "CPU:0") -> Audit:
-    """Looks at every operation of a traced function. host: the device that stands for the host in it."""
+    """Checks every operation of a traced function. host: the device that stands for the host in it."""
     graph = function.graph
     operations = [operation for each in (graph, *_called(graph)) for operation in each.get_operations()]
     findings = [finding for operation in operations for finding in _findings(operation, host)]
@@ -71,7 +71,7 @@ def audit(function: tf.types.experimental.ConcreteFunction, host: str = "CPU:0")
 
 
 def _called(graph: tf.Graph) -> Iterator[tf.Graph]:
-    """The graphs of all functions that a graph knows: bodies of loops, branches, gradients."""
+    """Yields the graphs of all functions that a graph knows: bodies of loops, branches, gradients."""
     seen: set[str] = set()
     waiting = [graph]
     while waiting:
@@ -117,7 +117,7 @@ def _large(rule: str, operation: tf.Operation, tensors: Iterable[tf.Tensor]) -> 
 
 
 def _kernel(operation: tf.Operation):
-    """The kernel that a GPU would run; None if there is none."""
+    """Returns the kernel that a GPU would run; None if there is none."""
     for kernel in _kernels(operation.type):
         if all(_suits(operation, constraint) for constraint in kernel.constraint):
             return kernel
@@ -126,7 +126,7 @@ def _kernel(operation: tf.Operation):
 
 @functools.cache
 def _kernels(kind: str) -> tuple:
-    """For GPUs; a kernel made for them comes before one that is for any device."""
+    """Returns the kernels for GPUs; one made for GPUs comes before one for any device."""
     found = [
         kernel
         for kernel in kernels.get_registered_kernels_for_op(kind).kernel
@@ -147,7 +147,7 @@ def _suits(operation: tf.Operation, constraint) -> bool:
 
 
 def _host_tensors(operation: tf.Operation, kernel) -> Iterator[tf.Tensor]:
-    """Inputs and outputs that the kernel wants, or leaves, in the host's memory."""
+    """Yields the inputs that the kernel needs in the host's memory, and the outputs that it leaves there."""
     definition = op_def_registry.get(operation.type)
     if definition is None:
         return
@@ -164,7 +164,7 @@ def _host_tensors(operation: tf.Operation, kernel) -> Iterator[tf.Tensor]:
 
 
 def _length(operation: tf.Operation, argument) -> int:
-    """How many tensors belong to an argument."""
+    """Returns how many tensors belong to an argument."""
     if argument.number_attr:
         return int(operation.get_attr(argument.number_attr))
     if argument.type_list_attr:
@@ -173,7 +173,7 @@ def _length(operation: tf.Operation, argument) -> int:
 
 
 def _bytes(tensor: tf.Tensor) -> int:
-    """Of what is known of its shape; a dimension that is not known counts as 1."""
+    """Returns the size by the known part of its shape; an unknown dim counts as 1."""
     dtype = tensor.dtype.base_dtype
     if dtype in (tf.resource, tf.variant, tf.string) or tensor.shape.rank is None:
         return 0
@@ -185,14 +185,14 @@ def _described(tensor: tf.Tensor) -> str:
 
 
 def waits(function: tf.types.experimental.ConcreteFunction, host: str = "CPU:0") -> list[str]:
-    """Where the host waits for the GPU, and the GPU then for the host, which has launched nothing meanwhile: what lies
-    in the GPU's memory and is wanted in the host's, and what the host does once the GPU has done something. However
-    little it is. Not within what XLA compiles, nor in branches, which a step need not take."""
+    """Returns where the host waits for the GPU, and the GPU then for the host, which has launched nothing meanwhile:
+    tensors of any size that are in the GPU's memory and needed in the host's, and host operations that come after a GPU
+    operation. Functions that XLA compiles are left out, and branches, which a step need not take."""
     return [line for graph in _taken(function.graph) for line in _waits(graph, host)]
 
 
 def _taken(graph: tf.Graph) -> Iterator[tf.Graph]:
-    """The graph and those that it runs each time: loops and calls."""
+    """Yields the graph and those that it runs each time: loops and calls."""
     known = _functions(graph)
     yield graph
     for operation in graph.get_operations():
@@ -241,7 +241,7 @@ def _lies_on_host(tensor: tf.Tensor, host: str) -> bool:
 
 
 def summary(audits: Iterable[tuple[str, Audit]]) -> str:
-    """A table in Markdown: what was looked at, how many operations, what runs on the host, what is wrong."""
+    """Returns a Markdown table: what was audited, how many operations, what runs on the host, what is wrong."""
     rows = ["| what | operations | on the host | wrong |", "|---|---|---|---|"]
     for name, each in audits:
         wrong = "; ".join(sorted({f"{finding.rule}: {finding.op}" for finding in each.findings})) or "nothing"

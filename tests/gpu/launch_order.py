@@ -1,4 +1,4 @@
-"""Do all ranks launch their collectives in one order? If not, NCCL hangs."""
+"""Checks whether all ranks launch their collectives in the same order. If not, NCCL hangs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tfdist.runtime.launch_order import Launch
 
 
 def problems(recordings: Mapping[int, Sequence[Launch]]) -> Iterator[str]:
-    """What is wrong with what each rank has recorded, in words."""
+    """Yields, in words, what is wrong with the launches that each rank has recorded."""
     launches: dict[tuple[int, int], dict[int, Launch]] = {}
     for rank, recording in recordings.items():
         for launch in recording:

@@ -1,4 +1,4 @@
-"""What tests/gpu/mesh_worker.py and fit_worker.py found, of all ranks."""
+"""Runs tests/gpu/mesh_worker.py and fit_worker.py, and collects what all ranks found."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tfdist.runtime.launch_order import Launch
 
 
 class MeshReport(NamedTuple):
-    """Of one mesh, for each rank."""
+    """The findings on one mesh, for each rank."""
 
     audits: Sequence[Audit]
     launches: Mapping[int, Sequence[Launch]]
 
 
 def of_meshes(workers: int, folder: Path, rows: Sequence[str] = ()) -> dict[str, MeshReport]:
-    """row -> what its ranks found. rows: of those with so many workers; none: all. Raises RuntimeError with the output
-    of workers that failed.
+    """row -> what its ranks found. rows: which of the rows for this number of workers; empty: all. Raises RuntimeError
+    with the output of workers that failed.
     """
     return _reports("tests.gpu.mesh_worker", workers, folder, ",".join(rows))
 
 
 def of_fits(workers: int, folder: Path, rows: Sequence[str] = ()) -> dict[str, MeshReport]:
-    """The same of tfdist.fit."""
+    """The same for tfdist.fit."""
     return _reports("tests.gpu.fit_worker", workers, folder, ";".join(rows))
 
 

@@ -1,8 +1,8 @@
-"""One worker of the audit of meshes: traces steps, as if on a GPU, and writes what it found; nothing is computed.
+"""One worker of the audit of meshes: traces steps as if on a GPU, and writes what it found. It computes nothing.
 
     python -m tests.gpu.mesh_worker OUT_DIR [ROW,ROW]
 
-ROWS of tests/parity/mesh_worker.py that take as many workers as TF_CONFIG lists. Writes OUT_DIR/ROW-RANK.json: the
+Takes the ROWS of tests/parity/mesh_worker.py for as many workers as TF_CONFIG lists. Writes OUT_DIR/ROW-RANK.json: the
 audit, and the collectives in the order in which they are launched.
 """
 
@@ -41,14 +41,14 @@ def main(out: Path, chosen: list[str]) -> None:
         runtime = MeshRuntime(Mesh.parse(row.mesh, cluster.size), cluster, world, 120.0)
         job = build.compose(config, runtime)
         for group in runtime._groups.values():
-            group.nccl = True  # as they are where tensors live on GPUs
+            group.nccl = True  # as where tensors are on GPUs
         with recorded() as launches:
             found = of_step(job)
         report = {"audit": dataclasses.asdict(found), "launches": launches}
         (out / f"{name}-{runtime.rank}.json").write_text(json.dumps(report))
         runtime.barrier()
     print("audit: done", flush=True)
-    say_goodbye(cluster, world.strategy)  # the other may still be in the last barrier
+    say_goodbye(cluster, world.strategy)  # other ranks may still be in the last barrier
 
 
 if __name__ == "__main__":

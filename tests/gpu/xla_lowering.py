@@ -1,7 +1,7 @@
-"""Does XLA lower for GPUs what --jit_compile compiles? Looked up without one.
+"""Checks without a GPU whether XLA can lower for GPUs what --jit_compile compiles.
 
-XLA lowers a function to HLO for a platform that the process lacks, if its weights are arguments of it. So the forward
-and the backward pass of a command line's model are written with `stateless_call`, as a Keras user would.
+XLA lowers a function to HLO for a platform that the process lacks, if the weights are arguments of the function. So the
+forward and backward pass of a command line's model are written with `stateless_call`, as a Keras user would do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPERATION = re.compile(r"= \S+ ([a-z][a-z0-9-]*)\(")
 
 
 def lowered(command_line: tuple[str, ...]) -> collections.Counter[str]:
-    """How often each kind of HLO operation is there. Raises what TensorFlow raises where it cannot be lowered."""
+    """Returns how often each kind of HLO operation occurs. Raises TensorFlow's error if it cannot be lowered."""
     with job_of(command_line) as job:
         model = job.model
         with as_on_gpu(in_scope=False):

@@ -59,7 +59,7 @@ OTHER_VALUES: tuple[Any, ...] = (
 
 
 def _at_random(document: Any, chance: random.Random) -> Any:
-    """One change somewhere in a JSON document."""
+    """Returns a JSON document with one change somewhere."""
     document = copy.deepcopy(document)
     places: list[tuple[Any, Any]] = []
 
@@ -122,7 +122,7 @@ def _told(kind: str, text: str, codes: frozenset[int], *words: str) -> Mistake:
     return one(kind, SHORT, codes, *words, environment={"TF_CONFIG": text})
 
 
-# changes of `VALID` that cannot be
+# changes of `VALID` that are never valid -> a word of the sentence
 SURELY_WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"task": {"type": "worker", "index": 2}}, "task.index"),
     ({"task": {"type": "worker", "index": -1}}, "task.index"),
@@ -164,7 +164,7 @@ def surely_wrong(chance: random.Random) -> Mistake:
 
 
 def peers(chance: random.Random) -> Mistake:
-    """Addresses of which one is wrong in the world, and not in its form."""
+    """One of the addresses is well-formed, but wrong on this machine or network."""
     how = chance.choice(["absent", "name", "busy", "other's", "short"])
     if how == "absent":
         return _told("TF_CONFIG: a peer that does not come", json.dumps(VALID), STARTUP, "worker 1")
@@ -175,7 +175,7 @@ def peers(chance: random.Random) -> Mistake:
         wrong = {**VALID, "cluster": {"worker": ["127.0.0.1:{busy}", "127.0.0.1:{port1}"]}}
         return _told("TF_CONFIG: a port in use", json.dumps(wrong), STARTUP, "is in use on this machine")
     if how == "other's":
-        wrong = {**VALID, "cluster": {"worker": ["192.0.2.1:{port0}", "127.0.0.1:{port1}"]}}  # an address of nobody
+        wrong = {**VALID, "cluster": {"worker": ["192.0.2.1:{port0}", "127.0.0.1:{port1}"]}}  # nobody has this address
         return _told("TF_CONFIG: another machine's address", json.dumps(wrong), STARTUP, "192.0.2.1", "worker 1")
     alone = {"cluster": {"worker": ["127.0.0.1:{busy}"]}, "task": {"type": "worker", "index": 0}}
     return _told("TF_CONFIG: a port in use by one worker", json.dumps(alone), ANY)
@@ -260,7 +260,7 @@ def environment(chance: random.Random) -> Mistake:
     return one("environment: of tfdist and others", SHORT, codes, word, environment=variables)
 
 
-# Of an object store's own: variables -> the one that is named.
+# Variables of an object store -> the one that must be named.
 OF_A_STORE = (
     ({"AWS_PROFILE": "nosuch"}, "AWS_PROFILE"),
     ({"AWS_ENDPOINT_URL": "nowhere"}, "AWS_ENDPOINT_URL"),

@@ -19,7 +19,7 @@ USUAL = {*modules.TRAIN, *modules.MINE.splitlines(), *modules.SCRIPT.splitlines(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one mistake."""
+    """The result of one mistake."""
 
     name: str  # "seed 1, number 3"
     mistake: Mistake

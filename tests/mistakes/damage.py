@@ -1,8 +1,8 @@
-"""What happens to files: operations on a path below a folder, as plain data so that a case can be told and repeated.
+"""Damages files: operations on a path below a folder, as plain data so that a case can be printed and repeated.
 
 ("remove",) ("truncate", share) ("flip", share) ("append", text) ("write", text) ("folder",) ("copy", path) ("rename",
-path) ("json", keys, value) an entry is set, ("drop", keys) removed; with a manifest's checksum made anew: ("sealed",
-keys, value) and ("sealed_drop", keys)
+path) ("json", keys, value) sets an entry, ("drop", keys) removes it; ("sealed", keys, value) and ("sealed_drop", keys)
+do the same and recompute the checksum of a manifest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from tfdist.artifacts.manifest import sealed
 
 
 def apply(folder: Path, damage: Sequence[Any]) -> None:
-    """(operation, path, *its arguments) on a file or folder that is there; what is not there is left alone."""
+    """Applies (operation, path, *its arguments). Except for "write" and "folder", does nothing if the path does not
+    exist.
+    """
     operation, name, *arguments = damage
     path = folder / name
     if operation in ("write", "folder"):
@@ -61,7 +63,7 @@ def _change(path: Path, operation: str, arguments: Sequence[Any]) -> None:
 
 
 def _with(document: Any, keys: Sequence[str], value: Sequence[Any]) -> Any:
-    """The document with the entry at `keys` set to value[0], or removed."""
+    """Returns the document with the entry at `keys` set to value[0], or removed if `value` is empty."""
     if not keys:
         return value[0] if value else {}
     inner, *rest = keys

@@ -1,4 +1,4 @@
-"""The mistakes of the default suite: of those that SEED draws, one or two of each kind that ends soon."""
+"""The mistakes of the default suite: those that SEED draws, one or two of each kind that ends soon."""
 
 SEED = 16
 NUMBERS = (

@@ -1,4 +1,4 @@
-"""Mistakes in run folders: damaged, cut off, mixed up; and in folders of data."""
+"""Mistakes in run folders (damaged, truncated, mixed up) and in data folders."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ GOES_ON = (*TRAIN, "--steps=8")
 
 
 def _damage(chance: random.Random, folder: str) -> tuple[Any, ...]:
-    """One thing that happens to a snapshot so that it is not what was written."""
+    """Draws one damage to a snapshot."""
     step = int(folder[-8:])
     files = [f"{folder}/manifest.json", f"{folder}/state-{step}.index", f"{folder}/state-{step}.data-00000-of-00001"]
     file = chance.choice(files)
@@ -82,7 +82,7 @@ def _damage(chance: random.Random, folder: str) -> tuple[Any, ...]:
 
 
 def damaged(chance: random.Random) -> Mistake:
-    """The newest snapshot is damaged: the one before is taken, and it is said why."""
+    """The newest snapshot is damaged: the one before it is taken, and the reason is logged."""
     damage = _damage(chance, NEW)
     command = chance.choice([GOES_ON, ("evaluate", "--run_dir=run"), (*GOES_ON, "--resume=must")])
     return one("run folder: the newest snapshot is damaged", command, OK, prepared=("run",), damage=(damage,))
@@ -105,7 +105,7 @@ def all_damaged(chance: random.Random) -> Mistake:
 
 
 def sealed(chance: random.Random) -> Mistake:
-    """A manifest whose checksum fits, with something that no writer of ours has written."""
+    """A manifest whose checksum is right, but whose content tfdist never writes."""
     entry = chance.choice(ENTRIES[:-1])
     keys = [
         entry,
@@ -137,7 +137,7 @@ def sealed(chance: random.Random) -> Mistake:
 
 
 def other_file(chance: random.Random) -> Mistake:
-    """Everything else in a run folder."""
+    """Damages any other file in a run folder."""
     file = chance.choice(
         [
             "flags.txt",
@@ -194,7 +194,7 @@ def other_file(chance: random.Random) -> Mistake:
 
 
 def logs(chance: random.Random) -> Mistake:
-    """Records that no version of ours has written."""
+    """Records that no version of tfdist has written."""
     entry = chance.choice(["v", "time", "run_id", "attempt", "rank", "host", "kind", "step", "values"])
     record = (
         '{"v": 1, "time": "2026-01-01T00:00:00.000+00:00", "run_id": "a", "attempt": 0, "rank": 0, "host": "h", "kind":'

@@ -1,5 +1,5 @@
-"""Whether a mistake ended as it must: the right code, one sentence that names what was wrong, nothing from inside
-TensorFlow.
+"""Checks whether a mistake ended as it must: with the right code, one sentence that names what was wrong, and nothing
+from inside TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NO_LAYOUT = "   does not fit, because even "
 
 
 def sentence(outcome: Outcome) -> str:
-    """The last that tfdist says of an error; ""."""
+    """Returns the last error message of tfdist; "" if there is none."""
     told = _SENTENCE.findall(outcome.output)
     return told[-1][0] if told else ""
 
 
 def problems(mistake: Mistake, outcomes: Sequence[Outcome]) -> list[str]:
-    """What is wrong with the way a case ended; [] if nothing is."""
+    """Returns what is wrong with the way a case ended; [] if nothing is."""
     found = []
     for index, outcome in enumerate(outcomes):
         found += [f"process {index}: {problem}" for problem in _of_one(mistake, outcome)]
@@ -60,7 +60,7 @@ def _of_one(mistake: Mistake, outcome: Outcome) -> list[str]:
     if "Traceback" in outcome.output and ExitCode.INTERNAL not in mistake.codes:
         found.append("a traceback")
     told = _SENTENCE.findall(outcome.output)
-    answered = _NO_LAYOUT in outcome.output  # by a plan, whose code says so, too
+    answered = _NO_LAYOUT in outcome.output  # by a plan, whose exit code says so, too
     if outcome.code not in (0, 1, 130, 42, None) and not (
         answered or any(int(code) == outcome.code for _, code, _ in told)
     ):
@@ -82,7 +82,7 @@ def _of_one(mistake: Mistake, outcome: Outcome) -> list[str]:
 
 
 def problems_of_script(outcomes: Sequence[Outcome], alone: Sequence[Outcome]) -> list[str]:
-    """The same of a Keras script: `alone`, the same script in one process, tells what plain Keras makes of it."""
+    """The same for a Keras script. alone: the same script in one process, which shows what plain Keras does."""
     (plain,) = alone
     found = []
     for index, outcome in enumerate(outcomes):
@@ -109,7 +109,7 @@ def problems_of_script(outcomes: Sequence[Outcome], alone: Sequence[Outcome]) ->
 
 
 def _kind(outcome: Outcome) -> str:
-    """The kind of the error that ended a script. "of the script": raised there on purpose, on one worker."""
+    """Returns the kind of the error that ended a script. "of the script": raised on purpose, on one worker."""
     told = re.findall(r"^tfdist: error: unexpected (\w+)", outcome.output, re.MULTILINE)
     if not told:
         return "no error"

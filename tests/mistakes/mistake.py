@@ -16,13 +16,13 @@ CHECKPOINT, DIVERGED, UNSUPPORTED = (
     frozenset({code}) for code in (ExitCode.CHECKPOINT, ExitCode.DIVERGED, ExitCode.UNSUPPORTED)
 )
 OK = frozenset({ExitCode.OK})
-ANY = frozenset(ExitCode) - {ExitCode.INTERNAL}  # where the change may have left something valid
+ANY = frozenset(ExitCode) - {ExitCode.INTERNAL}  # if the change may have left something valid
 
 
 @dataclass(frozen=True)
 class Process:
-    """One command, `train --steps=3`, and what it finds in its environment. "{port0}" and "{port1}" are ports that are
-    free, "{busy}" is one that is not."""
+    """One command, such as `train --steps=3`, and the variables of its environment. "{port0}" to "{port2}" are free
+    ports, "{busy}" is a port in use."""
 
     arguments: tuple[str, ...]  # the command first: a module of tfdist
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -32,11 +32,11 @@ class Process:
 class Mistake:
     """Processes in a folder of their own.
 
-    codes: how one of them must end; the others may have lost it. words: one of them is in its sentence, if there are
-    any.
-    files: path -> text, over those of every case (modules.py). prepared: folders that are there (prepared.py).
-    damage: what is done to files before (damage.py). plain: the processes run a Keras script, in which what one process
-    alone fails with may also be the end of several.
+    codes: how one process must end; the others may have ended because they lost it. words: if any are given, one of
+    them must be in the sentence of that process.
+    files: path -> text, in addition to or instead of those of every case (modules.py). prepared: folders that exist
+    (prepared.py). damage: what is done to files before the start (damage.py). plain: the processes run a Keras script;
+    several of them may end with the error with which one process alone ends.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Mistake:
         return ExitCode.OK not in self.codes
 
     def describe(self, usual: Collection[str] = ()) -> str:
-        """In one line, for people; without what is `usual`: arguments, and lines of files."""
+        """Returns one line for people, without `usual` arguments and lines of files."""
         parts = [
             " ".join([process.arguments[0], *(argument for argument in process.arguments[1:] if argument not in usual)])
             + "".join(f" {name}={value}" for name, value in process.environment.items())
@@ -77,5 +77,5 @@ def one(
     environment: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Mistake:
-    """A mistake of one process."""
+    """Returns a mistake of one process."""
     return Mistake(kind, (Process(tuple(arguments), environment or {}),), codes, words, **fields)

@@ -1,8 +1,8 @@
-"""The user's own modules of a case, as they are before something is wrong with them."""
+"""The user's modules of a case, before anything is wrong with them."""
 
 from __future__ import annotations
 
-# What every case has in its folder as mine.py. Each function is on its own, so that one of them can be replaced.
+# What every case has in its folder as mine.py. Each function is separate, so that one of them can be replaced.
 DATA = """
 def data(split):
     random = np.random.default_rng(split == "train")
@@ -50,7 +50,7 @@ def augment(x, y, seeds):
 HEAD = "import numpy as np\n"
 MINE = HEAD + "\n".join([DATA, OBJECT, STREAM, MODEL, OBJECTIVE, AUGMENT])
 
-# A Keras script over two workers.
+# A Keras script for two workers.
 SCRIPT = """
 import keras
 import numpy as np

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tests.mistakes import clusters, folders, scripts, tools, train_flags, user_code
 from tests.mistakes.mistake import Mistake
 
-# family -> how often it is drawn. Those that are found at once are drawn as often as those that train first, in all.
+# family -> its weight in the draw. In total, mistakes that are found at once are as frequent as those that train first.
 FAMILIES: dict[Callable[[random.Random], Mistake], int] = {
     train_flags.number: 7,
     train_flags.name: 2,

@@ -1,4 +1,4 @@
-"""Folders that cases find: a finished run, records, texts. Made once, copied for each."""
+"""Folders that cases find: a finished run, records, texts. They are made once, and copied for each case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RUN = [*modules.TRAIN, "--steps=6", "--save_every=3", "--export=keras"]
 
 
 def write_data(folder: Path) -> None:
-    """records/ and texts/. Imports TensorFlow, and uses it: in a process of its own."""
+    """Writes records/ and texts/. Imports and uses TensorFlow, so it must run in a process of its own."""
     import numpy as np
     import tensorflow as tf
 

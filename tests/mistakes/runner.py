@@ -1,4 +1,4 @@
-"""Runs mistakes: each in a folder of its own, its processes warm (tests/warm_start) or as a user starts them."""
+"""Runs mistakes: each in its own folder, its processes started warm (tests/warm_start) or as a user starts them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.mistakes.mistake import Mistake
 from tests.warm_start import client
 
 LIMIT_SECONDS = 90.0  # for a case; the longest of them wait a few seconds for a peer
-_OTHERS_SECONDS = 40.0  # for the others, when one has ended
-_MEMORY_BYTES = 40 * 2**30  # of addresses: a number that is too large must not take the machine's memory
+_OTHERS_SECONDS = 40.0  # for the other processes, when one has ended
+_MEMORY_BYTES = 40 * 2**30  # of address space: a number that is too large must not take the machine's memory
 _REPOSITORY = str(Path(__file__).resolve().parents[2])
 
 
@@ -39,7 +39,7 @@ class Outcome:
 
 
 class Runner:
-    """Makes what cases find (prepared.py) once. Each case has a folder of its own, which is removed."""
+    """Makes the folders that cases find (prepared.py) once. Each case has its own folder, which is removed."""
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="tfdist-mistakes-"))
@@ -58,7 +58,7 @@ class Runner:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, mistake: Mistake, fresh: bool = False, alone: bool = False) -> list[Outcome]:
-        """fresh: as a user starts them. alone: one process, which knows of no others."""
+        """fresh: starts processes as a user does. alone: starts only one process, which knows of no others."""
         self._number += 1
         folder = self.folder / f"case-{self._number}"
         folder.mkdir()
@@ -98,7 +98,7 @@ def _limit_memory() -> None:
 
 
 def _start(command: list[str], folder: Path, environment: Mapping[str, str], log: Path) -> subprocess.Popen:
-    """`python -m *command`, the first process of a session."""
+    """Starts `python -m *command` as the first process of a session."""
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -141,7 +141,7 @@ def _await(started: list[subprocess.Popen], folder: Path) -> list[Outcome]:
         time.sleep(0.01)
     for (
         process
-    ) in started:  # each leads a group: of what it has started, and of the processes of its own that outlived it
+    ) in started:  # each leads a group of the processes that it has started, some of which may have outlived it
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     return [found[index] for index in range(len(started))]

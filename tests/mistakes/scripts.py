@@ -1,6 +1,6 @@
-"""Mistakes in Keras scripts that call tfdist.fit and its kin on two workers.
+"""Mistakes in Keras scripts that call tfdist.fit and related functions on two workers.
 
-What is wrong for plain Keras too (the same script in one process) may end as it does there: with Keras' own words and
+What is wrong in plain Keras, too (the same script in one process), may end as it does there: with Keras' own words and
 code 1. What plain Keras can do must work, or be refused in a sentence.
 """
 
@@ -25,7 +25,7 @@ _COMPILE = (
 )
 _LABELS = "y = random.integers(0, 3, 24)"
 
-# (old text, new text); with several workers a script knows its rank as `rank`
+# (old text, new text); a script on several workers knows its rank as `rank`
 CHANGES: tuple[tuple[str, str], ...] = (
     *(
         (_FIT, new)

@@ -10,7 +10,7 @@ from tests.mistakes.modules import SCRIPT, TRAIN
 from tests.mistakes.train_flags import NOT_NUMBERS, misspelt
 
 RUN = TRAIN[1:]
-# command -> (what stands before the flag, what after it, {number flag: least}, {choice flag: choices})
+# Of each command: (arguments before the flag, arguments after it, {number flag: least}, {choice flag: choices}).
 LAUNCH = (
     ("launch", "--workers=1"),
     ("--", *RUN, "--dry_run"),
@@ -108,7 +108,7 @@ def choice(chance: random.Random) -> Mistake:
     return one(f"{command}: a misspelt value", [*before, f"--{flag}={wrong}", *after], CONFIG, f"--{flag}")
 
 
-# kind -> arguments, codes, a word
+# command -> (arguments, codes, a word of the sentence)
 CURATED: dict[str, tuple[tuple[tuple[str, ...], frozenset[int], str], ...]] = {
     "launch": (
         (("launch", "--workers=2"), CONFIG, "--"),

@@ -13,7 +13,7 @@ NUMBERS = [field for field in OPTIONS if type(field.default) in (int, float)]
 TEXTS = [field.name for field in OPTIONS if isinstance(field.default, str) and not field.metadata["choices"]]
 CHOICES = [field for field in OPTIONS if field.metadata["choices"]]
 BOOLS = [field.name for field in OPTIONS if isinstance(field.default, bool)]
-# Numbers that cannot mean anything if they have no end; others are limits, which may be off.
+# Numbers for which infinity makes no sense. The others are limits, which infinity turns off.
 ENDLESS = (
     "learning_rate",
     "weight_decay",
@@ -46,7 +46,7 @@ NOT_NUMBERS = (
     "++1",
 )
 HUGE = (2**31, 2**63, 2**64 + 1, 10**30)
-# Too much of these would only be slow, or is honoured.
+# Numbers for which a huge value is only slow, or is obeyed.
 NOT_HUGE = (
     "steps",
     "epochs",
@@ -133,7 +133,7 @@ def boolean(chance: random.Random) -> Mistake:
 
 
 def form(chance: random.Random) -> Mistake:
-    """Arguments that are no flags."""
+    """Arguments that are not flags."""
     arguments = [*TRAIN]
     how = chance.choice(["word", "dash", "spaces", "no value", "before", "colon", "one dash"])
     wrong = {
@@ -153,7 +153,7 @@ def form(chance: random.Random) -> Mistake:
     )
 
 
-# flag -> values that cannot be, and the code of each kind of mistake
+# flag -> values that it cannot have, except in VALID
 WRONG_TEXTS: dict[str, tuple[str, ...]] = {
     "mesh": (
         "data=2",
@@ -334,7 +334,7 @@ WRONG_TEXTS: dict[str, tuple[str, ...]] = {
         "mine:objective",
     ),
 }
-# What is a matter of the data, and not of the flag alone.
+# Flags whose values depend on the data, and not on the flag alone.
 OF_THE_DATA = ("data_dir", "source", "augment", "model_args", "model")
 
 
@@ -364,7 +364,7 @@ def text(chance: random.Random) -> Mistake:
     )
 
 
-# Of the above: which are valid, here or there.
+# Values of the above that are valid in some case.
 VALID = {
     ("model_args", "widths=()"),
     ("optimizer_args", "foo="),
@@ -454,7 +454,7 @@ def contradiction(chance: random.Random) -> Mistake:
 
 
 def odd_text(chance: random.Random) -> Mistake:
-    """Texts that nobody types on purpose: nothing of them may reach a terminal as an order."""
+    """Texts that nobody types on purpose: none of them may reach a terminal as a control sequence."""
     flag = chance.choice([flag for flag in TEXTS if flag not in ("trackers",)])
     value = chance.choice(
         [

@@ -1,4 +1,4 @@
-"""Mistakes in modules of the user's own: data, model, objective, augmentation."""
+"""Mistakes in a user's modules: data, model, objective, augmentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WRONG = CONFIG | DATA
 
 @dataclass(frozen=True)
 class Part:
-    """A function of mine.py: where it stands, by which flags it is used, and what names it."""
+    """A function of mine.py: its text, the flags that use it, and the words that name it."""
 
     text: str
     flags: tuple[str, ...]
@@ -561,7 +561,7 @@ CHANGES: dict[str, tuple[tuple[str, str, frozenset[int]], ...]] = {
         )
     ),
 }
-# What is wrong with the file as a whole
+# What is wrong with the file as a whole: (text before it, text after it or instead of it)
 WHOLE: tuple[tuple[str, str], ...] = (
     ("", "def data(split)\n    return 1\n"),
     ("raise RuntimeError('on import')\n", ""),
@@ -610,7 +610,7 @@ def function(chance: random.Random) -> Mistake:
 
 
 def _setting(part: str, chance: random.Random) -> list[str]:
-    """Other ways to the same code."""
+    """Draws flags that reach the same code in other ways."""
     return chance.choice(
         [
             [],
@@ -623,7 +623,7 @@ def _setting(part: str, chance: random.Random) -> list[str]:
             ["--precision=bfloat16"],
             ["--noshuffle"],
             ["--strategy=mirrored", "--virtual_devices=2"],
-            ["--epochs=1", "--steps=0"] if part != "stream" else [],  # of which no number of samples is known
+            ["--epochs=1", "--steps=0"] if part != "stream" else [],  # its number of samples is unknown
             ["--ema=0.9"],
         ]
     )

@@ -1,4 +1,4 @@
-"""What a Group must do, checked from inside: one process of tests/multi/test_collectives.py.
+"""Checks from inside what a Group must do: one process of tests/multi/test_collectives.py.
 
 python -m tests.multi.collectives MESH        every group of a mesh, with TF_CONFIG
 python -m tests.multi.collectives wrong       one rank is left out of the others' group
@@ -12,7 +12,7 @@ import sys
 
 
 def check(runtime, axes: tuple[str, ...]) -> None:
-    """All collectives of the group along `axes`, with their gradients, against numpy."""
+    """Compares all collectives of the group along `axes`, and their gradients, with NumPy."""
     import numpy as np
 
     group = runtime.group(*axes)
@@ -64,8 +64,8 @@ def check(runtime, axes: tuple[str, ...]) -> None:
 
 
 def results_and_gradients(calls, of) -> list:
-    """(result, gradient) at this rank's tensor of each (collective, kind, shape, shape of the result), for upstream
-    gradients of kind + 1. One graph: most of their cost is that they are traced.
+    """Returns (result, gradient) for each call (collective, kind, shape, shape of the result) at this rank's tensor,
+    with upstream gradients of kind + 1. All are in one graph, because most of their cost is tracing.
     """
     import tensorflow as tf
 
@@ -130,7 +130,7 @@ def check_types(group, stacked, of, rank: int) -> None:
 
 
 def check_points(group, of, rank: int) -> None:
-    """x goes round the ring of ranks: each sends 2 * (what it got) on; the gradient comes back the other way."""
+    """Sends x around the ring of ranks: each passes on 2 * (what it got). The gradient comes back the other way."""
     import numpy as np
     import tensorflow as tf
 
@@ -167,7 +167,7 @@ def send(group, x, to: int):
     @tf.custom_gradient
     def sent(t):
         def gradient(upstream):
-            with tf.control_dependencies([upstream]):  # on which a send back of our own may hang
+            with tf.control_dependencies([upstream]):  # it may trigger a send back of our own
                 return back.put_or_take(None, to, t.shape, t.dtype)
 
         with tf.control_dependencies([there.put_or_take(t, group.rank, t.shape, t.dtype)]):
@@ -177,8 +177,8 @@ def send(group, x, to: int):
 
 
 def receive(group, source: int, shape, after):
-    """Receives what rank `source` sends, float32. `after`: a float tensor (any, for example the result of `send`)
-    through which the gradient finds its way here."""
+    """Receives what rank `source` sends, float32. `after`: any float tensor (for example the result of `send`), through
+    which the gradient reaches this function."""
     import tensorflow as tf
 
     there, back = group.pair(source, group.rank), group.pair(group.rank, source)
@@ -196,7 +196,7 @@ def receive(group, source: int, shape, after):
 
 
 def check_hierarchical(runtime) -> None:
-    """In two levels the sum and its gradient are those of the flat all-reduce; uneven hosts are refused."""
+    """Checks that the two-level sum and its gradient equal those of the flat all-reduce; uneven hosts are refused."""
     import numpy as np
     import pytest
     import tensorflow as tf
@@ -245,7 +245,7 @@ def check_hierarchical(runtime) -> None:
 
 
 def leave_one_out(runtime) -> None:
-    """Rank 0 and 1 believe in a group of three, rank 2 in one of two."""
+    """Ranks 0 and 1 take their group as one of three, rank 2 as one of two."""
     group = runtime.group_of((0, 1, 2) if runtime.rank < 2 else (1, 2))
     print("met", group.ranks, flush=True)
 
@@ -267,7 +267,7 @@ def get_stuck(runtime) -> None:
 
 
 def count_threads(runtime) -> None:
-    """Collectives must not leave anything behind that grows with their number."""
+    """Checks that collectives leave nothing behind that grows with their number."""
     import tensorflow as tf
 
     def step(count, x):

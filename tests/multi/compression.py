@@ -1,10 +1,10 @@
 """Trains with every compression, for tests/multi/test_compression.py: one process of two.
 
     python -m tests.multi.compression digits|text [all]   {"kind": [final loss, bytes sent, bytes on the wire]}
-    python -m tests.multi.compression resumed FOLDER      stops and goes on from a snapshot: {"kind": what differs}
+    python -m tests.multi.compression resumed FOLDER      stops and resumes from a snapshot: {"kind": what differs}
 
-"at once" is without the steps of whole gradients at the start. A job that has those has both ways to travel in its
-graph, so that its bytes on the wire are told by one without them.
+"at once": without the initial steps with uncompressed gradients. A job with such steps has both ways of reduction in
+its graph. So its bytes on the wire are measured with a job without them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(name: str, kinds: tuple[str, ...]) -> None:
     found, steps = {}, base.run.steps
     for kind in kinds:
         job, iterators = make(kind)
-        if kind != "powersgd at once":  # of which the bytes are looked at, not the loss
+        if kind != "powersgd at once":  # only its bytes are checked, not its loss
             job.step(iterators, steps - steps // 10)
         loss = job.step(iterators, steps // 10).means["loss"]
         update = job.step.update
@@ -104,8 +104,8 @@ def main(name: str, kinds: tuple[str, ...]) -> None:
 
 
 def resumed(folder: str) -> None:
-    """The second 3 of 6 steps, and the same by another job: from a snapshot in parts, then from a whole one through
-    the chief; bit for bit."""
+    """Runs the second 3 of 6 steps, and the same in another job, bit for bit: first from a snapshot in shards, then
+    from a whole one through the chief."""
     import keras
 
     from tfdist import build
@@ -168,7 +168,7 @@ def resumed(folder: str) -> None:
 
 
 def operations(function):
-    """All operations of a traced function, with those of its loops and branches."""
+    """Yields all operations of a traced function, including those of its loops and branches."""
     graph = function._list_all_concrete_functions()[0].graph
     yield from graph.get_operations()
     for inner in graph._functions.values():

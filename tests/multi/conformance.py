@@ -1,4 +1,4 @@
-"""What every Runtime must do, checked from inside: one process of tests/multi/test_conformance.py.
+"""Checks from inside what every Runtime must do: one process of tests/multi/test_conformance.py.
 
 python -m tests.multi.conformance [train flags]      with TF_CONFIG for more than one worker
 """
@@ -29,7 +29,7 @@ def check(runtime, strategy: Strategy) -> None:
         and runtime.first_replica == rank * runtime.local_replicas
     )
 
-    # A process asks TensorFlow about its own devices only: of those of others it knows nothing but the name.
+    # A process asks TensorFlow about its own devices only: of those of other processes it knows only the names.
     own, worker = own_devices("CPU"), tf.constant(0).device.rpartition("/device:")[0]
     assert len(own) == max(runtime.local_replicas, 1)
     assert all("/job:" not in name or name.startswith(f"{worker}/") for name in own)
@@ -63,12 +63,12 @@ def check(runtime, strategy: Strategy) -> None:
     for received, expected in zip(runtime.broadcast(mine), chiefs, strict=True):
         assert received.dtype == expected.dtype and received.tobytes() == expected.tobytes()
 
-    # Objects of any size are the chief's.
+    # All ranks get the chief's object, of any size.
     for value in ({"a": [1, 2.5, None]}, "ü" * 5, (), np.arange(3)):
         found = runtime.broadcast_object(value if rank == 0 else "x" * (100 * rank))
         assert repr(found) == repr(value), found
 
-    # Every replica has an index of its own, and sums are over all of them.
+    # Every replica has its own index, and sums are over all replicas.
     @tf.function(autograph=False)
     def indices():
         return runtime.local(runtime.run(lambda: runtime.replica_id()))
@@ -76,7 +76,7 @@ def check(runtime, strategy: Strategy) -> None:
     local = [int(index) for index in indices()]
     assert local == list(range(runtime.first_replica, runtime.first_replica + runtime.local_replicas))
 
-    shapes = [(), (7,), (0,), (33, 65), (1,), (7,), (33, 65)]  # two of a kind, which must not change places
+    shapes = [(), (7,), (0,), (33, 65), (1,), (7,), (33, 65)]  # some occur twice, and must not be swapped
 
     def of_replica(index):
         return [
@@ -95,7 +95,7 @@ def check(runtime, strategy: Strategy) -> None:
                 for index in range(runtime.local_replicas)
             ]
         )
-        # A second and third round on the sums of the first: what changes places twice is back again.
+        # An odd number of rounds, each on the sums before: tensors that are swapped twice are back in place.
         _, values = tf.while_loop(lambda count, _: count < n, once, (0, values))
         return runtime.local(values)
 
@@ -109,7 +109,7 @@ def check(runtime, strategy: Strategy) -> None:
             everywhere = runtime.all_gather(value.numpy())
             assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
 
-    # bfloat16 is summed to its precision, beside float32 that stays exact, and all replicas get the same bits.
+    # bfloat16 is summed to its precision, float32 next to it stays exact, and all replicas get the same bits.
     @tf.function(autograph=False)
     def small():
         values = runtime.per_replica(
@@ -132,7 +132,7 @@ def check(runtime, strategy: Strategy) -> None:
             everywhere = runtime.all_gather(value.numpy())
             assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
 
-    # In a step each replica draws other numbers from a generator that all have alike, and none again.
+    # Each replica draws different numbers in a step, from a generator that is the same on all, and none occurs again.
     with runtime.scope():
         generator = tf.random.Generator.from_seed(4)
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
@@ -145,7 +145,7 @@ def check(runtime, strategy: Strategy) -> None:
     drawn = runtime.all_gather(np.stack([numbers().numpy() for _ in range(2)]))
     assert len(set(drawn.ravel().tolist())) == 4 * runtime.replicas, drawn
 
-    # Of slices the sum is those of all replicas; a mesh and parameter servers never get any.
+    # The sum of slices consists of the slices of all replicas. A mesh and parameter servers never get any.
     @tf.function(autograph=False)
     def gathered(values):
         return runtime.local(
@@ -169,7 +169,7 @@ def check(runtime, strategy: Strategy) -> None:
                 rows
             )
 
-    # Rows of all replicas, in one order, with the gradient of the sum of all replicas' losses.
+    # gather_row gives the rows of all replicas, in one order, with the gradient of the sum of all replicas' losses.
     @tf.function(autograph=False)
     def rows(dtype):
         def of_replica():
@@ -202,7 +202,7 @@ def check(runtime, strategy: Strategy) -> None:
     for found, wanted in zip(assigned(runtime.per_replica(own)), own, strict=True):
         assert found.numpy().tolist() == wanted.numpy().tolist(), (found, wanted)
 
-    # Variables start with the chief's values, also those that are made of others, on every replica.
+    # On every replica, variables start with the chief's values, also those that are computed from other variables.
     with runtime.scope():
         variable = tf.Variable(np.full([4], rank, "float32"))
         twice = tf.Variable(tf.cast(2 * variable + 1, tf.bfloat16), trainable=False)
@@ -216,8 +216,8 @@ def check(runtime, strategy: Strategy) -> None:
             told = f"scope: rank {rank} has {found.numpy().tolist()} for the chief's {wanted}"
             assert found.numpy().tolist() == wanted, told
 
-    # What is brought to a device ahead of use comes from this worker, though it may know the others' devices, too. (As
-    # `batch_devices` has it on GPUs.)
+    # Batches that are prefetched to a device come from this worker, although it may know the devices of others, too.
+    # (On GPUs, `batch_devices` has this done.)
     assert not runtime.batch_devices()
     own = runtime.strategy.extended.worker_devices if hasattr(runtime, "strategy") else ["/device:CPU:0"]
     assert len(own) == runtime.local_replicas
@@ -228,7 +228,7 @@ def check(runtime, strategy: Strategy) -> None:
         found = tf.function(lambda iterator: [next(iterator) for _ in range(3)], autograph=False)(iter(ahead))
         assert [(int(a), int(b)) for a, b in found] == [(10 * i + rank, i) for i in range(3)]
 
-    # Workers that make other variables are refused, all of them: also where one makes more than another.
+    # Workers that make different variables are all refused, also if one makes more of them than another.
     for count, dtype in ((1 + rank, tf.float32), (2, tf.float64 if rank else tf.float32)):
         refused = ""
         try:

@@ -1,4 +1,4 @@
-"""One worker of tests/multi/test_farewell.py: all is done, but rank LATE is slow to leave.
+"""One worker of tests/multi/test_farewell.py: all ranks are done, but rank LATE is slow to leave.
 
 python -m tests.multi.farewell LATE SECONDS [train flags]
 """

@@ -31,7 +31,7 @@ def check_compression(runtime) -> None:
 
 
 def check_batchnorm(runtime) -> None:
-    """Output, gradients and moving statistics of a sharded batch against those of the whole batch."""
+    """Compares output, gradients and moving statistics of a sharded batch with those of the whole batch."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -72,10 +72,10 @@ if __name__ == "__main__":
     check_compression(made)
     check_batchnorm(made)
     print("checks passed", flush=True)
-    if made.rank == 1:  # with a live background thread: only --collective_timeout can tell
+    if made.rank == 1:  # its background thread is alive: only --collective_timeout notices
         time.sleep(60)
     try:
         made.barrier()
     except Exception as error:
         print(f"explained: {type(explain(error, cluster)).__name__} {explain(error, cluster)}", flush=True)
-        os._exit(6)  # so that the launcher ends the other
+        os._exit(6)  # so that the launcher ends the other process

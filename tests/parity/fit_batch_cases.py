@@ -1,5 +1,5 @@
 """More cases for tests/parity/test_fit.py: models whose step makes something else of a batch than (inputs, labels), and
-models of which one input is wanted whole."""
+models that need one input whole."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.parity.fit_cases import samples
 from tests.parity.fit_gradient_cases import is_refused, weights
 from tests.parity.fit_inside_cases import CASES, case
 
-__all__ = ["CASES"]  # of all files
+__all__ = ["CASES"]  # those of all files
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 class Prepared(keras.Model):
-    """Not built before its first batch, of which `prepared` makes inputs and labels."""
+    """Not built before its first batch. `prepared` makes inputs and labels of a batch."""
 
     def __init__(self, prepared, **options):
         super().__init__(**options)
@@ -45,7 +45,7 @@ class Prepared(keras.Model):
 
 @case
 def batches_of_which_a_step_makes_others(fit, evaluate, predict, folder):
-    """Which accuracy is meant, and how large the model is, tell the labels and inputs that the step makes."""
+    """The labels and inputs that the step makes decide which accuracy is meant, and how large the model is."""
     x, y = samples(47)
     one_hot = np.eye(3, dtype="float32")[y]
     found = {}
@@ -117,12 +117,12 @@ def an_input_of_which_all_rows_are_wanted(fit, evaluate, predict, folder):
 
 @case
 def each_text_with_each_image(fit, evaluate, predict, folder):
-    """Logits of all pairs in a batch, of which a worker computes its rows."""
+    """Logits of all pairs in a batch; a worker computes its rows of them."""
     x, _ = samples(47)
     one, other = keras.Input((8,)), keras.Input((8,))
     pairs = layers.Lambda(lambda both: ops.matmul(both[0], ops.transpose(both[1])), output_shape=(None,))
     model = keras.Model([one, other], pairs([layers.Dense(4)(one), layers.Dense(4)(other)]))
-    # SGD: Adam makes steps of the rounding errors where a gradient is 0, as that of the second bias is here.
+    # SGD, because Adam turns rounding errors into steps where a gradient is 0, as that of the second bias is here.
     model.compile("sgd", lambda y, logits: ops.logsumexp(logits, 1) - ops.diagonal(logits))
     history = fit(model, [x, x[:, ::-1].copy()], np.zeros(47), batch_size=10, epochs=2)
     return {"history": history.history, "weights": weights(model)}

@@ -1,7 +1,7 @@
-"""What tests/parity/test_fit.py runs with `model.fit` in one process and with `tfdist.fit` on several workers.
+"""Cases that tests/parity/test_fit.py runs with `model.fit` in one process and with `tfdist.fit` on several workers.
 
 A case takes the three functions (fit, evaluate, predict) and a folder, and returns values to compare: numbers, texts,
-lists and dicts of them. Models are small; data is made or scikit-learn's digits.
+lists and dicts of them. Models are small; data is generated, or scikit-learn's digits.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def two_inputs_two_outputs(fit, evaluate, predict, folder):
     return {
         "history": history.history,
         "evaluate": evaluate(model, inputs, targets, return_dict=True),
-        # The last batch has as many rows as those of the validation, and yet Keras weights its shown losses otherwise.
+        # The last batch has as many rows as those of the validation, yet Keras weights its shown losses differently.
         "in 50 rows and 30": evaluate(
             model,
             {name: rows[:80] for name, rows in inputs.items()},
@@ -245,7 +245,7 @@ class WithLayersOfItsOwn(keras.Model):
 def subclass_built_by_shape(fit, evaluate, predict, folder):
     x, y = samples(70)
     found = {}
-    for builds in (False, True):  # in the second only some of the layers are built then
+    for builds in (False, True):  # if True, only some of the layers are built then
         model = WithLayersOfItsOwn(builds)
         model.compile(
             keras.optimizers.SGD(0.1, momentum=0.9),
@@ -267,7 +267,7 @@ def subclass_built_by_shape(fit, evaluate, predict, folder):
 def optimizer_settings(fit, evaluate, predict, folder):
     x, y = samples(96)
     found = {}
-    for name, options, steps in (  # a mistake in either of the settings that go together shows in the weights
+    for name, options, steps in (  # a mistake in either of two combined settings shows in the weights
         ("clipnorm, ema", {"clipnorm": 0.05, "use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 3}, 2),
         (
             "global, accumulation",
@@ -278,7 +278,7 @@ def optimizer_settings(fit, evaluate, predict, folder):
     ):
         kind = keras.optimizers.ScheduleFreeAdamW if name == "schedule free" else keras.optimizers.Adam
         model = dense(optimizer=kind(0.01, **options), steps_per_execution=steps)
-        model.optimizer.build(model.trainable_variables)  # plain Keras' schedule free loses its first weights else
+        model.optimizer.build(model.trainable_variables)  # else Keras' ScheduleFreeAdamW loses its first weights
         found[name] = {
             "history": fit(model, x, y, batch_size=8, epochs=2).history,
             "weights": [weight.tolist() for weight in model.get_weights()],
@@ -300,7 +300,7 @@ def float16_loss_scale(fit, evaluate, predict, folder):
         model = dense()
     finally:
         keras.mixed_precision.set_global_policy("float32")
-    x[40] = 6e4  # overflows: the update must be left out on every worker
+    x[40] = 6e4  # overflows: every worker must skip the update
     history = fit(model, x, y, batch_size=16, epochs=2, shuffle=False)
     return {
         "scale": float(model.optimizer.dynamic_scale),
@@ -329,7 +329,7 @@ def custom_train_step(fit, evaluate, predict, folder):
 
 @case
 def large_outputs(fit, evaluate, predict, folder):
-    """As if outputs were too large to be gathered: loss and metrics of own rows."""
+    """Treats outputs as too large to be gathered: each worker computes loss and metrics of its own rows."""
     from tfdist.keras_fit import own_rows
 
     before, own_rows.LARGEST = own_rows.LARGEST, -1
@@ -360,7 +360,7 @@ def large_outputs(fit, evaluate, predict, folder):
 
 
 def masked_mean(y_true, y_pred):
-    """Of the samples of a class only: no mean over rows."""
+    """The mean over the samples of one class only, which is not a mean over all rows."""
     chosen = ops.cast(ops.equal(ops.reshape(y_true, (-1,)), 1), y_pred.dtype)
     return ops.sum(chosen * keras.losses.sparse_categorical_crossentropy(y_true, y_pred)) / (ops.sum(chosen) + 0.1)
 
@@ -371,9 +371,9 @@ def spread_of_outputs(y_true, y_pred):
 
 @case
 def large_outputs_of_losses_that_are_no_means(fit, evaluate, predict, folder):
-    """The first must not be computed from own rows, however large the outputs.
+    """The first two cases must not be computed from own rows, however large the outputs.
 
-    That each of Keras' other losses and metrics of which that holds is not, is in tests/unit/keras_fit/test_pieces.py.
+    tests/unit/keras_fit/test_pieces.py checks this for each of Keras' other losses and metrics of that kind.
     """
     from tfdist.keras_fit import own_rows
 
@@ -407,7 +407,7 @@ def large_outputs_of_losses_that_are_no_means(fit, evaluate, predict, folder):
             y,
             {},
         ),
-        # These are: of equal rows, whose weights multiply.
+        # These are computed from own rows: all rows count alike, and their weights multiply.
         "class_weight": (flat("crossentropy"), x, y[:, None], {"class_weight": {0: 1.0, 1: 2.5, 2: 0.5}}),
         "sample_weight": (
             flat(
@@ -459,8 +459,8 @@ def metrics():
 def dataset_of_unknown_length(fit, evaluate, predict, folder):
     x, y = samples(103)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: x[0] > -1.5).batch(7)
-    # Not Adam: Keras counts one iteration too many each time it meets the end of such data, which Adam's next steps
-    # show.
+    # Not Adam: Keras counts one iteration too many each time it meets the end of such data, which shows in Adam's next
+    # steps.
     model = dense(optimizer=keras.optimizers.SGD(0.1), metrics=metrics())
     return {
         "length": int(dataset.cardinality()),

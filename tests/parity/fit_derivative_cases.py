@@ -13,7 +13,7 @@ from tests.parity.fit_batch_cases import CASES, LOGITS, case
 from tests.parity.fit_cases import samples
 from tests.parity.fit_gradient_cases import is_refused, network, weights
 
-__all__ = ["CASES"]  # of all files
+__all__ = ["CASES"]  # those of all files
 
 
 def of(kind, *between, outputs=3):
@@ -29,7 +29,7 @@ def fitted(fit, model, rows=25, epochs=2, callbacks=None, **options):
 
 
 class Contractive(keras.Model):
-    """A penalty on the Jacobian with respect to inputs (Rifai et al. 2011), however it is found."""
+    """A penalty on the Jacobian with respect to inputs (Rifai et al. 2011), computed in several ways."""
 
     how, persistent = "batch_jacobian", False
 
@@ -88,7 +88,7 @@ def jacobians(fit, evaluate, predict, folder):
 
 
 class FastWeights(keras.Model):
-    """A step on the first samples, and the loss of the others with what it makes of the weights (Finn et al. 2017)."""
+    """Makes a step on the first samples, and takes the loss of the others with the new weights (Finn et al. 2017)."""
 
     second_order = True
 
@@ -116,7 +116,7 @@ class FastWeights(keras.Model):
 
 
 class Scaled(layers.Layer):
-    """Of one's own, so that tfdist tries the model; adds a loss."""
+    """A custom layer, so that tfdist tries the model; adds a loss."""
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
@@ -197,7 +197,7 @@ def steps_that_call_inner_models(fit, evaluate, predict, folder):
         model = kind()
         if name == "built":
             model(x)
-        if tfdist.init().rank:  # all begin with the chief's
+        if tfdist.init().rank:  # all must begin with the chief's weights
             model.maker.set_weights([0 * weight for weight in model.maker.get_weights()])
         optimizers = keras.optimizers.SGD(0.2, momentum=0.5), keras.optimizers.SGD(0.2, clipnorm=0.5)
         model.compile(*optimizers, **options)
@@ -214,7 +214,7 @@ def steps_that_call_inner_models(fit, evaluate, predict, folder):
 
 
 class HardOnes(keras.Model):
-    """A loss on the rows that have the largest."""
+    """Takes the loss on the rows with the largest losses."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         each = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
@@ -223,7 +223,7 @@ class HardOnes(keras.Model):
 
 
 class Calls(keras.callbacks.Callback):
-    """With NumPy arrays, as Keras' functional models take them."""
+    """Calls the model with NumPy arrays, as Keras' functional models accept them."""
 
     def __init__(self, x):
         super().__init__()

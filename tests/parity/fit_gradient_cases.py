@@ -1,4 +1,4 @@
-"""More cases for tests/parity/test_fit.py: gradients that a train_step or loop of one's own takes."""
+"""More cases for tests/parity/test_fit.py: gradients that a custom train_step or loop takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def weights(*models):
 
 
 def is_refused(run, words):
-    """Whether it is, where there are other workers; else True."""
+    """Whether `run` is refused with these words, if there are other workers; else True."""
     if tfdist.init().size == 1:
         return True
     try:
@@ -132,8 +132,8 @@ def gradient_penalty(fit, evaluate, predict, folder):
 
 
 class Adversarial(keras.Sequential):
-    """Training on inputs moved along the gradient; gradients clipped by hand, and weights moved before (Foret et al.
-    2021).
+    """Trains on inputs moved along the gradient. The gradients are those at perturbed weights (Foret et al. 2021), and
+    are clipped by hand.
     """
 
     def train_step(self, data):
@@ -169,7 +169,7 @@ def adversarial_examples_and_gradients_by_hand(fit, evaluate, predict, folder):
 
 
 class TwoUpdates(keras.Sequential):
-    """One loss that passes through scale_loss and one that does not; and two that do, in another step."""
+    """One loss that passes through scale_loss and one that does not; if `scaled`, both do."""
 
     scaled = True
 
@@ -201,9 +201,7 @@ def two_updates_in_a_step(fit, evaluate, predict, folder):
 
 
 class SlopeOfWeights(keras.Sequential):
-    """A penalty on the gradient with respect to the weights, in float16: a second derivative through the sum over
-    workers.
-    """
+    """A penalty on the gradient with respect to the weights: a second derivative through the sum over workers."""
 
     def train_step(self, data):
         x, y = data
@@ -227,7 +225,7 @@ def penalty_on_the_gradient_of_weights(fit, evaluate, predict, folder):
 
 
 class Recomputed(layers.Dense):
-    """TensorFlow takes gradients of its own in the backward pass, of weights too."""
+    """TensorFlow itself takes further gradients in the backward pass, also of weights."""
 
     def call(self, x):
         return tf.recompute_grad(lambda x: tf.tanh(x @ self.kernel.value))(x)
@@ -241,10 +239,10 @@ def recomputed_layer(fit, evaluate, predict, folder):
 
 
 class Noisy(keras.Sequential):
-    """Draws in its train_step, where all rows are, from generators of every kind."""
+    """Draws random numbers in its train_step, which sees all rows, from generators of every kind."""
 
     drawn_by = "keras"
-    elsewhere = None  # no attribute that Keras knows: in a list of a class
+    elsewhere = None  # a list of the class, which Keras does not track
 
     def train_step(self, data):
         x, y = data
@@ -252,7 +250,7 @@ class Noisy(keras.Sequential):
             return super().train_step((x + tf.random.normal(tf.shape(x)), y))
         seeds = {"own": self.generator, "global": None, "elsewhere": self.elsewhere[0]}
         noise = {name: keras.random.normal(tf.shape(x), seed=seed) for name, seed in seeds.items()}
-        a, b, c = noise.values()  # in which order TensorFlow adds them up differs by process
+        a, b, c = noise.values()  # the order in which TensorFlow adds these differs between processes
         x = x + (a + b + c)
         return {**super().train_step((x, y)), **{name: ops.mean(values) for name, values in noise.items()}}
 
@@ -284,14 +282,14 @@ def random_numbers_of_a_train_step(fit, evaluate, predict, folder):
         found[f"{drawn_by} {options}"] = {
             "same": {name: bool((values == values[0]).all()) for name, values in everyone.items()},
             "seeds": seeds(model),
-            # What TensorFlow draws is the same on all workers, and not that of one process.
+            # TensorFlow draws the same numbers on all workers, but others than in one process.
             "history": history if drawn_by == "keras" else None,
         }
     return found
 
 
 class Rows(layers.Layer):
-    """Adds noise, from Keras and from TensorFlow, by a generator and without."""
+    """Returns noise from Keras and from TensorFlow, with a generator and without one."""
 
     def __init__(self):
         super().__init__()
@@ -308,7 +306,7 @@ class Rows(layers.Layer):
 
 @case
 def random_numbers_of_the_rows(fit, evaluate, predict, folder):
-    """Other numbers in other rows, the same state everywhere, and that of one process."""
+    """Rows get different numbers; the state is the same everywhere, and the same as in one process."""
     inputs = keras.Input((4,))
     found = {}
     for options in ({}, {"run_eagerly": True}):
@@ -339,7 +337,7 @@ def dropout_leaves_one_state(fit, evaluate, predict, folder):
 class Positions(layers.Layer):
     """As in Keras' own example of a transformer: token and position embeddings.
 
-    `kinds`: what is looked up whatever the batch is.
+    `kinds`: the lookups that do not depend on the batch.
     """
 
     def __init__(self, kinds):
@@ -392,7 +390,7 @@ KINDS = {
     "both": ["both", "positions"],
     "rows": ["rows", "positions", "tensorflow"],
 }
-# The gradient of a lookup is made before any setting sees it: each with each would show the same twice.
+# The gradient of a lookup is made before any setting applies to it, so not every kind needs every setting.
 SETTINGS = {
     "adam": (lambda: keras.optimizers.Adam(0.05), {}, ("duplicates", "rows")),
     "clipped": (lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1), {}, ("both", "rows")),
@@ -425,7 +423,7 @@ def lookups_whatever_the_batch(fit, evaluate, predict, folder):
 
 @case
 def embeddings_eagerly_and_in_pieces(fit, evaluate, predict, folder):
-    """Rows of the batch only: without a graph, and with the gradient outside of the function of the forward pass."""
+    """Looks up rows of the batch only: without a graph, and with the gradient taken outside the forward function."""
     ids, tags = tokens(20)
     inputs = keras.Input((12,), dtype="int32")
     table = layers.Embedding(20, 6)

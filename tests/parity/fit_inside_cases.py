@@ -1,4 +1,4 @@
-"""More cases for tests/parity/test_fit.py: inputs that are no batch, and losses and metrics inside a model's call."""
+"""More cases for tests/parity/test_fit.py: inputs that are no batch, and losses and metrics inside a model's `call`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import tfdist
 from tests.parity.fit_cases import CASES, case, dense, samples
 from tests.parity.fit_gradient_cases import is_refused, weights
 
-__all__ = ["CASES"]  # of all files
+__all__ = ["CASES"]  # those of all files
 
 
 class Beside(keras.Model):
-    """Looks rows up in, and compares rows with, a table that comes with each batch."""
+    """Compares rows with a table that comes with each batch, and adds the mean of the table."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def table_beside_the_batch(fit, evaluate, predict, folder):
 
 
 class Traced(keras.Model):
-    """Its call is a function of its own, which would keep its traces, as would that of a layer in it."""
+    """Its `call` is a tf.function, which would keep its traces; so would the `call` of a layer in it."""
 
     def __init__(self, inner):
         super().__init__()
@@ -89,7 +89,7 @@ class Traced(keras.Model):
 
 
 class Louder(layers.Layer):
-    """Computes something else in training."""
+    """Computes something else in training than in inference."""
 
     def call(self, x, training=False):
         return 1.5 * x if training else x
@@ -100,7 +100,7 @@ class TracedLayer(Louder):
 
 
 class HalfInTraining(keras.Model):
-    """Leaves it to Keras to tell its layers whether they are training, and tells one in their middle."""
+    """Leaves it to Keras to pass `training` to its layers, but passes it to one in the middle itself."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class HalfInTraining(keras.Model):
 
 @case
 def two_inputs_of_static_shape(fit, evaluate, predict, folder):
-    """Both hold rows; and two towers, each row of one against each of the other."""
+    """Both inputs hold rows; also in two towers, where each row of one is multiplied by its row of the other."""
     x, _ = samples(32)
     a, b = keras.Input((8,)), keras.Input((4,))
     summed = keras.Model([a, b], layers.Dense(2)(layers.concatenate([a, layers.Dense(3)(b)])))
@@ -140,7 +140,7 @@ def two_inputs_of_static_shape(fit, evaluate, predict, folder):
 
 
 class Adding(layers.Layer):
-    """Adds a loss of its rows; in_evaluation: another one there."""
+    """Adds a loss of its rows. in_evaluation: the kind of loss there, if it is another one."""
 
     def __init__(self, how, in_evaluation=None):
         super().__init__()
@@ -215,7 +215,7 @@ class Counting(keras.Model):
 
 
 class Largest(keras.metrics.Mean):
-    """May compute anything."""
+    """A user's metric, which may compute anything."""
 
 
 def with_metrics_inside(fit, evaluate, metrics, rows=11, single=False, **options):
@@ -247,7 +247,7 @@ def metrics_inside_the_call(fit, evaluate, predict, folder):
 
 @case
 def metrics_inside_the_call_otherwise(fit, evaluate, predict, folder):
-    """What is added is found in another way; it travels as in a graph."""
+    """The added values are found in another way than in a graph, but travel in the same way."""
     return {
         "eager": with_metrics_inside(fit, evaluate, mean_and_auc(), run_eagerly=True),
         # Compiled for one number of rows in each loop.
@@ -274,7 +274,7 @@ def single_batches(fit, evaluate, predict, folder):
 
 
 class Centered(layers.Layer):
-    """Takes the mean of the rows that it is called with."""
+    """Subtracts the mean of the rows that it is called with."""
 
     def call(self, x):
         return x - ops.mean(x, axis=0, keepdims=True)
@@ -295,7 +295,7 @@ def layers_that_mix_rows(fit, evaluate, predict, folder):
             tf.function(mixing)(tf.constant(x))
 
     words = "depends on the other rows of its batch"
-    return {  # first what draws weights in one process, too
+    return {  # first the case that draws weights in one process, too
         "apart": fit(model(layers.Lambda(lambda t: t / ops.max(t, axis=1, keepdims=True))), x, y, epochs=2).history,
         "fit": is_refused(lambda: fit(model(Centered()), x, y), words),
         "evaluate": is_refused(lambda: evaluate(model(layers.Lambda(lambda t: t / ops.max(t))), x, y), words),
@@ -304,7 +304,7 @@ def layers_that_mix_rows(fit, evaluate, predict, folder):
 
 
 class Branching(layers.Layer):
-    """Looks rows up in one of two branches."""
+    """Looks up rows in one of two branches."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=(10, shape[-1]), name="table")
@@ -334,7 +334,7 @@ def compiled_loops_and_branches(fit, evaluate, predict, folder):
         }.items()
     }
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    for name, output in outputs.items():  # apart, as one of them in a model has all of it trained in another way
+    for name, output in outputs.items():  # apart, since one of them changes how its whole model is trained
         model = keras.Model(inputs, output)
         model.compile("sgd", loss, jit_compile=True)
         found[name] = fit(model, steps, y, batch_size=9, epochs=2, shuffle=False).history

@@ -1,9 +1,9 @@
-"""One process of tests/parity/test_fit.py: runs every case and writes what came out.
+"""One process of tests/parity/test_fit.py: runs every case and writes the results.
 
     python -m tests.parity.fit_worker OUT_DIR plain|auto|ring [CASE...]      with TF_CONFIG for more than one worker
 
-plain: Keras' own, without XLA, so that there is something else to compare what is compiled with; the others: tfdist's,
-by this way of communication.
+plain: Keras' own functions, without XLA, so that compiled cases are compared with something that is not compiled; auto,
+ring: tfdist's functions with this kind of communication.
 
 Writes OUT_DIR/CASE-K.json for rank K. One process runs all cases, because starting TensorFlow takes longer than most of
 them.

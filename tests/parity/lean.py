@@ -1,4 +1,4 @@
-"""What a process of the parity tests does without: it traces a hundred small functions and runs each a few times."""
+"""Saves time in a process of the parity tests, which traces a hundred small functions and runs each a few times."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import gc
 
 
 def prepare(oracle: bool = False) -> None:
-    """Call it when all is imported. The `oracle` computes plainly: without TensorFlow's rewriting of graphs."""
+    """To be called when all is imported. The `oracle` computes without TensorFlow's rewriting of graphs."""
     gc.collect()
-    gc.freeze()  # else each keras.clear_session looks at all that TensorFlow consists of
+    gc.freeze()  # else each keras.clear_session scans all of TensorFlow
     gc.set_threshold(50_000, 20, 50)
     if oracle:
         import tensorflow as tf
@@ -17,8 +17,8 @@ def prepare(oracle: bool = False) -> None:
 
 
 def next_model(collect: bool = False) -> None:
-    """Keras counts layers from 0 again. collect: and Python's collector runs, a sixth of the time of such a process if
-    it does so each time.
+    """Makes Keras count layers from 0 again. collect: also runs Python's garbage collector; if it runs each time, that
+    is a sixth of the time of such a process.
     """
     import keras
 

@@ -1,5 +1,5 @@
-"""One worker of the parity runs on meshes: trains every row of ROWS that needs this many workers, and writes what came
-out.
+"""One worker of the parity runs on meshes: trains every row of ROWS that needs this many workers, and writes the
+results.
 
     python -m tests.parity.mesh_worker OUT_DIR one      every job of ROWS on one device
     python -m tests.parity.mesh_worker OUT_DIR mesh     every row with as many workers as TF_CONFIG lists
@@ -7,8 +7,8 @@ out.
     ... ROW,ROW                                         only these
 
 Writes OUT_DIR/KIND/ROW.npz: whole weights, optimizer slots and moving averages, losses, gradient norms, an evaluation,
-and what rank 0 needs: the most bytes in a step, and, for the rows on memory, those that it holds. One process runs all
-rows, because starting TensorFlow takes longer than training them.
+and the memory of rank 0: the peak of a step in bytes and, for the rows on memory, the bytes that it holds. One process
+runs all rows, because starting TensorFlow takes longer than training them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ADAMW = {
     "weight_decay": 0.1,
     "clip_norm": 0.5,
     "weight_decay_exclude": "bias,gamma,beta,dense/kernel,mlp_up",
-}  # layers, too, on shards and parts
+}  # excludes layers, too, where they are sharded or cut
 EMA = {**ADAMW, "ema": 0.9}
 DEEP = {
     **TEXT,
@@ -56,7 +56,7 @@ DEEP = {
     "accumulation": 4,
 }  # dropout: the masks are those of one device
 SPLIT = {"accumulation": 2}
-# Each sequence is routed on its own, so what is dropped here (a tenth) is the same however sequences are spread.
+# Each sequence is routed by itself, so what is dropped here (a tenth) does not depend on how sequences are distributed.
 EXPERTS = {
     **TEXT,
     **EMA,
@@ -68,13 +68,13 @@ EXPERTS = {
 # Losses that layers add in each block, and regularizers of weights, one of which two stages share.
 ADDED = {**DENSE, **SGD, "model": "tests.parity.models:blocks", "accumulation": 4}
 
-# Variables on which the loss does not depend; the decay would move them.
+# Variables on which the loss does not depend; weight decay would change them.
 IDLE = {**DENSE, **EMA, "model": "tests.parity.models:idle", "accumulation": 2, "weight_decay_exclude": "bias"}
 
-# On a stage of a pipeline there is nothing to train.
+# One stage of a pipeline has nothing to train.
 FROZEN = {**DENSE, **EMA, "model": "tests.parity.models:frozen", "accumulation": 2, "clip_norm": 0.5}
 
-# A model of the user's own, which is tried whole and cut.
+# A user's own model, which tfdist tries whole and cut.
 AROUND = {
     name: {**TEXT, **ADAMW, "model": f"{MODELS}:around", "model_args": f"kind={name}"} for name in ("scaled", "head")
 }
@@ -88,7 +88,7 @@ LONG = {
     "model_args": "layers=2,width=128,heads=4",
     "global_batch": 32,
     "accumulation": 8,
-}  # of 256 KB and more, which the allocator counts
+}  # with tensors of 256 KB and more, which the allocator counts
 PIPES = {
     "gpipe": {"pipe_schedule": "gpipe"},
     "1f1b": {},
@@ -98,13 +98,13 @@ PIPES = {
 
 
 class Row(NamedTuple):
-    """One run: on `workers` of `mesh`, what is computed, and how it is spread."""
+    """One run on `workers` workers and `mesh`. job: what is computed. spread: how it is distributed."""
 
     workers: int
     mesh: str
     job: dict
     spread: dict
-    then: tuple[tuple[str, dict], ...] = ()  # other meshes, with their own `spread`, on which the run goes on in turn
+    then: tuple[tuple[str, dict], ...] = ()  # other meshes, with their own `spread`, on which the run continues
 
 
 ROWS: dict[str, Row] = {
@@ -181,7 +181,7 @@ ROWS: dict[str, Row] = {
     ),
 }
 
-# What is cut by its layers' names, and then computes something else.
+# Models that are cut by the names of their layers, and then compute something else.
 REFUSED: dict[str, dict] = {
     "gated": {**DENSE, "model": f"{MODELS}:gated"},
     "log_softmax": {**TEXT, "model": f"{MODELS}:around", "model_args": "kind=log_softmax"},
@@ -190,7 +190,7 @@ REFUSED: dict[str, dict] = {
 
 
 def job_of(name: str) -> str:
-    """The first row that computes the same as this one; one device computes it once."""
+    """Returns the first row with the same job as this one; one device computes each job once."""
     return next(other for other, row in ROWS.items() if row.job == ROWS[name].job)
 
 
@@ -235,7 +235,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             str(out / kind / name), lambda step: None, runtime.rank, runtime.size, "leg", 60.0
         )
         for leg, (mesh, spread) in enumerate(legs):
-            lean.next_model(collect=name.endswith(("memory", "peak")))  # which look at what is held
+            lean.next_model(collect=name.endswith(("memory", "peak")))  # these measure held memory
             config = base.replace(**row.job, **spread)
             if kind == "mesh":
                 config = config.replace(mesh=mesh)
@@ -260,7 +260,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             if last == STEPS:
                 peak = allocated("peak") - before  # of the last step
             arrays = collect(job)
-            if kind == "mesh" and row.then:  # one leg in two goes on from a snapshot that all have written
+            if kind == "mesh" and row.then:  # every other leg resumes from a snapshot that all ranks have written
                 store.write(leg, job.state.to_shards(), {"variables": job.state.table()})
                 runtime.barrier()
         held = bytes_held(job) if name.endswith("memory") else []
@@ -283,7 +283,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
 
 
 def refused(base, runtime, out: Path) -> None:
-    """Writes OUT_DIR/NAME-RANK.txt: the sentence."""
+    """Writes OUT_DIR/NAME-RANK.txt: the error message; empty if the model is not refused."""
     from tests.parity import lean
     from tfdist import build
     from tfdist.control.exit_codes import ConfigError
@@ -300,14 +300,14 @@ def refused(base, runtime, out: Path) -> None:
 
 
 def allocated(what: str) -> int:
-    """Bytes that TensorFlow's allocator has given out: "current" or "peak"."""
+    """Returns the bytes that TensorFlow's allocator has given out. what: "current" or "peak"."""
     import tensorflow as tf
 
     return tf.config.experimental.get_memory_info("CPU:0")[what]
 
 
 def collect(job) -> dict:
-    """The whole state, on the chief."""
+    """Returns the whole state, on the chief."""
     from tfdist.artifacts import state
 
     return (
@@ -316,7 +316,7 @@ def collect(job) -> dict:
 
 
 def assign(job, arrays: dict) -> None:
-    """The chief's arrays become the state, as a restore does it."""
+    """Sets the state to the chief's arrays, as a restore does."""
     import numpy as np
 
     table = job.state.table()
@@ -325,13 +325,15 @@ def assign(job, arrays: dict) -> None:
 
 
 def bytes_held(job) -> list[int]:
-    """[parameters, gradients kept between micro-batches, optimizer's copy and slots] of this worker."""
+    """Returns the bytes of [parameters, gradients kept between micro-batches, optimizer's copy and slots] of this
+    worker.
+    """
     import numpy as np
     import tensorflow as tf
 
     from tfdist.training.replica_gradients import ones_of
 
-    job.step.replica.begin_backward = ones_of  # without the clock, which knows no micro-batch outside the step
+    job.step.replica.begin_backward = ones_of  # without the clock, which knows no micro-batch outside a step
     update = job.step.update
     weights = [variable._value for variable in job.model.trainable_variables]
     weights = [weight for weight in weights if weight is not None] or update.sources()

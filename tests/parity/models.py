@@ -1,7 +1,7 @@
 """Models of the parity tests, given to tfdist as `tests.parity.models:NAME`.
 
-No bias in front of a BatchNormalization: its exact gradient is 0, the computed one is rounding noise, and Adam turns
-noise of any size into steps of full size. That would hide real differences behind a large bound.
+There is no bias in front of a BatchNormalization: its exact gradient is 0, the computed one is rounding noise, and Adam
+turns noise of any size into steps of full size. That would hide real differences behind a large bound.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def table(num_outputs: int) -> keras.Model:
 
 
 class Adds(keras.layers.Layer):
-    """A mean and a sum over rows of what a weight makes of them."""
+    """Scales rows by a weight, and adds a mean and a sum over the scaled rows to the loss."""
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
@@ -81,7 +81,7 @@ class Adds(keras.layers.Layer):
 
 
 def adds(num_outputs: int) -> keras.Model:
-    """What layers add to the loss, between synchronised BatchNormalization."""
+    """Losses that layers add, around a synchronised BatchNormalization."""
     return keras.Sequential(
         [
             keras.layers.Input((8, 8, 1)),
@@ -111,7 +111,7 @@ def weighted_digits(split: str):
 
 
 class Unmasked(keras.layers.Flatten):
-    """Flatten, which forgets the mask and does not warn of it."""
+    """Flatten that drops the mask without a warning."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Unmasked(keras.layers.Flatten):
 
 
 def masked(num_outputs: int) -> keras.Model:
-    """Pixels as words, of which some are masked, in some samples all: BatchNormalization of the others."""
+    """Pixels as words. Some are masked, in some samples all; BatchNormalization takes the others."""
     return keras.Sequential(
         [
             keras.layers.Input((32,), dtype="int32"),
@@ -157,7 +157,7 @@ def offset(num_outputs: int) -> keras.Model:
 
 
 class Subclassed(keras.Model):
-    """No graph of layers: what it makes of a shape is not known before it is called."""
+    """Has no graph of layers: its output shape is not known before it is called."""
 
     def __init__(self, num_outputs: int):
         super().__init__()
@@ -177,7 +177,7 @@ def subclassed(num_outputs: int) -> keras.Model:
 
 
 class Spare(keras.layers.Dense):
-    """Has a trainable weight more than it uses."""
+    """Has one trainable weight that it does not use."""
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -185,15 +185,15 @@ class Spare(keras.layers.Dense):
 
 
 class Stop(keras.layers.Layer):
-    """Nothing before it learns."""
+    """Stops gradients: nothing before it learns."""
 
     def call(self, x):
         return keras.ops.stop_gradient(x)
 
 
 def idle(num_outputs: int) -> keras.Model:
-    """Blocks as below, with variables on which the loss does not depend: before a gradient ends, and in a layer that
-    uses another."""
+    """Blocks as below, with variables on which the loss does not depend: before a layer that stops gradients, and in a
+    layer that uses another variable."""
     inputs = keras.Input((8, 8, 1))
     x = Stop()(keras.layers.Dense(16, name="start")(keras.layers.Flatten()(inputs)))
     for index in range(2):
@@ -205,7 +205,7 @@ def idle(num_outputs: int) -> keras.Model:
 
 
 def towers(num_outputs: int) -> keras.Model:
-    """Two that one function makes: their variables have the same paths."""
+    """Two towers that one function makes: their variables have the same paths."""
 
     def tower(side: str) -> keras.Model:
         inputs = keras.Input((64,))
@@ -239,8 +239,9 @@ class Penalty(keras.layers.Layer):
 
 
 def blocks(num_outputs: int) -> keras.Model:
-    """Three blocks that can be cut, computed again and spread over `model`, with losses of every kind in each: added,
-    of activities and of weights, one of them of a layer that the first and the last block share."""
+    """Three blocks that can be cut, recomputed and distributed over `model`. Each has losses of every kind: added ones,
+    regularizers of activities and of weights; one of them belongs to a layer that the first and the last block share.
+    """
     regularizer = keras.regularizers.L2
     shared = keras.layers.Dense(16, kernel_regularizer=regularizer(1e-2), name="shared")
     inputs = keras.Input((8, 8, 1))
@@ -256,7 +257,7 @@ def blocks(num_outputs: int) -> keras.Model:
 
 
 def gated(num_outputs: int) -> keras.Model:
-    """A block with the names that are cut over `model`, but half of what `mlp_up` makes is a gate of the other half."""
+    """A block with the names that are cut over `model`, but half of the output of `mlp_up` gates the other half."""
     inputs = keras.Input((8, 8, 1))
     x = keras.layers.Dense(16, name="start")(keras.layers.Flatten()(inputs))
     up, gate = keras.ops.split(keras.layers.Dense(64, name="block_00_mlp_up")(x), 2, -1)
@@ -265,7 +266,7 @@ def gated(num_outputs: int) -> keras.Model:
 
 
 def around(x_spec, num_outputs: int, kind: str) -> keras.Model:
-    """A model around the transformer: its logits scaled, with frozen layers; logits of another head; normed logits."""
+    """A model around the transformer: with scaled logits and frozen layers, with another head, or normed logits."""
     inner = transformer(x_spec=x_spec, num_outputs=num_outputs, layers=1, width=32, heads=4)
     if kind == "scaled":
         for name in ("embed_tokens", "block_00_mlp_up"):

@@ -1,10 +1,10 @@
-"""Models with state, masks and added losses on one, two and three replicas of one process, against a plain Keras loop.
+"""Compares models with state, masks and added losses, on 1, 2 and 3 replicas of one process, with a plain Keras loop.
 
     python -m tests.parity.replica_cases OUT.json some|all [CASE...]
 
 writes {case: {replicas: largest difference / what rounding allows}}.
 `some` runs each case on the numbers of replicas that it names, `all` on one, two and three.
-One process runs all cases: a model and its tracing take about a second, starting TensorFlow takes four.
+One process runs all cases: building and tracing a model takes about a second, starting TensorFlow takes four.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from tfdist.training.step import TrainStep
 from tfdist.training.step_options import Parallelism, StepOptions
 
 BATCH, STEPS, RATE = 13, 4, 0.05  # 13 rows divide neither by two replicas nor by three
-ROUNDING = 2e-5  # of weights and statistics of about 1, after some steps of sums in float32 in another order
+ROUNDING = 2e-5  # for weights and statistics of about 1, after some steps with float32 sums in another order
 
 
 @dataclass(frozen=True)
 class Case:
-    """`model` is built anew for each run; the data are the same for all."""
+    """`model` is built again for each run; the data are the same for all runs."""
 
     model: Callable[[], keras.Model]
     x: np.ndarray
-    replicas: tuple[int, ...]  # on which it runs by default; between them the cases show each feature on two and three
+    replicas: tuple[int, ...]  # on which it runs by default; together the cases run each feature on two and three
     weighted: bool = False
     recompute: bool = False
     accumulation: int = 1
     bound: float = ROUNDING
-    nan_step: int | None = None  # in which one sample is NaN; it is skipped
+    nan_step: int | None = None  # the step in which one sample is NaN; it is skipped
     options: dict = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ def normal(*shape, scale=1.0, offset=0.0):
 
 
 def tokens():
-    """[n, 6] of numbers; 0, which is masked, fills some rows from a place on, one of them from the first."""
+    """Returns ids [n, 6]. 0, which is masked, fills some rows from a position on, a few of them from the first on."""
     random = np.random.default_rng(1)
     ids = random.integers(1, 9, (BATCH * STEPS, 6))
     ids[np.arange(6) >= random.integers(0, 7, BATCH * STEPS)[:, None]] = 0
@@ -92,7 +92,7 @@ def plain_batch_norm():
 
 
 class Adds(keras.layers.Layer):
-    """A mean and a sum over rows, and what weights give."""
+    """Adds a mean and a sum over rows, and a loss of its weights."""
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
@@ -168,7 +168,7 @@ CASES: dict[str, Case] = {
     "batch_norm_mask": Case(masked_batch_norm, tokens(), (3,)),
     "batch_norm_offset": Case(
         plain_batch_norm, normal(7, offset=2000.0), (1, 2), bound=3e-4
-    ),  # of numbers of 2000 float32 keeps 1e-4
+    ),  # float32 has a resolution of 1e-4 for numbers of 2000
     "batch_norm": Case(plain_batch_norm, normal(7), (3,)),
 }
 
@@ -198,7 +198,7 @@ def state(model):
 
 
 def by_keras(case):
-    """One device, the whole batch at once, nothing of tfdist."""
+    """Trains on one device, on the whole batch at once, without tfdist."""
     keras.utils.set_random_seed(1)
     model, optimizer = case.model(), keras.optimizers.SGD(RATE)
     shown = []
@@ -265,7 +265,7 @@ def by_tfdist(case, runtime):
 
 
 class Mirrored(tf.distribute.MirroredStrategy):
-    """TensorFlow knows groups of devices by a number, from 1 on for every strategy of a process."""
+    """Numbers its device groups apart: TensorFlow counts them from 1 on for every strategy of a process."""
 
     def __init__(self, count):
         self._collective_key_base = 1000 * count
@@ -277,11 +277,11 @@ def mirrored(count):
 
 
 def difference(case, found, expected):
-    """In units of the bound."""
+    """Returns the largest difference, in units of the bound."""
     pairs = [*zip(found[0], expected[0], strict=True), (np.array(found[1]), np.array(expected[1]))]
     return (
         float(np.max([np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b))) for a, b in pairs])) / case.bound
-    )  # NaN if one is
+    )  # NaN if any is
 
 
 def main(out: Path, every: bool, names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""One worker of a parity run: trains rows of ROWS for 50 steps on one runtime, and writes what came out.
+"""One worker of a parity run: trains rows of ROWS for 50 steps on one runtime, and writes the results.
 
     python -m tests.parity.worker OUT_DIR ROW,ROW [train flags]      with TF_CONFIG for more than one worker
 
@@ -58,7 +58,7 @@ ROWS: dict[str, dict] = {
     "offset": {"optimizer": "momentum", "model": "tests.parity.models:offset"},
     "float16": {"optimizer": "momentum", "precision": "float16", "model": DENSE},
 }
-# Gradients travel as bfloat16; compared with the row that they are made of, on one device, where nothing travels.
+# Gradients travel as bfloat16. Compared with the row from which they are made, on one device, where nothing travels.
 COMPRESSED = {f"{name}_bf16": ROWS[name] | {"compression": "bf16"} for name in ("momentum_accumulation", "sgd_table")}
 
 

@@ -1,4 +1,4 @@
-"""Azurite, Microsoft's emulator of Azure's storage, as a process; and the environment variable that leads to it."""
+"""Runs Azurite, Microsoft's emulator of Azure's storage, as a process; gives the environment variable to reach it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 CONTAINER = "bucket"
-# Azurite's own, which is in its documentation: it guards nothing.
+# The public account of Azurite's documentation: it protects nothing.
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
@@ -24,16 +24,16 @@ def azure_environment(port: int) -> dict[str, str]:
 
 
 def azurite() -> list[str]:
-    """The command, [] if there is none."""
+    """Returns the command; [] if there is none."""
     found = shutil.which("azurite-blob")
     if found or not shutil.which("npx"):
         return [found] if found else []
-    return ["npx", "--yes", "--package=azurite", "azurite-blob"]  # npm keeps what it has brought
+    return ["npx", "--yes", "--package=azurite", "azurite-blob"]  # npm keeps what it has downloaded
 
 
 @contextlib.contextmanager
 def azure_server(patience: float = 120.0) -> Iterator[int]:
-    """The port of one with an empty container. Raises OSError if it does not start."""
+    """Yields the port of a server with an empty container. Raises OSError if it does not start."""
     from azure.storage.blob import BlobServiceClient
 
     with socket.socket() as free:
@@ -44,7 +44,7 @@ def azure_server(patience: float = 120.0) -> Iterator[int]:
         [*azurite(), *options, "--silent", "--disableTelemetry"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # npx starts others
+        start_new_session=True,  # npx starts further processes
     )
     try:
         deadline = time.monotonic() + patience

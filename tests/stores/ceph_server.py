@@ -1,5 +1,5 @@
-"""Ceph's gateway for S3 (radosgw) with a monitor and a store in memory, as processes; of Debian's packages ceph-mon,
-ceph-osd and radosgw. Without a manager and without authentication inside, which it does not need.
+"""Runs Ceph's S3 gateway (radosgw) with a monitor and a store in memory, as processes. The programs are in Debian's
+packages ceph-mon, ceph-osd and radosgw. It needs no manager, and no authentication between these processes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def missing_programs() -> list[str]:
 
 @contextlib.contextmanager
 def ceph_server(folder: Path, patience: float = 90.0) -> Iterator[S3Server]:
-    """One with an empty bucket. Raises OSError if it does not start."""
+    """Yields a server with an empty bucket. Raises OSError if it does not start."""
     ceph = _Ceph(folder)
     try:
         ceph.start(patience)
@@ -85,7 +85,7 @@ class _Ceph:
         self._environment = {
             **os.environ,
             "LD_LIBRARY_PATH": f"{libraries}:{libraries}/ceph:{root}/lib/{libraries.name}",
-            "PYTHONPATH": f"{root}/usr/lib/python3/dist-packages",  # of the program `ceph`
+            "PYTHONPATH": f"{root}/usr/lib/python3/dist-packages",  # for the program `ceph`
             "CEPH_CONF": str(folder / "ceph.conf"),
         }
         for name in ("mon", "osd"):

@@ -1,5 +1,5 @@
-"""A proxy before an S3 server that does what networks and stores do: it drops connections, delays, refuses, answers
-with errors, cuts bodies short, and lists what was there before.
+"""A proxy in front of an S3 server that makes the faults of networks and stores: it drops connections, delays, refuses,
+answers with errors, truncates bodies, and returns outdated listings.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _CODES = {
     "503": "SlowDown",
     "403": "AccessDenied",
     "412": "PreconditionFailed",
-    "301": "PermanentRedirect",  # of a bucket in another region, as 400
+    "301": "PermanentRedirect",  # for a bucket in another region, like 400
     "400": "AuthorizationHeaderMalformed",
 }
 _REGION = ("x-amz-bucket-region", "eu-west-1")
 _SILENCE_SECONDS = 60.0
 _PIECE_BYTES = 1 << 18  # of a body that is sent slowly
-_FORWARDED_SECONDS = 2.0  # a request that takes longer is one that is kept silent
+_FORWARDED_SECONDS = 2.0  # a request that takes longer is one with the fault "silence"
 
 
 class FaultyProxy(ThreadingHTTPServer):
-    """Forwards to a port of loopback.
+    """Forwards to a loopback port.
 
-    draw: of a request's method and path, one of FAULTS, another code, "silence", "flip" (a bit of what is sent) or "".
-    bytes_per_second: of bodies, on each connection; 0: no limit. done: how often each fault was done. headers: path ->
-    their names, in small letters, of what was written there last.
+    draw: (method, path) of a request -> one of FAULTS, another code, "silence", "flip" (a bit of the sent body) or "".
+    bytes_per_second: limit for bodies, on each connection; 0: no limit. done: how often each fault was made. headers:
+    path -> names of the headers of the last PUT to it, in lower case.
     """
 
     daemon_threads = True
@@ -47,24 +47,24 @@ class FaultyProxy(ThreadingHTTPServer):
         self._changed, self._under_way, self._closed = threading.Condition(), 0, False
 
     def begins(self) -> bool:
-        """A request; False if none is answered any more."""
+        """Counts a request that begins. Returns False if requests are no longer answered."""
         with self._changed:
             self._under_way += not self._closed
             return not self._closed
 
     def ends(self) -> None:
-        """A request that has begun."""
+        """Counts the end of a request that has begun."""
         with self._changed:
             self._under_way -= 1
             self._changed.notify_all()
 
     def close(self) -> None:
-        """From now on nothing is forwarded: what killed processes have on its way would come later than they end."""
+        """Stops forwarding: requests that killed processes have sent would arrive after the end of these processes."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way, timeout=_FORWARDED_SECONDS)
 
-    def handle_error(self, request, client_address) -> None: ...  # connections that end early are what this is about
+    def handle_error(self, request, client_address) -> None: ...  # connections that end early are intended
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def faulty_proxy(port: int, draw: Callable[[str, str], str] = lambda method, path: "") -> Iterator[FaultyProxy]:
-    """One that runs in threads of this process."""
+    """Yields a proxy that runs in threads of this process."""
     proxy = FaultyProxy(port, draw)
     thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()

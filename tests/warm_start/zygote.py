@@ -1,5 +1,5 @@
-"""python -m tests.warm_start.zygote DESCRIPTOR: imports all that a worker imports, then forks for whoever has the other
-end of that socket, until nobody has."""
+"""python -m tests.warm_start.zygote DESCRIPTOR: imports all that a worker imports, then forks on request of whoever
+holds the other end of that socket, until nobody holds it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def import_all() -> None:
     run = importlib.import_module("tfdist.run")
     for name in (*(f"run.{module.name}" for module in pkgutil.iter_modules(run.__path__)), "flags", "keras_fit.api"):
         importlib.import_module(f"tfdist.{name}")
-    # what a worker imports late, if it needs it
+    # modules that a worker imports late, if it needs them
     late = ("matplotlib.backends.backend_agg", "matplotlib.pyplot", "tensorboard.summary.writer.event_file_writer")
     for name in ("sklearn.datasets", "fsspec", "tensorboard.plugins.hparams.api", *late):
         importlib.import_module(name)
@@ -36,7 +36,7 @@ def import_all() -> None:
 
 def serve(channel: socket.socket) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the others of the group
+        signal.signal(number, signal.SIG_IGN)  # meant for the other processes of the group
     forked.show([*sys.orig_argv[:3]], {}, ZYGOTE)
     while True:
         head, descriptors, _, _ = socket.recv_fds(channel, 4, 250)
@@ -52,7 +52,7 @@ def serve(channel: socket.socket) -> NoReturn:
 
 
 def _fork(start: Start, descriptors: list[int]) -> int:
-    """The number of a fork that is no longer ours: its parent has ended."""
+    """Returns the process id of a fork that is no longer our child: its parent has ended."""
     tell, told = os.pipe()
     first = os.fork()
     if first == 0:
@@ -70,7 +70,7 @@ def _fork(start: Start, descriptors: list[int]) -> int:
 
 
 def beside(environment: dict[str, str]) -> Zygote:
-    """A zygote for this process, which has not run a line of its program."""
+    """Makes a zygote for this process, which has not run a line of its program yet."""
     ours, its = socket.socketpair()
     parent = os.getpid()
     if os.fork() == 0:

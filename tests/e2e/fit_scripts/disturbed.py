@@ -1,7 +1,7 @@
-"""The job of `scripts/chaos.py --job=fit`: FOLDER EPOCHS. Run again after a fault, it goes on from its backup.
+"""The job of `scripts/chaos.py --job=fit`: FOLDER EPOCHS. Run again after a fault, it resumes from its backup.
 
 In FOLDER: logs/rank-0.jsonl, a record for each epoch, in the form of tfdist.train; end.npz, all that the model and its
-optimizer hold at the end. While FOLDER/faults/pace exists, every batch takes as many seconds longer as stand in it.
+optimizer hold at the end. While FOLDER/faults/pace exists, every batch takes longer by the seconds given in that file.
 """
 
 import sys
@@ -21,7 +21,7 @@ log, pace = folder / "logs" / "rank-0.jsonl", folder / "faults" / "pace"
 
 
 class Recorder(keras.callbacks.Callback):
-    """Tells of each epoch, on the chief."""
+    """Records each epoch, on the chief."""
 
     def __init__(self):
         super().__init__()

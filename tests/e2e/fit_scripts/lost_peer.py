@@ -1,7 +1,7 @@
-"""Workers whose tensors travel by TensorFlow's collectives, of which rank 1 is lost in its fourth step: HOW WHERE.
+"""Workers whose tensors travel through TensorFlow's collectives; rank 1 is lost in its fourth step: HOW WHERE.
 
-HOW: kill (SIGKILL), stop (SIGSTOP), or stick (in Python, while its pulse goes on). WHERE: fit, or reduce: a loop that
-does nothing but reduce, so that no exchange over the ring of connections notices who is not there.
+HOW: kill (SIGKILL), stop (SIGSTOP), or stick (in Python, while its heartbeats continue). WHERE: fit, or reduce: a loop
+that does nothing but reduce, so that no exchange over the ring of connections notices which rank is missing.
 """
 
 import os

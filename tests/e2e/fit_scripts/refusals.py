@@ -1,4 +1,4 @@
-"""What tfdist.fit must refuse, notice or mend; each finding is a line of output."""
+"""What tfdist.fit must refuse, notice or fix; each finding is a line of output."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def refused(name, function):
 
 
 class Seen(keras.metrics.Metric):
-    """Sum, and sum of squares, of the targets: both are right only if each sample came once."""
+    """Sum and sum of squares of the targets: both are right only if each sample came once."""
 
     def __init__(self):
         super().__init__(name="seen")
@@ -61,17 +61,17 @@ class Ignores(keras.Sequential):
 
 
 class Erases(keras.Model):
-    """In its train_step, of the second input, in the middle of the batch, another number on each worker."""
+    """Its train_step changes a number in the middle of the batch of the second input, differently on each worker."""
 
     def train_step(self, data):
         (a, b), y = data
         return super().train_step(((a, b - tf.reshape(tf.one_hot(17, 40), [40, 1]) * rank), y))
 
 
-# Nobody has set a seed: arrays come in a new order each epoch, the same on all workers, every sample once.
+# No seed is set: arrays come in a new order each epoch, the same on all workers, every sample once.
 model = dense()
 model.compile("sgd", "mse", metrics=[Seen()])
-after = []  # each batch: of its samples and those before in the epoch
+after = []  # for each batch: the sum of squares over its samples and those before it in the epoch
 history = tfdist.fit(
     model,
     x / 40,
@@ -92,13 +92,13 @@ print("chief's:", json.dumps(tfdist.fit(model, dataset, epochs=2, verbose=0).his
 
 
 def other(where):
-    """x, or for others than the chief x with another value."""
+    """Returns x; on workers other than the chief, x with another value."""
     changed = x.copy()
     changed[where] += rank
     return changed
 
 
-# Only the targets differ, or one row in the middle, or arrays that are handed over: the chief's are taken.
+# Only the targets differ, or one row in the middle, or arrays that are passed in: the chief's are taken.
 for name, dataset in (
     ("targets", tf.data.Dataset.from_tensor_slices((x, other(20))).batch(40)),
     ("middle", tf.data.Dataset.from_tensor_slices((other(20), x)).batch(40)),
@@ -136,7 +136,7 @@ refused("lossy", lambda: tfdist.fit(compiled_with(["mse", "mae"][rank]), x, x, v
 
 
 class Widened(keras.layers.Layer):
-    """Of which nothing tells that it has more weights on the second worker."""
+    """Has more weights on the second worker, but nothing in its description shows that."""
 
     def build(self, shape):
         self.rows = [self.add_weight(shape=(1,), name=f"row_{number}") for number in range(1 + rank)]
@@ -177,7 +177,7 @@ tfdist.fit(toggled, x, x, verbose=0)
 toggled.layers[0].trainable = False
 refused("toggled", lambda: tfdist.fit(toggled, x, x, verbose=0))
 ids = np.arange(48, dtype="int32").reshape(8, 6) % 10
-ids[3, 3], ids[6, 1] = 10, -11  # of each worker's rows one is missing
+ids[3, 3], ids[6, 1] = 10, -11  # each worker has one id without a row
 for kind in ("frozen embedding", "take", "whole numbers"):
     looking_up = lookups(kind)
     looking_up.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)

@@ -1,7 +1,7 @@
-"""What may be wrong with a command that the documentation shows: its program, its files, its flags and their values.
+"""Finds errors in the commands that the documentation shows: in the program, files, flags and their values.
 
 Words in capitals (FOLDER, RUN_DIR/flags.txt, N), "..." and what belongs to mine.py or script.py, which a reader writes,
-stand for something else and are let through.
+are placeholders and are accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfdist.models.model_names import MODELS
 from tfdist.plugins import check_name
 from tfdist.run.snapshot_evaluation import EvaluateOptions
 
-# Of other projects; what follows is theirs to check.
+# Programs of other projects; their arguments are not checked here.
 OTHER_PROGRAMS = (
     *("apt-get", "dmesg", "docker", "echo", "eval", "git", "horovodrun", "ip", "kubectl"),
     *("mpirun", "pip", "pre-commit", "ray", "sbatch", "scancel", "source", "tensorboard", "ulimit", "unshare"),
@@ -39,7 +39,7 @@ READERS_OWN = ("mine", "package", "script.py", "mine.py", "./mine.py")
 
 
 def command_problems(command: str, root: Path) -> Iterator[str]:
-    """What is wrong with a line of a shell, in sentences."""
+    """Yields what is wrong with a shell command line, in sentences."""
     try:
         line = shlex.split(command, comments=True)
     except ValueError as error:
@@ -51,7 +51,7 @@ def command_problems(command: str, root: Path) -> Iterator[str]:
 
 
 def _simple_commands(words: list[str]) -> Iterator[list[str]]:
-    """The commands between ; && |, without variables before them and redirections after them."""
+    """Yields the commands between ; && |, without variables before them and redirections after them."""
     current: list[str] = []
     for word in [*words, ";"]:
         if word in (";", "&&", "|", "||", "&") or word.endswith(";"):
@@ -129,9 +129,11 @@ def _script_problems(script: str, arguments: list[str], root: Path) -> Iterator[
 
 @cache
 def _script_flags(script: Path) -> dict[str, tuple[str, ...]]:
-    """The flags that a script of argparse declares, with their choices where they are written out. Read, not run."""
+    """Returns the flags that a script declares with argparse, and their choices if these are literals. The script is
+    read, not run.
+    """
     text = script.read_text()
-    for module in re.findall(r"from (tests\.\w+\.command) import main", text):  # whose parser is there
+    for module in re.findall(r"from (tests\.\w+\.command) import main", text):  # the parser is in that module
         text += Path(*script.parts[:-2], *module.split(".")).with_suffix(".py").read_text()
     found: dict[str, tuple[str, ...]] = {}
     tree = ast.parse(text.replace("from __future__ import annotations", ""))
@@ -169,7 +171,7 @@ def _tfdist_problems(name: str, arguments: list[str], root: Path) -> Iterator[st
         except KeyError:
             yield from (f"tfdist.{name} makes no {word}" for word in kind)
         except TfdistError as error:
-            if "required" not in str(error):  # of a fragment, or of what a placeholder stands for
+            if "required" not in str(error):  # the command is a fragment, or a placeholder stands for the flag
                 yield str(error)
         if rest and rest[0].endswith(".py"):
             yield from file_problems(rest[0], root) if rest[0] not in READERS_OWN else ()
@@ -180,7 +182,9 @@ def _tfdist_problems(name: str, arguments: list[str], root: Path) -> Iterator[st
 
 
 def train_problems(arguments: list[str], command: str = "") -> Iterator[str]:
-    """Flags of the training: known, with values that are allowed, and allowed together where the run is complete."""
+    """Yields what is wrong with training flags: unknown ones, forbidden values and, if the run is complete, forbidden
+    combinations.
+    """
     kind = {"evaluate": EvaluateOptions, "comm": CommOptions, "doctor": DoctorOptions}.get(command)
     try:
         config = flags.parse(arguments, command=kind).config
@@ -214,7 +218,7 @@ def is_flag(word: str) -> bool:
 
 @cache
 def _all_flags() -> set[str]:
-    """Of all commands and scripts."""
+    """Returns the flags of all commands and scripts."""
     names = {"--help", "--helpfull", "--version", "--flagfile"}
     for _, field in iter_options():
         names |= {f"--{field.name}", f"--no{field.name}"}
@@ -230,7 +234,7 @@ def _all_flags() -> set[str]:
 
 
 def value_problems(word: str) -> Iterator[str]:
-    """A value that no command's flag of this name may have."""
+    """Yields an error for a value that no command's flag of this name may have."""
     name, equals, values = word.partition("=")
     field = next((field for _, field in iter_options() if f"--{field.name}" == name), None)
     if not equals or field is None or ".." in values or is_placeholder(values) or name == "--mesh":
@@ -241,7 +245,7 @@ def value_problems(word: str) -> Iterator[str]:
 
 @cache
 def _also_others() -> set[str]:
-    """Flags of the training whose names other commands use for something else."""
+    """Returns the flags of other commands, which may use the name of a training flag for something else."""
     return {flag.name for parser in parsers_before_dashes().values() for flag in parser.flags()}
 
 

@@ -1,8 +1,8 @@
-"""What the documentation says that can be checked (commands, flags, files, links), and what is wrong with it.
+"""Finds errors in those parts of the documentation that can be checked: commands, flags, files, links.
 
-README, CONTRIBUTING, CHANGELOG and docs/ are Markdown: commands stand in fenced blocks without a language (or of a
-shell) and in code spans. examples/, flags/, scripts/ and the modules of the commands have theirs in comments and
-docstrings.
+README, CONTRIBUTING, CHANGELOG and docs/ are Markdown: their commands are in fenced blocks without a language (or with
+that of a shell) and in code spans. examples/, flags/, scripts/ and the modules of the commands have theirs in comments
+and docstrings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHELLS = ("", "bash", "sh", "console", "shell")
 
 
 class Place(NamedTuple):
-    """Where something stands."""
+    """A line of a file."""
 
     file: Path
     line: int
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A fenced block. `run`: the comment before it asks for it to be run; "run: NAME" to be written to that file."""
+    """A fenced block. `run`: the comment before it, which asks to run it, or ("run: NAME") to write it to that file."""
 
     place: Place
     language: str
@@ -46,12 +46,12 @@ class Block(NamedTuple):
 
 
 def pages(root: Path) -> list[Path]:
-    """The Markdown files for users and contributors."""
+    """Returns the Markdown files for users and contributors."""
     return [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 
 def problems(root: Path) -> list[str]:
-    """Everything that is wrong, a line each."""
+    """Returns everything that is wrong, one line each."""
     anchors = {path.resolve(): set(_anchors(path)) for path in pages(root)}
     found: list[str] = []
     for page in pages(root):
@@ -68,11 +68,11 @@ def problems(root: Path) -> list[str]:
     return found
 
 
-# Where commands stand.
+# Where commands are.
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page."""
+    """Returns the fenced blocks of a page."""
     found, run, lines = [], "", page.read_text().splitlines()
     number = 0
     while number < len(lines):
@@ -92,7 +92,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def shell_lines(text: str) -> list[tuple[int, str]]:
-    """(line, command) of a block, with what is continued by a backslash in one."""
+    """Returns (line, command) for the commands of a block; lines continued by a backslash are joined."""
     found: list[tuple[int, str]] = []
     continued = False
     for number, line in enumerate(text.splitlines()):
@@ -119,7 +119,7 @@ def _page_commands(page: Path) -> Iterator[tuple[Place, str]]:
 
 
 def _spans(page: Path) -> Iterator[tuple[Place, str]]:
-    """Code in backticks outside of fenced blocks."""
+    """Yields code in backticks outside of fenced blocks."""
     text = re.sub(
         r"^(`{3,}).*?^\1", lambda fenced: "\n" * fenced.group().count("\n"), page.read_text(), flags=re.M | re.S
     )
@@ -128,14 +128,14 @@ def _spans(page: Path) -> Iterator[tuple[Place, str]]:
 
 
 def _sources(root: Path) -> list[Path]:
-    """Files whose comments and docstrings hold commands."""
+    """Returns the files whose comments and docstrings hold commands."""
     modules = [root / "tfdist" / f"{name}.py" for name in COMMANDS]
     others = [path for folder in ("examples", "flags", "scripts") for path in (root / folder).glob("*")]
     return [path for path in (*modules, *sorted(others)) if path.is_file() and path.suffix in (".py", ".sh", ".flags")]
 
 
 def _source_commands(file: Path) -> Iterator[tuple[Place, str]]:
-    """Lines of the first comment or docstring that are commands, and of a shell script all calls of tfdist."""
+    """Yields the commands in the first comment or docstring and, for a shell script, all calls of tfdist."""
     text = file.read_text()
     if file.suffix == ".py":
         head = ast.get_docstring(ast.parse(text), clean=False) or ""
@@ -171,7 +171,7 @@ def _span_problems(page: Path, root: Path) -> Iterator[str]:
 
 
 def _anchors(page: Path) -> Iterator[str]:
-    """Of the headings, as GitHub and MyST make them."""
+    """Yields the anchors of the headings, as GitHub and MyST make them."""
     seen: dict[str, int] = {}
     fenced = False
     for line in page.read_text().splitlines():

@@ -13,8 +13,8 @@ Draw = Callable[..., int]
 
 
 class Program(keras.layers.Layer):
-    """Some operations on what operations before gave, drawn by a number. Which ones has to do with shapes, not with
-    values. x: [B, TOKENS, WIDTH] -> {name: outputs}, of those that have B rows."""
+    """Applies random operations, drawn from `seed`, to the results of earlier ones. The choice depends on shapes, not
+    on values. x: [B, TOKENS, WIDTH] -> the result of the last operation."""
 
     def __init__(self, seed: int, length: int = 6):
         super().__init__()
@@ -32,15 +32,15 @@ class Program(keras.layers.Layer):
         return made[-1]
 
     def operation(self, random, made, count, rows):
-        """One more; one that does not fit its inputs is left out, and its first input comes again."""
+        """Returns the result of one more operation; of one that does not fit its inputs, the first input."""
         choose = lambda values: values[random.integers(len(values))]  # noqa: E731
-        # What came last more often: else most of what is made would be lost.
+        # The last result is used more often: else most results would be lost.
         x, y = made[-1] if random.random() < 0.7 else choose(made), choose(made)
         name = choose(list(OPERATIONS))
         given = random.integers(0, 2**31, 8)
         try:
             return OPERATIONS[name](self, x, y, [int(number) for number in given], count, rows)
-        except Exception:  # noqa: BLE001 - of shapes and types that do not fit
+        except Exception:  # noqa: BLE001 - shapes or types do not fit
             return x
 
 
@@ -53,7 +53,7 @@ def floats(x):
 
 
 def of_rank_3(x):
-    """TensorFlow ends the process where a convolution has fewer dims."""
+    """Raises ValueError for other ranks: TensorFlow ends the process if a convolution has fewer dims."""
     if len(x.shape) != 3:
         raise ValueError
     return floats(x)
@@ -99,7 +99,7 @@ def einsum(layer, x, y, n, count, rows):
 
 
 def of_rows(layer, x, y, n, count, rows):
-    """What knows how many rows there are."""
+    """Returns a tensor that depends on the number of rows."""
     kinds = [
         lambda: tf.ones([count, 1]),
         lambda: tf.zeros([rows, TOKENS, WIDTH]),
