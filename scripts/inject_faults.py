@@ -820,6 +820,13 @@ FAULTS: dict[str, Fault] = {
         "in_trials(), tensorflow_random.state_kept()",
         ("tests/unit/training/test_cut_trial.py",),
     ),
+    "plain attributes": Fault(
+        "a resumed fit begins with the first values of attributes that a callback changes (KL annealing)",
+        "keras_fit/epoch_backup.py",
+        "        plain_attributes.restore(self.fitted, backup.attributes)\n",
+        "",
+        ("tests/unit/keras_fit/test_plain_attributes.py",),
+    ),
     "lent seed": Fault(
         "the seed that workers agree on stays: arrays of later fits come in one order in all epochs",
         "compat/tensorflow_random.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ class BackupContent:
     Attributes: drawn_without_one, the state of Keras' global generator, which layers use that have no generator of
     their own; epoch, the number of epochs that are done; data, the identity of the data of the fit; fit, its number in
     the program; epochs, those of the history; callbacks, for each the attributes that have changed; deleted, for each
-    the attributes that it no longer has; shared, see callback_state.shared_in; order, the seed with which tfdist
+    the attributes that it no longer has; shared, see callback_state.shared_in; attributes, those of the model that have
+    changed, see plain_attributes.py; order, the seed with which tfdist
     shuffles arrays, if it does; ends, see RunningFit.ends; generators, the states of the process's random generators.
     """
 
@@ -35,6 +36,7 @@ class BackupContent:
     deleted: Sequence[Sequence[str]] = ()
     callback_names: Sequence[str] = ()
     shared: Sequence[Sequence[Any]] = ()
+    attributes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     order: int | None
     ends: dict[str, int | None]
     generators: dict[str, Any]

@@ -27,7 +27,7 @@ from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.terminal import say
-from tfdist.keras_fit import backup_file, callback_state, data_identity
+from tfdist.keras_fit import backup_file, callback_state, data_identity, plain_attributes
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
@@ -104,6 +104,7 @@ class EpochBackup(FitCallback):
         self._data: data_identity.Identity = {}  # on the chief
         self._named: list[str] = []  # attributes of other callbacks that are not held
         self._at_first: list[callback_state.Facts] = []  # initial facts of each other callback
+        self._model_at_first: plain_attributes.Values = []
         self.epoch = self._backup.epoch if self._backup else 0
         self.order = self._backup.order if self._backup else None
 
@@ -153,6 +154,7 @@ class EpochBackup(FitCallback):
         backup_checks.refuse_unbuilt(self.fitted)
         states, shared = self._states_of_others(), callback_state.shared_in(self._others)
         self._at_first = callback_state.facts_of(self._others, states, shared)
+        self._model_at_first = plain_attributes.values_of(self.fitted)
         backup = self._backup
         if backup is None:
             return
@@ -174,6 +176,7 @@ class EpochBackup(FitCallback):
         held = dict(zip(names, backup.callbacks, strict=False))
         without = dict(zip(names, backup.deleted, strict=False))
         callback_state.restore(self._others, held, backup.shared, without)
+        plain_attributes.restore(self.fitted, backup.attributes)
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if backup.stopped else self.epoch)
         if self._runtime.rank == 0:
@@ -236,12 +239,27 @@ class EpochBackup(FitCallback):
             deleted=callback_state.deleted(self._others, self._at_first),
             callback_names=callback_state.names_of(self._others),
             shared=shared,
+            attributes=self._changed_attributes(),
             order=self.order,
             ends=RunningFit.of(self.fitted).ends(),
             generators=host_state.generator_states(),
         )
         if self._place.write(content):
             backup_count.count_one()
+
+    def _changed_attributes(self) -> dict[str, dict[str, Any]]:
+        """Returns the plain attributes of the model that have changed; logs once that a compiled step does not see
+        them. On the chief."""
+        changed = plain_attributes.changed(plain_attributes.values_of(self.fitted), self._model_at_first)
+        names = [name for name in plain_attributes.names(self.fitted, changed) if name not in self._named]
+        self._named.extend(names)
+        if names and not self.fitted.run_eagerly:
+            say(
+                f"{', '.join(names)}: changed while the fit runs. A compiled step computes with the value that it was"
+                " traced with, and a fit that is resumed is traced with another one. If the step uses it, keep it in a"
+                " variable: keras.Variable(0.0, trainable=False)."
+            )
+        return changed
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._restore_history()

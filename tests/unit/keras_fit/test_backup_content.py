@@ -10,7 +10,7 @@ from tfdist.keras_fit import backup_file
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import FILE
 
-NEWER = ("drawn_without_one", "data", "fit", "deleted", "callback_names", "shared")
+NEWER = ("drawn_without_one", "data", "fit", "deleted", "callback_names", "shared", "attributes")
 ENTRIES = {
     "variables": [np.ones(3, "float32")],
     "drawn_without_one": np.array([1, 2], "uint32"),
@@ -24,6 +24,7 @@ ENTRIES = {
     "deleted": [["best"]],
     "callback_names": ["EarlyStopping 0"],
     "shared": [[("EarlyStopping 0", "best")]],
+    "attributes": {"0": {"beta": 0.5}},
     "order": 7,
     "ends": {"training": None, "validation": None},
     "generators": {"python": [], "numpy": []},
@@ -45,7 +46,7 @@ def test_a_file_of_an_earlier_version_is_read():
     content = BackupContent.from_dict(OLD)
     assert {name: getattr(content, name) for name in OLD} == OLD
     assert (content.drawn_without_one, content.data, content.fit) == (None, {}, 1)
-    assert not content.deleted and not content.callback_names and not content.shared
+    assert not content.deleted and not content.callback_names and not content.shared and not content.attributes
 
 
 def test_a_fit_goes_on_from_a_file_of_an_earlier_version(tmp_path):
