@@ -22,12 +22,14 @@ def of_model(model: keras.Model) -> list[keras.Variable | tf.Variable]:
     return [*model.variables, *hidden, *state_beside_layers(model, hidden)]
 
 
-def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | tf.Variable]) -> bool:
-    """Gives every worker the chief's values, bit for bit, also for seed generators. Returns whether any value differed.
+def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | tf.Variable]) -> list[str]:
+    """Gives every worker the chief's values, bit for bit, also for seed generators. Returns the names of those that
+    differed.
 
     Raises ConfigError if the workers' shapes differ.
     """
-    return first_values.take_the_chiefs(runtime, [state.tf_variable(variable) for variable in variables])
+    differed = first_values.take_the_chiefs(runtime, [state.tf_variable(variable) for variable in variables])
+    return [getattr(variables[place], "path", variables[place].name) for place in differed]
 
 
 def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
@@ -35,8 +37,11 @@ def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
     workers take the chief's.
     """
     weights = [variable for variable in model.variables if not is_seed_state(variable)]
-    if take_the_chiefs(runtime, [*weights, *hidden_variables(model)]) and runtime.rank == 0:
+    differed = take_the_chiefs(runtime, [*weights, *hidden_variables(model)])
+    if differed and runtime.rank == 0:
+        more = f" and {len(differed) - 3} more" if len(differed) > 3 else ""
         say(
-            "the workers' weights had drifted apart in this epoch (a layer that keeps statistics of its rows,"
-            " or a callback that sets weights by numbers of its own?); all took the chief's."
+            f"the workers' weights had drifted apart in this epoch ({', '.join(differed[:3])}{more}); all took the"
+            " chief's. Does a layer keep statistics of its rows? It sees its worker's only: compute them in train_step,"
+            " from the outputs of all rows. Or does a callback set weights to its own numbers?"
         )

@@ -55,9 +55,9 @@ def chiefs_first_values(
             take_the_chiefs(workers, made)
 
 
-def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> bool:
+def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> list[int]:
     """Gives every worker the chief's values, bit for bit; all workers must call it. Variables with two equal checksums
-    count as equal. Returns whether any variable differed.
+    count as equal. Returns the places of the variables that differed.
 
     Raises ConfigError if the workers' shapes differ, or if strings differ, which cannot be sent.
     """
@@ -79,7 +79,7 @@ def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> bool
         if workers.rank:
             for variable, value in zip(some, received, strict=True):
                 variable.assign(value)
-    return not are_alike.all()
+    return np.flatnonzero(~are_alike).tolist()
 
 
 def _checksums(variable: tf.Variable) -> tuple[int, int]:

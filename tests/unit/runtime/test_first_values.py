@@ -40,6 +40,17 @@ def test_all_have_the_chiefs_values_afterwards():
     assert third.numpy().tolist() == [2.0, 3.0] and third.dtype == tf.bfloat16
 
 
+def test_those_that_differed_are_named(monkeypatch):
+    monkeypatch.setattr(first_values, "must_be_alike", lambda *_: None)
+    variables = [tf.Variable(tf.ones([2])), tf.Variable(1.0), tf.Variable(tf.zeros([3]))]
+
+    def others(own):
+        return own + np.array([[0, 0], [0, 1], [1, 0]])
+
+    assert first_values.take_the_chiefs(workers(lambda mine: mine, others), variables) == [1, 2]
+    assert first_values.take_the_chiefs(workers(lambda mine: mine, lambda own: own), variables) == []
+
+
 def test_strings_must_be_the_same():
     with chiefs_first_values(workers(lambda mine: mine, others=lambda own: own)):
         tf.Variable(["a", "b"])
