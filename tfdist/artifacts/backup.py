@@ -1,8 +1,9 @@
 """`BackupAndRestore`: a frequent, short-lived backup in addition to long-lived snapshots.
 
 A subclass of the Keras callback with the same arguments and meaning. But it saves the full state (weights, optimizer
-slots, seed generators, metrics, the position in the epoch) at step granularity, in the format of snapshot_folder.py:
-checksummed, committed by one rename. With several workers only the chief (`writes=True`) writes.
+slots, seed generators, metrics, the position in the epoch, the state of the other callbacks, the history) at step
+granularity, in the format of snapshot_folder.py: checksummed, committed by one rename. With several workers only the
+chief (`writes=True`) writes.
 
     model.fit(..., callbacks=[BackupAndRestore("/dev/shm/backup", save_freq=100)])
 
@@ -13,15 +14,17 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from tfdist.artifacts import backup_checks, state
+from tfdist.artifacts import backup_checks, backup_file, state
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_position import RunningFit
+from tfdist.artifacts.fit_state import FitState
 from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
@@ -31,6 +34,8 @@ from tfdist.control.terminal import say
 
 _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
+_FIT_STATE = "fit_state"  # an array of bytes: of FitState, and the history
+_WITHOUT_STATE = (keras.callbacks.History, keras.callbacks.ProgbarLogger)  # the first is restored by itself
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -78,6 +83,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._epoch = 0
         self._since = 0  # batches since the last backup
         self._to_skip = 0
+        self._beside = FitState([])
+        self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
+        self._again: Callable[[], None] | None = None  # restores once more, after the batches that are skipped
 
     @property
     def _trained(self) -> Any:
@@ -89,6 +97,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
+        self._restored, self._again = None, None
+        _AfterOthers(self).join(RunningFit.of(model).values["callbacks"])
         snapshot, _ = self.store.newest_valid()
         if snapshot is None:
             return
@@ -98,42 +108,86 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
+        held = arrays.pop(_FIT_STATE, None)  # earlier versions did not write it
+        self._restored = None if held is None else backup_file.parse(held.tobytes())
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
-        state.assign(state.collect(model, model.optimizer, _beside(model, has_drawn)), arrays)
+        self._again = functools.partial(
+            state.assign, state.collect(model, model.optimizer, _beside(model, has_drawn)), arrays
+        )
+        self._again()
         if not snapshot.manifest["batch"]:
             keras_trainer.begin_an_epoch_of_metrics(model)
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
         if not RunningFit.of(model).go_to(self._epoch, snapshot.manifest["ends"]):
             state.restore_generator_states(snapshot.manifest["generators"])  # otherwise reading has drawn from them
-        keras_trainer.begin_at(model, self._epoch)
+        stopped = bool(self._restored and self._restored["stopped"])
+        keras_trainer.begin_at(model, (self.params or {})["epochs"] if stopped else self._epoch)
         self._skip_batches(snapshot.manifest["batch"], metrics)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0
 
     def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
+        """Nothing: see after_batch."""
+
+    def on_epoch_end(self, epoch: int, logs: Mapping | None = None) -> None:
+        """Nothing: see after_epoch."""
+
+    def on_train_end(self, logs: Mapping | None = None) -> None:
+        """Nothing: see after_all."""
+
+    def begin_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
+        """Restores the state of the other callbacks, and the history, once all of them have begun."""
+        self._beside = FitState(others, says=self.writes)
+        self._beside.begin(self._trained)
+        self._restore_beside()
+
+    def after_batch(self, batch: int) -> None:
+        """Saves, when all other callbacks have seen the end of the batch."""
         batches = batch + 1 - self._seen  # more than one with steps_per_execution
+        if batches == 0 and self._again:  # callbacks have counted the batches that were skipped, and set rates
+            self._again()
+            self._restore_beside()
         if batches <= 0:
             return  # these were skipped
         self._step, self._seen, self._since = self._step + batches, batch + 1, self._since + batches
-        if self._period and self._since >= self._period:
+        if self._period and self._since >= self._period and not self._trained.stop_training:
             self._save(self._epoch, self._seen)
 
-    def on_epoch_end(self, epoch: int, logs: Mapping | None = None) -> None:
-        self._seen = 0
+    def after_epoch(self, epoch: int) -> None:
+        """As after_batch, for the end of an epoch."""
+        self._seen, self._again = 0, None
         if not self._period:
             self._save(epoch + 1, 0)
 
-    def on_train_end(self, logs: Mapping | None = None) -> None:
+    def after_all(self) -> None:
+        """Removes the backup, when all other callbacks have seen the end of training."""
         backup_checks.end(self.backup_dir)
         self._backups.delete()
 
+    def _restore_beside(self) -> None:
+        if self._restored is not None:
+            self._beside.restore(self._trained, self._restored)
+            history = self._trained.history
+            history.history = {name: list(values) for name, values in self._restored["history"].items()}
+            history.epoch = list(self._restored["epochs"])
+
+    def _fields_beside(self) -> dict[str, Any]:
+        history = self._trained.history
+        values = {
+            name: [value if backup_file.is_storable(value) else np.asarray(value) for value in values]
+            for name, values in history.history.items()
+        }
+        held = {"history": values, "epochs": list(history.epoch), "stopped": bool(self._trained.stop_training)}
+        return {**self._beside.fields(self._trained), **held}
+
     def _save(self, epoch: int, batch: int) -> None:
         self._since = 0
+        held = np.frombuffer(backup_file.to_bytes(self._fields_beside()), np.uint8)
         self._backups.back_up(
             self._step,
-            state.to_host(self._variables()),
+            {**state.to_host(self._variables()), _FIT_STATE: held},
             {
                 "epoch": epoch,
                 "batch": batch,
@@ -179,6 +233,36 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return model.get_metrics_result()
 
         model.train_function = skipping
+
+
+class _AfterOthers(keras.callbacks.Callback):
+    """Stands behind all other callbacks of a fit, so that a backup holds what they have made of the same batch."""
+
+    def __init__(self, backup: BackupAndRestore):
+        super().__init__()
+        self._backup, self._list = backup, None
+
+    def join(self, callbacks: keras.callbacks.CallbackList) -> None:
+        self._list = callbacks.callbacks
+        self.set_model(self._backup.model)
+        self.set_params(self._backup.params)
+        self._list.append(self)
+
+    def on_train_begin(self, logs: Mapping | None = None) -> None:
+        assert self._list is not None
+        left_out = (BackupAndRestore, _AfterOthers, *_WITHOUT_STATE)
+        self._backup.begin_with([each for each in self._list if not isinstance(each, left_out)])
+
+    def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
+        self._backup.after_batch(batch)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping | None = None) -> None:
+        self._backup.after_epoch(epoch)
+
+    def on_train_end(self, logs: Mapping | None = None) -> None:
+        assert self._list is not None
+        self._list.remove(self)  # the list may be the user's own, for another fit
+        self._backup.after_all()
 
 
 def _beside(model: keras.Model, with_drawn: bool = True) -> dict[str, Any]:

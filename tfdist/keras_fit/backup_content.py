@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.keras_fit import backup_file, data_identity
+from tfdist.artifacts import backup_file
+from tfdist.keras_fit import data_identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

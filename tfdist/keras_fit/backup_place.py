@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from tfdist.artifacts import backup_file
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import held as lease_of_folder
 from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import check_address, is_url
 from tfdist.control.terminal import say
-from tfdist.keras_fit import backup_file
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError

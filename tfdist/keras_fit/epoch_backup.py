@@ -17,9 +17,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.artifacts import backup_checks
+from tfdist.artifacts import backup_checks, backup_file
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
+from tfdist.artifacts.fit_state import FitState
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -27,7 +28,7 @@ from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease import job_identity
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.terminal import say
-from tfdist.keras_fit import backup_file, callback_state, data_identity, plain_attributes
+from tfdist.keras_fit import data_identity
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
@@ -99,12 +100,10 @@ class EpochBackup(FitCallback):
         self, place: str | Path, runtime: Runtime, others: Sequence[keras.callbacks.Callback], delete: bool = True
     ):
         super().__init__()
-        self._place, self._runtime, self._others, self._delete = backup_place(place), runtime, others, delete
+        self._place, self._runtime, self._delete = backup_place(place), runtime, delete
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
-        self._named: list[str] = []  # attributes of other callbacks that are not held
-        self._at_first: list[callback_state.Facts] = []  # initial facts of each other callback
-        self._model_at_first: plain_attributes.Values = []
+        self._beside = FitState(others, says=runtime.rank == 0)
         self.epoch = self._backup.epoch if self._backup else 0
         self.order = self._backup.order if self._backup else None
 
@@ -152,9 +151,7 @@ class EpochBackup(FitCallback):
                 f" {type(self.fitted).__name__} has others beside it, which would begin anew: train without it."
             )
         backup_checks.refuse_unbuilt(self.fitted)
-        states, shared = self._states_of_others(), callback_state.shared_in(self._others)
-        self._at_first = callback_state.facts_of(self._others, states, shared)
-        self._model_at_first = plain_attributes.values_of(self.fitted)
+        self._beside.begin(self.fitted)
         backup = self._backup
         if backup is None:
             return
@@ -172,34 +169,13 @@ class EpochBackup(FitCallback):
         keras_trainer.begin_an_epoch_of_metrics(self.fitted)
         if (drawn := backup.drawn_without_one) is not None and (made := made_global_seed_generator()):
             made.state.assign(drawn)
-        names = backup.callback_names or callback_state.names_of(self._others)
-        held = dict(zip(names, backup.callbacks, strict=False))
-        without = dict(zip(names, backup.deleted, strict=False))
-        callback_state.restore(self._others, held, backup.shared, without)
-        plain_attributes.restore(self.fitted, backup.attributes)
+        self._beside.restore(self.fitted, backup.to_dict())
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if backup.stopped else self.epoch)
         if self._runtime.rank == 0:
             say(f"resumed after epoch {self.epoch} from {self._place.name}.")
         if not backup.stopped:
             self._find_the_place_in_the_data(backup)
-
-    def _states_of_others(self) -> list[dict[str, Any]]:
-        """Returns the state of each other callback; logs once which attributes are not held."""
-        states = [callback_state.state_of(callback) for callback in self._others]
-        found = [
-            f"{type(callback).__name__}.{name}"
-            for callback, state in zip(self._others, states, strict=True)
-            for name in callback_state.not_held(callback, state)
-        ]
-        names = [name for name in dict.fromkeys(found) if name not in self._named]
-        self._named.extend(names)
-        if names and self._runtime.rank == 0:
-            say(
-                f"BackupAndRestore does not hold {', '.join(names)}: in a fit that is resumed they begin anew."
-                " Keep numbers, arrays of numbers, texts and containers of them, or variables as attributes."
-            )
-        return states
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
         if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends):
@@ -224,8 +200,6 @@ class EpochBackup(FitCallback):
             name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
             for name, value in (logs or {}).items()
         }
-        states, shared = self._states_of_others(), callback_state.shared_in(self._others)
-        now = callback_state.facts_of(self._others, states, shared)
         content = BackupContent(
             variables=[host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
             drawn_without_one=None if without_one is None else np.asarray(without_one.state.value),
@@ -235,31 +209,13 @@ class EpochBackup(FitCallback):
             stopped=bool(self.fitted.stop_training),
             history={**history.history, **values},
             epochs=[*history.epoch, epoch],
-            callbacks=list(map(callback_state.changed, states, now, self._at_first)),
-            deleted=callback_state.deleted(self._others, self._at_first),
-            callback_names=callback_state.names_of(self._others),
-            shared=shared,
-            attributes=self._changed_attributes(),
             order=self.order,
             ends=RunningFit.of(self.fitted).ends(),
             generators=host_state.generator_states(),
+            **self._beside.fields(self.fitted),
         )
         if self._place.write(content):
             backup_count.count_one()
-
-    def _changed_attributes(self) -> dict[str, dict[str, Any]]:
-        """Returns the plain attributes of the model that have changed; logs once that a compiled step does not see
-        them. On the chief."""
-        changed = plain_attributes.changed(plain_attributes.values_of(self.fitted), self._model_at_first)
-        names = [name for name in plain_attributes.names(self.fitted, changed) if name not in self._named]
-        self._named.extend(names)
-        if names and not self.fitted.run_eagerly:
-            say(
-                f"{', '.join(names)}: changed while the fit runs. A compiled step computes with the value that it was"
-                " traced with, and a fit that is resumed is traced with another one. If the step uses it, keep it in a"
-                " variable: keras.Variable(0.0, trainable=False)."
-            )
-        return changed
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._restore_history()

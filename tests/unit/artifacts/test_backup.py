@@ -18,16 +18,18 @@ class Killed(Exception):
 
 
 class Counter(keras.callbacks.Callback):
-    """Counts the updates that are really made, and interrupts after one of them."""
+    """Counts the updates that are really made, and interrupts after one of them, when all callbacks have seen it."""
 
     def __init__(self, total, die_after=None, at_epoch_end=None):
         super().__init__()
-        self.total, self.die_after, self.at_epoch_end = total, die_after, at_epoch_end
+        self.count, self.die_after, self.at_epoch_end = total.append, die_after, at_epoch_end  # no state to restore
 
     def on_train_batch_end(self, batch, logs=None):
         iterations = int(self.model.optimizer.iterations.numpy())
-        self.total.append(iterations)
-        if iterations == self.die_after:
+        self.count(iterations)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if int(self.model.optimizer.iterations.numpy()) == self.die_after:
             raise Killed
 
     def on_epoch_end(self, epoch, logs=None):
@@ -179,3 +181,65 @@ def test_wrong_arguments(arguments):
     with pytest.raises(ConfigError, match="BackupAndRestore"):
         BackupAndRestore(**arguments)
     assert issubclass(ConfigError, ValueError)  # as Keras raises
+
+
+class Rates(keras.callbacks.Callback):
+    """Keeps every loss, and sets the learning rate by what it has seen: it counts batches that are skipped, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.seen = [], 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(float(logs["loss"]))
+        self.seen += 1
+        self.model.optimizer.learning_rate = 0.2 / (1 + 0.1 * self.seen)
+
+
+def stopping_fit(folder, callbacks, save_freq, first=True):
+    """A fit that early stopping ends, with the best weights in a file."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(80, 4)).astype("float32"), rng.integers(0, 2, 80)
+    rates, stopping = Rates(), keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, restore_best_weights=True)
+    best = keras.callbacks.ModelCheckpoint(folder / "best.weights.h5", save_best_only=True, save_weights_only=True)
+    backup = [BackupAndRestore(folder / "backup", save_freq=save_freq)] if save_freq else []
+    others = [rates, stopping, best, *callbacks]
+    order = [*backup, *others] if first else [*others, *backup]
+    history = model.fit(x, y, batch_size=8, epochs=12, validation_split=0.3, verbose=0, callbacks=order)
+    model.load_weights(folder / "best.weights.h5")
+    return history.epoch, history.history, rates.losses, model.get_weights()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("save_freq", ["epoch", 1, 3])
+def test_other_callbacks_and_the_history_continue(tmp_path, save_freq, first):
+    """Early stopping, the best model, a rate that a callback sets, and its lists: wherever the backup stands."""
+    (tmp_path / "alone").mkdir()
+    epochs, history, losses, weights = stopping_fit(tmp_path / "alone", [], None)
+    assert len(epochs) < 12, "it should stop early"
+    (tmp_path / "killed").mkdir()
+    for after in (4, 9, 7 * len(epochs) - 3):
+        with pytest.raises(Killed):
+            stopping_fit(tmp_path / "killed", [Counter([], die_after=after)], save_freq, first)
+    found = stopping_fit(tmp_path / "killed", [], save_freq, first)
+    assert found[:3] == (epochs, history, losses)
+    assert all((a == b).all() for a, b in zip(weights, found[3], strict=True))
+
+
+def test_a_fit_that_had_stopped_is_not_trained_on(tmp_path):
+    """Killed after the backup of the epoch in which early stopping has stopped it."""
+
+    class AtTheEnd(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            raise Killed
+
+    expected = stopping_fit(tmp_path, [], None)
+    with pytest.raises(Killed):
+        stopping_fit(tmp_path, [AtTheEnd()], "epoch")
+    found = stopping_fit(tmp_path, [], "epoch")
+    assert found[:3] == expected[:3]
+    assert not list((tmp_path / "backup").glob("*step*")), "it is removed at the end"

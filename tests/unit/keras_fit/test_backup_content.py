@@ -6,7 +6,7 @@ import pytest
 
 import tfdist
 from tests.unit.keras_fit.test_resumed_data import Killed, KilledAfter
-from tfdist.keras_fit import backup_file
+from tfdist.artifacts import backup_file
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import FILE
 

@@ -8,8 +8,8 @@ import pytest
 
 import tfdist
 from tests.stores.s3_server import BUCKET
+from tfdist.artifacts import backup_file
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import backup_file
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import backup_place
 

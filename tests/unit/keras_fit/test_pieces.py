@@ -12,9 +12,10 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.artifacts import backup_file
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, DataError
-from tfdist.keras_fit import backup_file, backup_place, epoch_backup, joining, own_rows
+from tfdist.keras_fit import backup_place, epoch_backup, joining, own_rows
 from tfdist.keras_fit.batches import END, Batches, digest
 from tfdist.keras_fit.data_identity import identity_of, what_changed
 from tfdist.keras_fit.model import every_row_checked

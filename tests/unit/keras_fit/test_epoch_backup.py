@@ -17,13 +17,12 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.artifacts import backup_checks
+from tfdist.artifacts import backup_checks, backup_file, callback_state
 from tfdist.compat import keras_epochs
 from tfdist.control import lease
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
 from tfdist.data.tuning import untuned
-from tfdist.keras_fit import backup_file, callback_state
 from tfdist.keras_fit.backup_place import FILE
 from tfdist.keras_fit.epoch_backup import EpochBackup
 from tfdist.runtime.one_device import OneDevice

@@ -6,7 +6,7 @@ import pytest
 
 import tfdist
 from tests.unit.keras_fit.test_resumed_data import Killed, KilledAfter
-from tfdist.keras_fit import plain_attributes
+from tfdist.artifacts import plain_attributes
 
 X = np.linspace(-1, 1, 64, dtype="float32").reshape(16, 4)
 

@@ -14,8 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts import backup_file
 from tfdist.compat.code_origin import package_of
-from tfdist.keras_fit import backup_file
 
 _VARIABLES = (keras.Variable, tf.Variable)
 # Types of Keras and TensorFlow that change during training and are not part of the model.

@@ -69,17 +69,27 @@ def parts_of(value: Any) -> tuple[bytes, ...]:
 
 def write(path: Path, value: Any) -> None:
     """Writes the file under another name, flushes and renames it. Only the owner may read it."""
+    parts = _parts_of_file(value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path, "wb", flushed=True, mode=0o600, aside=f"{path.name}.writing") as file:
+        for part in parts:
+            file.write(part)
+    flush_to_disk(path.parent)
+
+
+def to_bytes(value: Any) -> bytes:
+    """Returns the bytes that `write` would write."""
+    return b"".join(bytes(part) for part in _parts_of_file(value))
+
+
+def _parts_of_file(value: Any) -> list[Any]:
     arrays = _Arrays()
     text = json.dumps(_encoded(value, arrays)).encode()
     parts = [len(text).to_bytes(_LENGTH, "big"), text, *(array.reshape(-1).view(np.uint8) for array in arrays)]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path, "wb", flushed=True, mode=0o600, aside=f"{path.name}.writing") as file:
-        for part in (_MAGIC, digest.digest(), *parts):
-            file.write(part)
-    flush_to_disk(path.parent)
+    return [_MAGIC, digest.digest(), *parts]
 
 
 def parse(data: bytes) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
+from tfdist.artifacts import backup_file, callback_values
 from tfdist.compat.code_origin import is_of_keras, package_of
-from tfdist.keras_fit import backup_file, callback_values
 
 Facts = dict[str, tuple[Any, ...]]  # name of an attribute -> facts that tell whether it has changed
 Path = tuple[Any, ...]  # name of the callback, of its attribute, then keys and places in containers

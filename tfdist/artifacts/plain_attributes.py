@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.artifacts import backup_file
 from tfdist.compat import keras_layers
-from tfdist.keras_fit import backup_file
 
 Values = list[dict[str, Any]]  # for each holder: name of an attribute -> value
 

@@ -1,0 +1,87 @@
+"""The state of a running fit beside its variables: the other callbacks, and plain attributes of the model.
+
+Both backups hold it: BackupAndRestore of a plain fit (backup.py), and that of tfdist.fit (keras_fit/epoch_backup.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.artifacts import callback_state, plain_attributes
+from tfdist.control.terminal import say
+
+
+class FitState:
+    """Collects and restores the state.
+
+    others: the callbacks whose state is held. says: whether this process logs what is not held.
+    """
+
+    def __init__(self, others: Sequence[keras.callbacks.Callback], *, says: bool = True):
+        self._others, self._says = others, says
+        self._reported: list[str] = []  # attributes
+        self._at_first: list[callback_state.Facts] = []  # of each other callback
+        self._model_at_first: plain_attributes.Values = []
+
+    def begin(self, model: keras.Model) -> None:
+        """Notes what everything is like at first: only attributes that change are state. Call before `restore`, when
+        all callbacks have begun."""
+        states, shared = self._states(), callback_state.shared_in(self._others)
+        self._at_first = callback_state.facts_of(self._others, states, shared)
+        self._model_at_first = plain_attributes.values_of(model)
+
+    def fields(self, model: keras.Model) -> dict[str, Any]:
+        """Returns the state: values that backup_file.py can store. Their names are those of BackupContent."""
+        states, shared = self._states(), callback_state.shared_in(self._others)
+        now = callback_state.facts_of(self._others, states, shared)
+        return {
+            "callbacks": list(map(callback_state.changed, states, now, self._at_first)),
+            "deleted": callback_state.deleted(self._others, self._at_first),
+            "callback_names": callback_state.names_of(self._others),
+            "shared": shared,
+            "attributes": self._changed_attributes(model),
+        }
+
+    def restore(self, model: keras.Model, fields: Mapping[str, Any]) -> None:
+        """Restores what `fields` returned, perhaps in an earlier version without some of the entries."""
+        names = fields["callback_names"] or callback_state.names_of(self._others)
+        held = dict(zip(names, fields["callbacks"], strict=False))
+        without = dict(zip(names, fields["deleted"], strict=False))
+        callback_state.restore(self._others, held, fields["shared"], without)
+        plain_attributes.restore(model, fields["attributes"])
+
+    def _states(self) -> list[dict[str, Any]]:
+        """Returns the state of each other callback; logs once which attributes are not held."""
+        states = [callback_state.state_of(callback) for callback in self._others]
+        found = [
+            f"{type(callback).__name__}.{name}"
+            for callback, state in zip(self._others, states, strict=True)
+            for name in callback_state.not_held(callback, state)
+        ]
+        if names := self._unreported(found):
+            say(
+                f"BackupAndRestore does not hold {', '.join(names)}: in a fit that is resumed they begin anew."
+                " Keep numbers, arrays of numbers, texts and containers of them, or variables as attributes."
+            )
+        return states
+
+    def _changed_attributes(self, model: keras.Model) -> dict[str, dict[str, Any]]:
+        """Returns the plain attributes of the model that have changed; logs once that a compiled step does not see
+        them."""
+        changed = plain_attributes.changed(plain_attributes.values_of(model), self._model_at_first)
+        names = self._unreported(plain_attributes.names(model, changed))
+        if names and not model.run_eagerly:
+            say(
+                f"{', '.join(names)}: changed while the fit runs. A compiled step computes with the value that it was"
+                " traced with, and a fit that is resumed is traced with another one. If the step uses it, keep it in a"
+                " variable: keras.Variable(0.0, trainable=False)."
+            )
+        return changed
+
+    def _unreported(self, found: Sequence[str]) -> list[str]:
+        names = [name for name in dict.fromkeys(found) if name not in self._reported]
+        self._reported.extend(names)
+        return names if self._says else []
