@@ -11,8 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from tests.fuzz import data, given, keras_settings, layers, loops, models, space, train_steps
-from tests.fuzz.callbacks import Ledger
+from tests.fuzz.callbacks import Ledger, Temper
 from tests.fuzz.oracle import MORE, POLICIES, is_number, once, shake
+from tfdist.compat.keras_addition import add_rows_to_rows
 
 FLOAT = {False: "float32", True: "float64"}
 
@@ -77,6 +78,17 @@ class OneClass(keras.metrics.AUC):
         return super().update_state(tf.reshape(y_true, [-1]) == 1, y_pred[:, 1], sample_weight)
 
 
+class Tempered(keras.losses.Loss):
+    """The squared error times a plain attribute, which the callback `temper` changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def call(self, y_true, y_pred):
+        return self.scale * keras.losses.mean_squared_error(y_true, y_pred)
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "entropy": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     "entropy_sum": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
@@ -91,6 +103,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "annealed_entropy": lambda: Annealed(keras.losses.SparseCategoricalCrossentropy(from_logits=True)),
     "focal": lambda: focal,
     "log_cosh": lambda: keras.losses.LogCosh(),
+    "tempered": Tempered,
 }
 
 
@@ -124,6 +137,7 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "scheduler": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7),
     "swap_ema": lambda: keras.callbacks.SwapEMAWeights(),
     "ledger": Ledger,
+    "temper": Temper,
 }
 
 
@@ -141,6 +155,7 @@ def run(
     above 0, the seed of perturbations of the initial weights in the last place of the type. more: callbacks in addition
     to those of the case.
     """
+    add_rows_to_rows()  # as tfdist.init does; plain Keras mixes rows if there are as many of them as channels
     with keras_settings.restored():
         keras_settings.forget_names()
         model = _model(case, double)

@@ -159,6 +159,17 @@ def with_rare(case: dict[str, Any], chance: random.Random) -> None:
             compiled["metrics"] = [chance.choice(RARE_METRICS[head]), *compiled["metrics"][1:]]
 
 
+def with_plain_attribute(case: dict[str, Any], chance: random.Random) -> None:
+    """Replaces the loss by one that reads a plain attribute, which a callback changes: in steps that run eagerly."""
+    if case["model"]["head"] != "values" or "class" in case["model"] or "loop" in case:
+        return
+    if chance.random() < (0.3 if "backup" in case["fit"] else 0.03):
+        for name in ("jit_compile", "steps_per_execution"):
+            case["compile"].pop(name, None)
+        case["compile"] |= {"loss": "tempered", "run_eagerly": True}
+        case["fit"]["callbacks"] = [*case["fit"].get("callbacks", ()), "temper"]
+
+
 def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     """Why a case cannot be compared with Keras, or is not valid; "" if it can."""
     compiled, fit, data = case["compile"], case["fit"], case["data"]

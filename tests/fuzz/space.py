@@ -134,6 +134,9 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         rare = copy.deepcopy(case)
         fit_space.with_rare(rare, random.Random(f"{seed}/{number}/rare in fit"))
         case = case if any(conflicts(part) for part in parts(rare)) else rare
+        attribute = copy.deepcopy(case)
+        fit_space.with_plain_attribute(attribute, random.Random(f"{seed}/{number}/plain attribute"))
+        case = case if any(conflicts(part) for part in parts(attribute)) else attribute
     mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
     on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
     case = case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu
