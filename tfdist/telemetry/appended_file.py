@@ -1,12 +1,15 @@
 """A file to which a run appends its events, each as one piece: a line or a record.
 
-What cannot be written, as on a full disk, is kept in memory and written later.
+What cannot be written, as on a full disk, is kept in memory and written later. If the file is removed or renamed while
+the run goes on, as by logrotate, it is opened again: else what follows would go to a file without a name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections import deque
 from io import FileIO
 from pathlib import Path
@@ -15,6 +18,7 @@ from tfdist.control.own_files import appended_to
 from tfdist.control.terminal import say
 
 _LIMIT = 16 * 2**20  # bytes that are kept in memory
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class AppendedFile:
@@ -30,11 +34,15 @@ class AppendedFile:
         self._size = 0  # bytes of all of them
         self._dropped, self._fails = 0, False
         self._beginning = b""
-        self._file = self._opened()
+        self._file, self._is_followed = self._opened(), True
+        self._is_followed = not self._is_gone()  # on some network file systems a file's number changes
 
     def beginning(self) -> bytes:
         """Returns what is written first whenever the file has been opened."""
         return b""
+
+    def check(self) -> None:
+        """Raises an error if the file that now has the name must not be appended to."""
 
     def write(self, piece: bytes) -> None:
         """Writes a piece, after those that wait. Raises no OSError: what cannot be written waits."""
@@ -74,6 +82,23 @@ class AppendedFile:
             self._add(beginning, 0)
         return file
 
+    def _open_again(self) -> None:
+        self.check()
+        gone, before = self.path, self._file
+        self._file = self._opened()
+        with contextlib.suppress(OSError):
+            before.close()
+        _tell(f"WARNING: {gone} was removed or renamed: it is opened anew.")
+
+    def _is_gone(self) -> bool:
+        """Whether the name belongs to another file by now, or to none."""
+        try:
+            held = os.fstat(self._file.fileno())
+            named = os.stat(self.path)
+        except OSError as error:
+            return error.errno in _GONE
+        return stat.S_ISREG(held.st_mode) and not os.path.samestat(held, named)
+
     def _add(self, piece: bytes, place: int) -> None:
         self._waiting.insert(place, piece)
         self._size += len(piece)
@@ -81,6 +106,8 @@ class AppendedFile:
     def _try(self) -> OSError | None:
         """Writes what waits. Returns the error that has prevented it."""
         try:
+            if self._waiting and self._is_followed and self._is_gone():
+                self._open_again()
             while self._waiting:
                 first = self._waiting[0]
                 self._written += os.write(self._file.fileno(), memoryview(first)[self._written :])

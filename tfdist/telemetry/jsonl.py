@@ -12,6 +12,7 @@ import json
 import math
 import os
 import socket
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +42,15 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 class _Log(AppendedFile):
+    def __init__(self, path: Path, run_id: str):
+        self._run_id = run_id
+        super().__init__(path)
+
+    def check(self) -> None:
+        for record in deque(read_jsonl(self.path), maxlen=1):
+            if record.get("run_id") != self._run_id:
+                raise ConfigError(f"{self.path} belongs to another run by now: this one no longer has a log.")
+
     def beginning(self) -> bytes:
         """After half a line that a killed process left: ends that line, which would else take the next one with it."""
         torn = self.path.exists() and self.path.stat().st_size > 0 and not _ends_with_newline(self.path)
@@ -59,7 +69,7 @@ class JsonlObserver(Observer):
             "host": socket.gethostname(),
         }
         with _usable(path):
-            self._log = _Log(path)
+            self._log = _Log(path, run_id)
 
     def __call__(self, event: Event) -> None:
         time = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+import shutil
 
 from tfdist.telemetry import appended_file
 from tfdist.telemetry.events import Event, FanOut
@@ -88,3 +89,65 @@ def test_a_full_standard_error_does_not_switch_the_log_off(tmp_path, monkeypatch
         log(train(1))
     log(train(2))
     assert steps(path) == [1, 2]
+
+
+def test_a_log_that_is_removed_or_renamed_goes_on_under_its_name(tmp_path, capsys):
+    path = tmp_path / "logs" / "rank-0.jsonl"
+    log = log_of(path)
+    log(train(1))
+    shutil.rmtree(path.parent)
+    log(train(2))
+    log(train(3))
+    path.rename(path.with_suffix(".1"))
+    log(train(4))
+    other = path.with_suffix(".2")
+    other.write_text(path.read_text() + '{"half')
+    other.replace(path)
+    log(train(5))
+    assert steps(path.with_suffix(".1")) == [2, 3] and steps(path) == [4, 5]
+    shutil.rmtree(path.parent)
+    log.close()
+    assert not path.parent.exists()
+    error = capsys.readouterr().err
+    assert error.count(f"WARNING: {path} was removed or renamed: it is opened anew.") == 3 == error.count("\n")
+
+
+def test_what_was_cut_by_a_full_disk_is_whole_in_the_new_file(tmp_path, capsys):
+    path = tmp_path / "logs" / "rank-0.jsonl"
+    log = log_of(path)
+    log(train(1))
+    with longest_file(path.stat().st_size + 40):
+        log(train(2))
+    shutil.rmtree(path.parent)
+    path.parent.write_text("in the way")
+    log(train(3))
+    path.parent.unlink()
+    log(train(4))
+    assert steps(path) == [2, 3, 4]
+    assert capsys.readouterr().err.count("\n") == 3
+
+
+def test_a_link_in_place_of_a_removed_log_is_not_followed(tmp_path, capsys):
+    path, other = tmp_path / "rank-0.jsonl", tmp_path / "other"
+    log = log_of(path)
+    log(train(1))
+    path.unlink()
+    other.write_text("")
+    path.symlink_to(other)
+    log(train(2))
+    assert other.read_text() == "" and "cannot be written (Too many levels of symbolic" in capsys.readouterr().err
+    path.unlink()
+    log.close()
+    assert steps(path) == [2]
+
+
+def test_a_log_of_another_run_is_not_appended_to(tmp_path, capsys):
+    """The folder of a run was removed, and another run has begun there."""
+    path = tmp_path / "rank-0.jsonl"
+    log = log_of(path)
+    log(train(1))
+    path.unlink()
+    log_of(path, run_id="other")(train(2))
+    log(train(3))
+    assert steps(path) == [2]
+    assert f"{path} belongs to another run by now" in capsys.readouterr().err
