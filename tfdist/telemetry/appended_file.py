@@ -22,13 +22,13 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class AppendedFile:
-    """Appends pieces without a buffer, so that no event is lost when the process is killed. limit: see _LIMIT.
+    """Appends pieces without a buffer, so that no event is lost when the process is killed.
 
     Raises OSError if the file cannot be opened at first.
     """
 
-    def __init__(self, path: Path, limit: int = _LIMIT):
-        self.path, self._limit = path, limit
+    def __init__(self, path: Path):
+        self.path, self._limit = path, _LIMIT
         self._waiting: deque[bytes] = deque()  # not yet written, or not to their end
         self._written = 0  # bytes of the first of them that the file has
         self._size = 0  # bytes of all of them
@@ -40,6 +40,10 @@ class AppendedFile:
     def beginning(self) -> bytes:
         """Returns what is written first whenever the file has been opened."""
         return b""
+
+    def path_now(self) -> Path:
+        """Returns the path under which the file is opened now."""
+        return self.path
 
     def check(self) -> None:
         """Raises an error if the file that now has the name must not be appended to."""
@@ -71,10 +75,11 @@ class AppendedFile:
             raise error
 
     def _opened(self) -> FileIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        path = self.path_now()
+        path.parent.mkdir(parents=True, exist_ok=True)
         beginning = self.beginning()
-        file = FileIO(appended_to(self.path), "ab")
-        self._written = 0
+        file = FileIO(appended_to(path), "ab")
+        self.path, self._written = path, 0
         if self._beginning and self._waiting and self._waiting[0] is self._beginning:
             self._size -= len(self._waiting.popleft())
         self._beginning = beginning
