@@ -19,6 +19,7 @@ from tfdist.control.exit_codes import (
 from tfdist.control.passing_errors import reading_failed
 from tfdist.control.user_errors import failure, failure_in_text, failure_of_own, said, what_in_text, without_internals
 from tfdist.runtime import negative_weights
+from tfdist.runtime.damaged_record import damaged_file
 from tfdist.runtime.ring_error import MARK, user_error
 
 _PEER_ERRORS = (
@@ -142,7 +143,8 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if found := _OWN_ERROR.search(text):  # raised by a source inside tf.data
         return _OWN_ERRORS[found[1]](found[2])
     if isinstance(error, tf.errors.DataLossError) or _RECORD.search(text):
-        return DataError(f"A record of the data cannot be read: {cause(text)}")
+        where = damaged_file(text)
+        return DataError(f"A record of the data cannot be read: {cause(text)}{'. ' if where else ''}{where}")
     if label := bad_label(error):
         return DataError(label.sentence)
     if sentence := missing_row(error):

@@ -12,13 +12,14 @@ import json
 import math
 import os
 import socket
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.own_files import appended_to
+from tfdist.telemetry.appended_file import AppendedFile
 from tfdist.telemetry.events import Event, Observer
 
 VERSION = 1
@@ -40,8 +41,24 @@ def _usable(path: Path) -> Iterator[None]:
         ) from None
 
 
+class _Log(AppendedFile):
+    def __init__(self, path: Path, run_id: str):
+        self._run_id = run_id
+        super().__init__(path)
+
+    def check(self) -> None:
+        for record in deque(read_jsonl(self.path), maxlen=1):
+            if record.get("run_id") != self._run_id:
+                raise ConfigError(f"{self.path} belongs to another run by now: this one no longer has a log.")
+
+    def beginning(self) -> bytes:
+        """After half a line that a killed process left: ends that line, which would else take the next one with it."""
+        torn = self.path.exists() and self.path.stat().st_size > 0 and not _ends_with_newline(self.path)
+        return b"\n" if torn else b""
+
+
 class JsonlObserver(Observer):
-    """Appends events to a file and flushes each, so that no event is lost when the process is killed."""
+    """Appends events to a file, each as a line. If the disk is full, they wait (appended_file.py)."""
 
     def __init__(self, path: Path, *, run_id: str, attempt: int, rank: int):
         self._constant = {
@@ -52,23 +69,16 @@ class JsonlObserver(Observer):
             "host": socket.gethostname(),
         }
         with _usable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
-            self._file = open(appended_to(path), "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        if torn:  # a killed process left half a line; do not append to that line
-            self._file.write("\n")
+            self._log = _Log(path, run_id)
 
     def __call__(self, event: Event) -> None:
         time = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")
         values = {name: plain(value) for name, value in event.values.items() if name != "flags"}
-        self._file.write(
-            json.dumps({**self._constant, "time": time, "kind": event.kind, "step": event.step, "values": values})
-            + "\n"
-        )
-        self._file.flush()
+        line = json.dumps({**self._constant, "time": time, "kind": event.kind, "step": event.step, "values": values})
+        self._log.write(f"{line}\n".encode())
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -5,20 +5,54 @@ Written with TensorBoard's own package.
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
+import time
 from importlib import import_module
+from io import BytesIO
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from tfdist.telemetry.appended_file import AppendedFile
 from tfdist.telemetry.events import Event, Observer
 from tfdist.telemetry.trackers import Run
 
 _GROUPS = ("train/", "eval/", "perf/", "staleness/")
+_number = itertools.count()  # of the files of this process
 
 
 def track(run: Run) -> TensorBoardObserver:
     """Makes the tracker `tensorboard`, which writes to RUN_DIR/tensorboard."""
     return TensorBoardObserver(run.folder / "tensorboard", run.resumed_step, run=run)
+
+
+class _EventsFile(AppendedFile):
+    """A file of TensorBoard's events in a folder. Unlike TensorBoard's own EventFileWriter it outlives a full disk."""
+
+    def __init__(self, folder: Path):
+        self._messages = _messages("event")
+        super().__init__(folder / "events")
+
+    def path_now(self) -> Path:
+        """A name after all earlier ones: TensorBoard reads the files of a folder in the order of their names."""
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_number):04d}"
+        return self.path.with_name(name)
+
+    def beginning(self) -> bytes:
+        return _record(self._messages.Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add_event(self, event: Any) -> None:
+        self.write(_record(event))
+
+
+def _record(message: Any) -> bytes:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    record = BytesIO()
+    RecordWriter(record).write(message.SerializeToString())
+    return record.getvalue()
 
 
 class TensorBoardObserver(Observer):
@@ -32,10 +66,8 @@ class TensorBoardObserver(Observer):
     """
 
     def __init__(self, folder: Path, resumed_step: int, *, forgets: bool = True, run: Run | None = None):
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
         self._proto = _messages("event")
-        self._writer = EventFileWriter(str(folder), flush_secs=5)
+        self._writer = _EventsFile(folder)
         self._run, self._forgets, self._last = run, forgets, resumed_step
         self._histograms_every = run.flags.get("histograms_every", 0) if run else 0
         if forgets:
@@ -69,7 +101,6 @@ class TensorBoardObserver(Observer):
             )
         if self._run and event.kind in ("start", "end"):
             self._hyper_parameters(self._run, event)
-        self._writer.flush()  # so that no event is lost when the process is killed
 
     def _on_train(self, event: Event) -> None:
         if event.step <= self._last and self._forgets:  # after a rollback

@@ -41,6 +41,7 @@ from tfdist.data.sources.records import RecordFiles, check_begin, read_in_graph
 from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.data.sources.stored_streams import first_of, stored_records
+from tfdist.runtime.damaged_record import note_files
 from tfdist.runtime.errors import cause
 from tfdist.storage.data_cache import cache_of
 from tfdist.storage.in_threads import in_threads
@@ -227,6 +228,8 @@ class _Folder:
         if self._cache:
             self._cache.must_copy("stream=True")
             return stored_records(self._cache, paths, compression, at_a_time)
+        if not compression:
+            note_files(paths)
         compression_type: Any = compression
         names, numbers = tf.constant(paths, tf.string), tf.data.Dataset.range(len(paths))
         read = as_is(lambda number: tf.data.TFRecordDataset(names[number], compression_type))
