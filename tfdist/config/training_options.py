@@ -171,7 +171,9 @@ class ScheduleConfig:
         identity=True,
         key=True,
     )
-    warmup_steps: int = option(0, "Steps of linear warm-up from 0.", identity=True, least=0)
+    warmup_steps: int = option(
+        0, "Steps of linear warm-up: step k, from 1, has k / STEPS of the peak rate.", identity=True, least=0
+    )
     decay_steps: int = option(0, "Step at which the decay ends. 0: the last step of the run.", identity=True, least=0)
     decay_fraction: float = option(0.1, "Part of --decay_steps in which wsd decays.", identity=True, least=0)
     min_learning_rate_ratio: float = option(

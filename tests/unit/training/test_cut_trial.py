@@ -270,6 +270,19 @@ def test_layers_that_no_longer_fit_are_a_sentence():
         trial.check({}, frozenset())
 
 
+def test_the_cause_is_told_also_of_what_autograph_has_converted():
+    model = _model()
+    trial = _trial(model)
+
+    @tf.function
+    def call(x, training=None):
+        return x @ np.zeros((5, 3), "float32")
+
+    model.get_layer("down").call = call
+    with pytest.raises(ConfigError, match=r"its layers no longer fit \(\w+Error: \w+"):
+        trial.check({}, frozenset())
+
+
 class Grouped(keras.layers.Layer):
     """Takes rows in groups of three."""
 

@@ -25,6 +25,7 @@ from tfdist.compat.keras_draws import constant_draws
 from tfdist.compat.keras_layers import in_float32
 from tfdist.compat.tensorflow_graphs import draws, kinds_of_operations
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.user_errors import what_in_text, without_internals
 from tfdist.runtime.decisions import any_worker, every_worker
 from tfdist.runtime.errors import message_of
 from tfdist.runtime.host import known_dims
@@ -290,6 +291,8 @@ def _said(error: Exception) -> str:
     puts it before the operations that it names."""
     if isinstance(error, tf.errors.OpError):
         return next(reversed(message_of(error).partition("[[")[0].strip().splitlines()), type(error).__name__)
+    if "in user code:" in str(error):  # of a tf.function, behind the places in the code
+        return without_internals(what_in_text(str(error))).splitlines()[0]
     lines = str(error).strip().splitlines() or [type(error).__name__]
     starred = [line for line in lines if line.startswith("\033[1m") or line.endswith("\033[0m")]
     return re.sub(r"\033\[\d+m", "", (starred or lines)[0]).strip()
