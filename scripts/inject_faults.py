@@ -823,15 +823,22 @@ FAULTS: dict[str, Fault] = {
     "callbacks of a plain fit": Fault(
         "a plain fit that is resumed begins with early stopping, best values and history from nothing",
         "artifacts/backup.py",
-        "            self._beside.restore(self._trained, self._restored)\n",
+        "        self._beside.restore(self._trained, self._restored)\n",
         "",
         ("tests/unit/artifacts/test_backup.py",),
     ),
     "callbacks of skipped batches": Fault(
         "callbacks count the batches of a resumed epoch that are skipped, and set the learning rate by them",
         "artifacts/backup.py",
-        "        if batches == 0 and self._again:",
-        "        if False and self._again:",
+        "        self._others.mute(count)\n",
+        "",
+        ("tests/unit/artifacts/test_backup.py",),
+    ),
+    "second beginning of an epoch": Fault(
+        "callbacks keep what they have made of the second beginning of a resumed epoch",
+        "artifacts/backup.py",
+        "                self._backup.after_skipping()\n",
+        "",
         ("tests/unit/artifacts/test_backup.py",),
     ),
     "plain attributes": Fault(

@@ -83,9 +83,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._epoch = 0
         self._since = 0  # batches since the last backup
         self._to_skip = 0
-        self._beside = FitState([])
+        self._beside, self._others = FitState([]), _AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
-        self._again: Callable[[], None] | None = None  # restores once more, after the batches that are skipped
+        self._again: Callable[[], None] = lambda: None  # assigns all variables once more
 
     @property
     def _trained(self) -> Any:
@@ -97,8 +97,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
-        self._restored, self._again = None, None
-        _AfterOthers(self).join(RunningFit.of(model).values["callbacks"])
+        self._restored, self._others = None, _AfterOthers(self)
+        self._others.join(RunningFit.of(model).values["callbacks"])
         snapshot, _ = self.store.newest_valid()
         if snapshot is None:
             return
@@ -141,24 +141,30 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Restores the state of the other callbacks, and the history, once all of them have begun."""
         self._beside = FitState(others, says=self.writes)
         self._beside.begin(self._trained)
-        self._restore_beside()
+        if self._restored is not None:
+            self._restore_beside()
+            held = self._beside.whole()  # for after_skipping; a copy, as callbacks change what they hold
+            self._restored |= backup_file.parse(backup_file.to_bytes(held))
 
     def after_batch(self, batch: int) -> None:
         """Saves, when all other callbacks have seen the end of the batch."""
         batches = batch + 1 - self._seen  # more than one with steps_per_execution
-        if batches == 0 and self._again:  # callbacks have counted the batches that were skipped, and set rates
-            self._again()
-            self._restore_beside()
-        if batches <= 0:
-            return  # these were skipped
         self._step, self._seen, self._since = self._step + batches, batch + 1, self._since + batches
-        if self._period and self._since >= self._period and not self._trained.stop_training:
+        is_last = self._seen == (self.params or {}).get("steps")  # then the end of the epoch comes first
+        if self._is_due() and not is_last and not self._trained.stop_training:
             self._save(self._epoch, self._seen)
+
+    def after_skipping(self) -> None:
+        """Restores everything once more: callbacks have seen the beginning of the resumed epoch twice."""
+        self._again()
+        if self._restored is not None:
+            self._restore_beside()
+        self._trained.stop_training = False
 
     def after_epoch(self, epoch: int) -> None:
         """As after_batch, for the end of an epoch."""
-        self._seen, self._again = 0, None
-        if not self._period:
+        self._seen = 0
+        if not self._period or self._is_due():
             self._save(epoch + 1, 0)
 
     def after_all(self) -> None:
@@ -166,12 +172,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         backup_checks.end(self.backup_dir)
         self._backups.delete()
 
+    def _is_due(self) -> bool:
+        return bool(self._period) and self._since >= self._period
+
     def _restore_beside(self) -> None:
-        if self._restored is not None:
-            self._beside.restore(self._trained, self._restored)
-            history = self._trained.history
-            history.history = {name: list(values) for name, values in self._restored["history"].items()}
-            history.epoch = list(self._restored["epochs"])
+        assert self._restored is not None
+        self._beside.restore(self._trained, self._restored)
+        history = self._trained.history
+        history.history = {name: list(values) for name, values in self._restored["history"].items()}
+        history.epoch = list(self._restored["epochs"])
 
     def _fields_beside(self) -> dict[str, Any]:
         history = self._trained.history
@@ -216,6 +225,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._to_skip = count
         if not count:
             return
+        self._others.mute(count)
         model = self._trained
         train_function, left = model.train_function, count
 
@@ -240,18 +250,30 @@ class _AfterOthers(keras.callbacks.Callback):
 
     def __init__(self, backup: BackupAndRestore):
         super().__init__()
-        self._backup, self._list = backup, None
+        self._backup, self._all = backup, keras.callbacks.CallbackList()
 
     def join(self, callbacks: keras.callbacks.CallbackList) -> None:
-        self._list = callbacks.callbacks
+        self._all = callbacks
         self.set_model(self._backup.model)
         self.set_params(self._backup.params)
-        self._list.append(self)
+        callbacks.callbacks.append(self)
+
+    def mute(self, count: int) -> None:
+        """Keeps the first `count` batches of an epoch, which are not trained on, from all callbacks."""
+        names = ("on_train_batch_begin", "on_train_batch_end")
+
+        def after_batch(batch: int, logs: Mapping | None = None) -> None:
+            if batch + 1 >= count:
+                for name in names:
+                    vars(self._all).pop(name, None)
+                self._backup.after_skipping()
+
+        for name, function in zip(names, (lambda batch, logs=None: None, after_batch), strict=True):
+            setattr(self._all, name, function)
 
     def on_train_begin(self, logs: Mapping | None = None) -> None:
-        assert self._list is not None
         left_out = (BackupAndRestore, _AfterOthers, *_WITHOUT_STATE)
-        self._backup.begin_with([each for each in self._list if not isinstance(each, left_out)])
+        self._backup.begin_with([each for each in self._all.callbacks if not isinstance(each, left_out)])
 
     def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
         self._backup.after_batch(batch)
@@ -260,8 +282,7 @@ class _AfterOthers(keras.callbacks.Callback):
         self._backup.after_epoch(epoch)
 
     def on_train_end(self, logs: Mapping | None = None) -> None:
-        assert self._list is not None
-        self._list.remove(self)  # the list may be the user's own, for another fit
+        self._all.callbacks.remove(self)  # the list may be the user's own, for another fit
         self._backup.after_all()
 
 

@@ -45,6 +45,14 @@ class FitState:
             "attributes": self._changed_attributes(model),
         }
 
+    def whole(self) -> dict[str, Any]:
+        """Returns the entries of `fields` about callbacks, with all attributes in place of those that have changed."""
+        return {
+            "callbacks": self._states(),
+            "callback_names": callback_state.names_of(self._others),
+            "shared": callback_state.shared_in(self._others),
+        }
+
     def restore(self, model: keras.Model, fields: Mapping[str, Any]) -> None:
         """Restores what `fields` returned, perhaps in an earlier version without some of the entries."""
         names = fields["callback_names"] or callback_state.names_of(self._others)

@@ -112,10 +112,7 @@ def test_no_step_is_done_twice(undisturbed, tmp_path):
     model, _ = fit([BackupAndRestore(tmp_path, save_freq=1), Counter(done)])
     assert same(model, undisturbed[0])
     assert first == list(range(1, 8))
-    assert [step for step in done if step > 7] == list(range(8, 16)) and done[:2] == [
-        7,
-        7,
-    ]  # two batches are passed over, without an update
+    assert done == list(range(8, 16))  # two batches are passed over, and callbacks do not see them
 
 
 @pytest.mark.slow
@@ -184,15 +181,20 @@ def test_wrong_arguments(arguments):
 
 
 class Rates(keras.callbacks.Callback):
-    """Keeps every loss, and sets the learning rate by what it has seen: it counts batches that are skipped, too."""
+    """Keeps every loss, and sets the learning rate by what it has seen. `pending` is often what it is at first."""
 
     def __init__(self):
         super().__init__()
-        self.losses, self.seen = [], 0
+        self.losses, self.seen, self.begun, self.pending = [], 0, 0, []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begun += 1
 
     def on_train_batch_end(self, batch, logs=None):
         self.losses.append(float(logs["loss"]))
-        self.seen += 1
+        self.seen += self.begun
+        self.pending = [] if len(self.pending) == 2 else [*self.pending, self.seen]
+        self.losses.append(len(self.pending))
         self.model.optimizer.learning_rate = 0.2 / (1 + 0.1 * self.seen)
 
 
@@ -243,3 +245,41 @@ def test_a_fit_that_had_stopped_is_not_trained_on(tmp_path):
     found = stopping_fit(tmp_path, [], "epoch")
     assert found[:3] == expected[:3]
     assert not list((tmp_path / "backup").glob("*step*")), "it is removed at the end"
+
+
+class StopsAt(keras.callbacks.Callback):
+    """Stops the fit after so many batches."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count, self.seen = count, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        self.model.stop_training = self.seen >= self.count
+
+
+@pytest.mark.parametrize("save_freq", [1, 3])
+def test_callbacks_see_no_batch_that_is_skipped(tmp_path, save_freq):
+    """They would stop the fit, or write files of weights, at batches that are not trained on again."""
+
+    def files(name, die_after=None, backup=True):
+        (tmp_path / name).mkdir(exist_ok=True)
+        written = keras.callbacks.ModelCheckpoint(
+            tmp_path / name / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=3
+        )
+        kept = [BackupAndRestore(tmp_path / f"{name}-backup", save_freq=save_freq)] if backup else []
+        rows = keras.callbacks.CSVLogger(tmp_path / name / "rows.csv", append=True)
+        model, history = fit([*kept, StopsAt(13), written, rows, Counter([], die_after=die_after)])
+        rows = (tmp_path / name / "rows.csv").read_text()
+        return sorted(os.listdir(tmp_path / name)), rows, history, state_of(model)
+
+    expected = files("alone", backup=False)
+    for die_after in (4, 7, 9, 12):
+        with pytest.raises(Killed):
+            files("killed", die_after)
+    found = files("killed")
+    assert found[0] == expected[0] and found[2] == expected[2]
+    assert all((a == b).all() for a, b in zip(expected[3], found[3], strict=True))
+    if save_freq == 1:  # else the end of an epoch may be repeated
+        assert found[1] == expected[1]
