@@ -836,7 +836,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "second beginning of an epoch": Fault(
         "callbacks keep what they have made of the second beginning of a resumed epoch",
-        "artifacts/backup.py",
+        "artifacts/resumed_epoch.py",
         "                self._backup.after_skipping()\n",
         "",
         ("tests/unit/artifacts/test_backup.py",),

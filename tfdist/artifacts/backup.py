@@ -15,6 +15,7 @@ before.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ import numpy as np
 from tfdist.artifacts import backup_checks, backup_file, state
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_position import RunningFit
-from tfdist.artifacts.fit_state import FitState
+from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers
+from tfdist.artifacts.resumed_epoch import AfterOthers, pass_over
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -34,8 +36,8 @@ from tfdist.control.terminal import say
 
 _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
+_SLOW_SECONDS = 1.0
 _FIT_STATE = "fit_state"  # an array of bytes: of FitState, and the history
-_WITHOUT_STATE = (keras.callbacks.History, keras.callbacks.ProgbarLogger)  # the first is restored by itself
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -83,7 +85,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._epoch = 0
         self._since = 0  # batches since the last backup
         self._to_skip = 0
-        self._beside, self._others = FitState([]), _AfterOthers(self)
+        self._is_slow = False  # which has been said
+        self._beside, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
         self._again: Callable[[], None] = lambda: None  # assigns all variables once more
 
@@ -97,11 +100,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
-        self._restored, self._others = None, _AfterOthers(self)
-        self._others.join(RunningFit.of(model).values["callbacks"])
+        self._restored, self._others = None, AfterOthers(self)
+        fit = RunningFit.of(model)
+        may_restore = self._others.join(fit.values["callbacks"])
         snapshot, _ = self.store.newest_valid()
-        if snapshot is None:
+        if snapshot is None or not may_restore:
             return
+        self._others.has_restored = True
         written_by = snapshot.manifest.get("fit", 1)
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         if not model.optimizer.built:
@@ -109,7 +114,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         held = arrays.pop(_FIT_STATE, None)  # earlier versions did not write it
-        self._restored = None if held is None else backup_file.parse(held.tobytes())
+        if held is not None and written_by == backup_checks.number(self.backup_dir):  # else of an earlier fit
+            self._restored = backup_file.parse(held.tobytes())
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
         self._again = functools.partial(
@@ -119,11 +125,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if not snapshot.manifest["batch"]:
             keras_trainer.begin_an_epoch_of_metrics(model)
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
-        if not RunningFit.of(model).go_to(self._epoch, snapshot.manifest["ends"]):
+        if not fit.go_to(self._epoch, snapshot.manifest["ends"]):
             state.restore_generator_states(snapshot.manifest["generators"])  # otherwise reading has drawn from them
-        stopped = bool(self._restored and self._restored["stopped"])
-        keras_trainer.begin_at(model, (self.params or {})["epochs"] if stopped else self._epoch)
-        self._skip_batches(snapshot.manifest["batch"], metrics)
+        if self._restored and self._restored["stopped"]:
+            say(f"the fit that wrote {self.backup_dir} had been stopped: no epoch is left.")
+            keras_trainer.begin_at(model, fit.values["epochs"])
+            return
+        keras_trainer.begin_at(model, self._epoch)
+        if count := snapshot.manifest["batch"]:
+            self._to_skip = count
+            self._others.mute(count)
+            pass_over(model, count, metrics)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0
@@ -160,6 +172,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._restored is not None:
             self._restore_beside()
         self._trained.stop_training = False
+        self._restored, self._again = None, lambda: None  # they hold a whole model
 
     def after_epoch(self, epoch: int) -> None:
         """As after_batch, for the end of an epoch."""
@@ -170,6 +183,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def after_all(self) -> None:
         """Removes the backup, when all other callbacks have seen the end of training."""
         backup_checks.end(self.backup_dir)
+        keras_trainer.begin_at(self._trained, None)
         self._backups.delete()
 
     def _is_due(self) -> bool:
@@ -184,16 +198,23 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _fields_beside(self) -> dict[str, Any]:
         history = self._trained.history
-        values = {
-            name: [value if backup_file.is_storable(value) else np.asarray(value) for value in values]
-            for name, values in history.history.items()
+        held = {
+            "history": storable_history(history.history),
+            "epochs": list(history.epoch),
+            "stopped": bool(self._trained.stop_training),
         }
-        held = {"history": values, "epochs": list(history.epoch), "stopped": bool(self._trained.stop_training)}
         return {**self._beside.fields(self._trained), **held}
 
     def _save(self, epoch: int, batch: int) -> None:
         self._since = 0
+        begun = time.monotonic()
         held = np.frombuffer(backup_file.to_bytes(self._fields_beside()), np.uint8)
+        if (seconds := time.monotonic() - begun) > _SLOW_SECONDS and not self._is_slow:
+            self._is_slow = True
+            say(
+                f"BackupAndRestore: collecting what other callbacks hold took {seconds:.1f} s ({len(held):,} bytes):"
+                " keep less in their attributes, or save less often."
+            )
         self._backups.back_up(
             self._step,
             {**state.to_host(self._variables()), _FIT_STATE: held},
@@ -217,73 +238,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         model = self._trained
         metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
         return {**state.collect(model, model.optimizer, _beside(model)), **metrics}
-
-    def _skip_batches(self, count: int, metrics: Sequence[np.ndarray]) -> None:
-        """Reads the first `count` batches of the resumed epoch without training on them. metrics: the metric values
-        after these batches.
-        """
-        self._to_skip = count
-        if not count:
-            return
-        self._others.mute(count)
-        model = self._trained
-        train_function, left = model.train_function, count
-
-        def skipping(iterator: Any) -> Mapping[str, float]:
-            nonlocal left
-            if left <= 0:
-                return train_function(iterator)
-            for _ in range(min(model.steps_per_execution, left)):
-                batch = next(iterator)
-                if left == count:
-                    keras_trainer.build_for(model, batch)  # Keras creates the metrics' variables at the first batch
-                    for variable, value in zip(model.metrics_variables, metrics, strict=True):
-                        variable.assign(value)
-                left -= 1
-            return model.get_metrics_result()
-
-        model.train_function = skipping
-
-
-class _AfterOthers(keras.callbacks.Callback):
-    """Stands behind all other callbacks of a fit, so that a backup holds what they have made of the same batch."""
-
-    def __init__(self, backup: BackupAndRestore):
-        super().__init__()
-        self._backup, self._all = backup, keras.callbacks.CallbackList()
-
-    def join(self, callbacks: keras.callbacks.CallbackList) -> None:
-        self._all = callbacks
-        self.set_model(self._backup.model)
-        self.set_params(self._backup.params)
-        callbacks.callbacks.append(self)
-
-    def mute(self, count: int) -> None:
-        """Keeps the first `count` batches of an epoch, which are not trained on, from all callbacks."""
-        names = ("on_train_batch_begin", "on_train_batch_end")
-
-        def after_batch(batch: int, logs: Mapping | None = None) -> None:
-            if batch + 1 >= count:
-                for name in names:
-                    vars(self._all).pop(name, None)
-                self._backup.after_skipping()
-
-        for name, function in zip(names, (lambda batch, logs=None: None, after_batch), strict=True):
-            setattr(self._all, name, function)
-
-    def on_train_begin(self, logs: Mapping | None = None) -> None:
-        left_out = (BackupAndRestore, _AfterOthers, *_WITHOUT_STATE)
-        self._backup.begin_with([each for each in self._all.callbacks if not isinstance(each, left_out)])
-
-    def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
-        self._backup.after_batch(batch)
-
-    def on_epoch_end(self, epoch: int, logs: Mapping | None = None) -> None:
-        self._backup.after_epoch(epoch)
-
-    def on_train_end(self, logs: Mapping | None = None) -> None:
-        self._all.callbacks.remove(self)  # the list may be the user's own, for another fit
-        self._backup.after_all()
 
 
 def _beside(model: keras.Model, with_drawn: bool = True) -> dict[str, Any]:

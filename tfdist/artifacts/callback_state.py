@@ -17,6 +17,7 @@ from tfdist.compat.code_origin import is_of_keras, package_of
 Facts = dict[str, tuple[Any, ...]]  # name of an attribute -> facts that tell whether it has changed
 Path = tuple[Any, ...]  # name of the callback, of its attribute, then keys and places in containers
 # append_header: whether a CSV file already has its header.
+_OF_TENSORBOARD = ("_global_train_batch", "_global_test_batch")  # the steps of its points
 _NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
 
 
@@ -24,7 +25,7 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
     """The attributes that are plain values, containers of them, variables or random generators: counters, best values,
     lists of arrays, a rate that changes.
 
-    Private attributes of TensorBoard are left out: they describe what this process has open.
+    Private attributes of TensorBoard are left out but for its counts: they describe what this process has open.
     """
     found = {}
     for name, value in _attributes(callback).items():
@@ -57,7 +58,7 @@ def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
     return {
         name: value
         for name, value in (in_classes | callback.__dict__ | in_slots).items()
-        if name not in _NOT_STATE and not (is_tensorboard and name.startswith("_"))
+        if name not in _NOT_STATE and not (is_tensorboard and name.startswith("_") and name not in _OF_TENSORBOARD)
     }
 
 

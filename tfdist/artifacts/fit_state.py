@@ -9,9 +9,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
-from tfdist.artifacts import callback_state, plain_attributes
+from tfdist.artifacts import backup_file, callback_state, plain_attributes
 from tfdist.control.terminal import say
+
+
+def storable_history(history: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Returns the history of a fit as values that a backup can store; names with other values are left out."""
+    found = {}
+    for name, values in history.items():
+        try:
+            plain = [value if backup_file.is_storable(value) else np.asarray(value) for value in values]
+        except Exception:  # noqa: BLE001, S112 - whatever a callback puts there
+            continue
+        if all(map(backup_file.is_storable, plain)):
+            found[name] = plain
+    return found
 
 
 class FitState:
@@ -25,6 +39,7 @@ class FitState:
         self._reported: list[str] = []  # attributes
         self._at_first: list[callback_state.Facts] = []  # of each other callback
         self._model_at_first: plain_attributes.Values = []
+        self._model_before: plain_attributes.Values = []  # at the last call of `fields`
 
     def begin(self, model: keras.Model) -> None:
         """Notes what everything is like at first: only attributes that change are state. Call before `restore`, when
@@ -79,13 +94,15 @@ class FitState:
     def _changed_attributes(self, model: keras.Model) -> dict[str, dict[str, Any]]:
         """Returns the plain attributes of the model that have changed; logs once that a compiled step does not see
         them."""
-        changed = plain_attributes.changed(plain_attributes.values_of(model), self._model_at_first)
-        names = self._unreported(plain_attributes.names(model, changed))
-        if names and not model.run_eagerly:
+        now, before = plain_attributes.values_of(model), self._model_before
+        changed, self._model_before = plain_attributes.changed(now, self._model_at_first), now
+        # The first time layers may have set them while they were traced.
+        since = plain_attributes.names(model, plain_attributes.changed(now, before)) if before else []
+        if not model.run_eagerly and (names := self._unreported(since)):
             say(
-                f"{', '.join(names)}: changed while the fit runs. A compiled step computes with the value that it was"
-                " traced with, and a fit that is resumed is traced with another one. If the step uses it, keep it in a"
-                " variable: keras.Variable(0.0, trainable=False)."
+                f"BackupAndRestore: {', '.join(names)} changed while the fit runs. A compiled step computes with the"
+                " value that it was traced with, and a fit that is resumed is traced with another one. If the step uses"
+                " it, keep it in a variable: keras.Variable(0.0, trainable=False)."
             )
         return changed
 

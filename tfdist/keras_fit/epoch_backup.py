@@ -17,10 +17,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.artifacts import backup_checks, backup_file
+from tfdist.artifacts import backup_checks
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
-from tfdist.artifacts.fit_state import FitState
+from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -196,10 +196,7 @@ class EpochBackup(FitCallback):
         history = self.fitted.history
         # Keras' History comes after this callback: the present epoch is not in it yet.
         without_one = global_seed_generator()  # for layers without a generator of their own
-        values = {
-            name: [*history.history.get(name, []), value if backup_file.is_storable(value) else np.asarray(value)]
-            for name, value in (logs or {}).items()
-        }
+        values = {name: [*history.history.get(name, []), value] for name, value in (logs or {}).items()}
         content = BackupContent(
             variables=[host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
             drawn_without_one=None if without_one is None else np.asarray(without_one.state.value),
@@ -207,7 +204,7 @@ class EpochBackup(FitCallback):
             data=self._data,
             fit=backup_checks.number(self._place.name),
             stopped=bool(self.fitted.stop_training),
-            history={**history.history, **values},
+            history=storable_history({**history.history, **values}),
             epochs=[*history.epoch, epoch],
             order=self.order,
             ends=RunningFit.of(self.fitted).ends(),

@@ -283,3 +283,72 @@ def test_callbacks_see_no_batch_that_is_skipped(tmp_path, save_freq):
     assert all((a == b).all() for a, b in zip(expected[3], found[3], strict=True))
     if save_freq == 1:  # else the end of an epoch may be repeated
         assert found[1] == expected[1]
+
+
+@pytest.mark.parametrize("save_freq", [1, 2])
+@pytest.mark.parametrize("interrupted", [{"at_epoch_end": 0}, {"die_after": 5}, {"die_after": 9}])
+def test_the_last_execution_of_an_epoch_may_have_fewer_batches(tmp_path, save_freq, interrupted):
+    expected, history = fit([], steps_per_execution=2)
+    backup = [BackupAndRestore(tmp_path, save_freq=save_freq)]
+    with pytest.raises(Killed):
+        fit([*backup, Counter([], **interrupted)], steps_per_execution=2)
+    found, again = fit([BackupAndRestore(tmp_path, save_freq=save_freq)], steps_per_execution=2)
+    assert same(found, state_of(expected)) and again == history
+
+
+def test_two_backups_of_one_fit(tmp_path):
+    expected, history = fit([])
+    places = [tmp_path / "one", tmp_path / "two"]
+    with pytest.raises(Killed):
+        fit([*(BackupAndRestore(place, save_freq=1) for place in places), Counter([], die_after=8)])
+    found, again = fit([BackupAndRestore(place, save_freq=1) for place in places])
+    assert same(found, state_of(expected)) and again == history
+    assert not any(list(place.glob("step*")) for place in places), "both are removed at the end"
+
+
+def test_callbacks_that_an_earlier_fit_has_used(tmp_path):
+    """As in a notebook: a fit fails, and the next one gets the same objects."""
+    expected, history = fit([])
+    counter = Counter([], die_after=7)
+    callbacks = [BackupAndRestore(tmp_path, save_freq=2), counter]
+    with pytest.raises(Killed):
+        fit(callbacks)
+    counter.die_after = None
+    found, again = fit(callbacks)
+    assert same(found, state_of(expected)) and again == history
+
+
+def test_an_epoch_that_was_resumed_does_not_begin_the_next_fit(tmp_path):
+    with pytest.raises(Killed):
+        fit([BackupAndRestore(tmp_path, save_freq=1), Counter([], die_after=8)])
+    model, _ = fit([BackupAndRestore(tmp_path, save_freq=1)])
+    x = np.zeros((8, 4), "float32")
+    history = model.fit(x, np.zeros(8), epochs=3, verbose=0)
+    assert history.epoch == [0, 1, 2]
+
+
+def test_log_values_that_no_backup_holds_are_left_out(tmp_path):
+    class Odd(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["odd"] = object()
+
+    fit([Odd(), BackupAndRestore(tmp_path)])
+
+
+def test_a_list_of_keras_is_used_again(tmp_path):
+    """With what the backup of a fit that has failed has put into it."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    x = np.arange(64, dtype="float32").reshape(16, 4) / 64
+    counter = Counter([], die_after=3)
+    backup = BackupAndRestore(tmp_path, save_freq=2)
+    callbacks = keras.callbacks.CallbackList(
+        [backup, counter], add_history=True, model=model, epochs=3, steps=4, verbose=0
+    )
+    with pytest.raises(Killed):
+        model.fit(x, x[:, :3], batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+    counter.die_after = None
+    model.fit(x, x[:, :3], batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+    assert int(model.optimizer.iterations) == 12
+    assert callbacks.callbacks[:2] == [backup, counter] and len(callbacks.callbacks) == 3
