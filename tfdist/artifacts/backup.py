@@ -155,8 +155,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._beside.begin(self._trained)
         if self._restored is not None:
             self._restore_beside()
-            held = self._beside.whole()  # for after_skipping; a copy, as callbacks change what they hold
-            self._restored |= backup_file.parse(backup_file.to_bytes(held))
+            if self._to_skip:  # for after_skipping; a copy, as callbacks change what they hold
+                self._restored |= backup_file.parse(backup_file.to_bytes(self._beside.whole()))
+        if not self._to_skip:
+            self._forget()
 
     def after_batch(self, batch: int) -> None:
         """Saves, when all other callbacks have seen the end of the batch."""
@@ -172,7 +174,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._restored is not None:
             self._restore_beside()
         self._trained.stop_training = False
-        self._restored, self._again = None, lambda: None  # they hold a whole model
+        self._forget()
+
+    def _forget(self) -> None:
+        """Frees the memory for what was restored: a whole model."""
+        self._restored, self._again = None, lambda: None
 
     def after_epoch(self, epoch: int) -> None:
         """As after_batch, for the end of an epoch."""

@@ -47,7 +47,11 @@ class _Log(AppendedFile):
         super().__init__(path)
 
     def check(self) -> None:
-        for record in deque(read_jsonl(self.path), maxlen=1):
+        try:
+            last = deque(read_jsonl(self.path), maxlen=1)
+        except ConfigError:  # it cannot be opened, either, which may pass: the events wait
+            return
+        for record in last:
             if record.get("run_id") != self._run_id:
                 raise ConfigError(f"{self.path} belongs to another run by now: this one no longer has a log.")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.control import optional_packages
-from tfdist.control.exit_codes import UnsupportedError
+from tfdist.control.exit_codes import ConfigError, UnsupportedError
 from tfdist.control.own_files import written_whole
 from tfdist.telemetry.jsonl import history, read_jsonl
 
@@ -23,7 +23,10 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None)
         pyplot = optional_packages.pyplot("--plot")
     except UnsupportedError as error:
         return f"no picture: {error}, or use --noplot"
-    series = read_series(log)
+    try:
+        series = read_series(log)
+    except ConfigError as error:  # the log cannot be read, but a finished training must not fail
+        return f"no picture: {error}"
     if not any(series.values()):
         return "no picture: the log has no steps yet"
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), dpi=100, sharex=True)

@@ -8,6 +8,7 @@ import shutil
 from tfdist.telemetry import appended_file
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.jsonl import JsonlObserver, read_jsonl
+from tfdist.telemetry.plot import draw_curves
 
 
 @contextlib.contextmanager
@@ -139,6 +140,20 @@ def test_a_link_in_place_of_a_removed_log_is_not_followed(tmp_path, capsys):
     path.unlink()
     log.close()
     assert steps(path) == [2]
+
+
+def test_a_folder_in_place_of_the_log_may_pass(tmp_path, capsys):
+    path = tmp_path / "logs" / "rank-0.jsonl"
+    log = log_of(path)
+    log(train(1))
+    path.rename(tmp_path / "old")
+    path.mkdir()
+    log(train(2))
+    assert "no picture" in draw_curves(path, tmp_path / "picture.png", None)
+    path.rmdir()
+    log(train(3))
+    log.close()
+    assert steps(path) == [2, 3] and "is switched off" not in capsys.readouterr().err
 
 
 def test_a_log_of_another_run_is_not_appended_to(tmp_path, capsys):
