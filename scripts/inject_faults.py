@@ -830,7 +830,7 @@ FAULTS: dict[str, Fault] = {
     "callbacks of skipped batches": Fault(
         "callbacks count the batches of a resumed epoch that are skipped, and set the learning rate by them",
         "artifacts/backup.py",
-        "        self._others.mute(count)\n",
+        "            self._others.mute(count)\n",
         "",
         ("tests/unit/artifacts/test_backup.py",),
     ),
