@@ -823,7 +823,7 @@ FAULTS: dict[str, Fault] = {
     "callbacks of a plain fit": Fault(
         "a plain fit that is resumed begins with early stopping, best values and history from nothing",
         "artifacts/backup.py",
-        "        self._beside.restore(self._trained, self._restored)\n",
+        "        self._fit_state.restore(self._trained, self._restored)\n",
         "",
         ("tests/unit/artifacts/test_backup.py",),
     ),

@@ -86,9 +86,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
         self._is_slow = False  # which has been said
-        self._beside, self._others = FitState([]), AfterOthers(self)
+        self._fit_state, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
-        self._again: Callable[[], None] = lambda: None  # assigns all variables once more
+        self._assign_again: Callable[[], None] = lambda: None  # assigns all variables once more
 
     @property
     def _trained(self) -> Any:
@@ -118,10 +118,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._restored = backup_file.parse(held.tobytes())
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
-        self._again = functools.partial(
+        self._assign_again = functools.partial(
             state.assign, state.collect(model, model.optimizer, _beside(model, has_drawn)), arrays
         )
-        self._again()
+        self._assign_again()
         if not snapshot.manifest["batch"]:
             keras_trainer.begin_an_epoch_of_metrics(model)
         self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
@@ -151,12 +151,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def begin_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
         """Restores the state of the other callbacks, and the history, once all of them have begun."""
-        self._beside = FitState(others, says=self.writes)
-        self._beside.begin(self._trained)
+        self._fit_state = FitState(others, says=self.writes)
+        self._fit_state.begin(self._trained)
         if self._restored is not None:
-            self._restore_beside()
+            self._restore_fit_state()
             if self._to_skip:  # for after_skipping; a copy, as callbacks change what they hold
-                self._restored |= backup_file.parse(backup_file.to_bytes(self._beside.whole()))
+                self._restored |= backup_file.parse(backup_file.to_bytes(self._fit_state.whole()))
         if not self._to_skip:
             self._forget()
 
@@ -170,15 +170,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def after_skipping(self) -> None:
         """Restores everything once more: callbacks have seen the beginning of the resumed epoch twice."""
-        self._again()
+        self._assign_again()
         if self._restored is not None:
-            self._restore_beside()
+            self._restore_fit_state()
         self._trained.stop_training = False
         self._forget()
 
     def _forget(self) -> None:
         """Frees the memory for what was restored: a whole model."""
-        self._restored, self._again = None, lambda: None
+        self._restored, self._assign_again = None, lambda: None
 
     def after_epoch(self, epoch: int) -> None:
         """As after_batch, for the end of an epoch."""
@@ -195,26 +195,26 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _is_due(self) -> bool:
         return bool(self._period) and self._since >= self._period
 
-    def _restore_beside(self) -> None:
+    def _restore_fit_state(self) -> None:
         assert self._restored is not None
-        self._beside.restore(self._trained, self._restored)
+        self._fit_state.restore(self._trained, self._restored)
         history = self._trained.history
         history.history = {name: list(values) for name, values in self._restored["history"].items()}
         history.epoch = list(self._restored["epochs"])
 
-    def _fields_beside(self) -> dict[str, Any]:
+    def _fit_fields(self) -> dict[str, Any]:
         history = self._trained.history
         held = {
             "history": storable_history(history.history),
             "epochs": list(history.epoch),
             "stopped": bool(self._trained.stop_training),
         }
-        return {**self._beside.fields(self._trained), **held}
+        return {**self._fit_state.fields(self._trained), **held}
 
     def _save(self, epoch: int, batch: int) -> None:
         self._since = 0
         begun = time.monotonic()
-        held = np.frombuffer(backup_file.to_bytes(self._fields_beside()), np.uint8)
+        held = np.frombuffer(backup_file.to_bytes(self._fit_fields()), np.uint8)
         if (seconds := time.monotonic() - begun) > _SLOW_SECONDS and not self._is_slow:
             self._is_slow = True
             say(

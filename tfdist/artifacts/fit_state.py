@@ -42,7 +42,7 @@ class FitState:
         self._model_before: plain_attributes.Values = []  # at the last call of `fields`
 
     def begin(self, model: keras.Model) -> None:
-        """Notes what everything is like at first: only attributes that change are state. Call before `restore`, when
+        """Notes what everything is like at first: `fields` has the attributes that change. Call before `restore`, when
         all callbacks have begun."""
         states, shared = self._states(), callback_state.shared_in(self._others)
         self._at_first = callback_state.facts_of(self._others, states, shared)

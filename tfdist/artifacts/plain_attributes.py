@@ -34,8 +34,8 @@ def values_of(model: keras.Model) -> Values:
 
 
 def changed(now: Values, first: Values) -> dict[str, dict[str, Any]]:
-    """The attributes whose value is another one, by the place of their holder. Attributes that were not plain at first
-    (`train_function`) do not count, new ones do."""
+    """Returns the attributes whose value is another one, by the place of their holder. Those that are plain for the
+    first time count, those that no longer are do not (`train_function`)."""
     found = {}
     for place, (values, before) in enumerate(zip(now, first, strict=False)):
         others = {name: value for name, value in values.items() if repr(value) != repr(before.get(name))}

@@ -30,14 +30,20 @@ def log_of(path, run_id="r"):
     return FanOut([JsonlObserver(path, run_id=run_id, attempt=0, rank=0)])
 
 
+def begun(tmp_path):
+    """The path of a log and the log, with one event."""
+    path = tmp_path / "logs" / "rank-0.jsonl"
+    log = log_of(path)
+    log(train(1))
+    return path, log
+
+
 def steps(path):
     return [record["step"] for record in read_jsonl(path)]
 
 
 def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path, capsys):
-    path = tmp_path / "logs" / "rank-0.jsonl"
-    log = log_of(path)
-    log(train(1))
+    path, log = begun(tmp_path)
     with longest_file(path.stat().st_size + 40):
         log(train(2))
         log(train(3))
@@ -93,9 +99,7 @@ def test_a_full_standard_error_does_not_switch_the_log_off(tmp_path, monkeypatch
 
 
 def test_a_log_that_is_removed_or_renamed_goes_on_under_its_name(tmp_path, capsys):
-    path = tmp_path / "logs" / "rank-0.jsonl"
-    log = log_of(path)
-    log(train(1))
+    path, log = begun(tmp_path)
     shutil.rmtree(path.parent)
     log(train(2))
     log(train(3))
@@ -114,9 +118,7 @@ def test_a_log_that_is_removed_or_renamed_goes_on_under_its_name(tmp_path, capsy
 
 
 def test_what_was_cut_by_a_full_disk_is_whole_in_the_new_file(tmp_path, capsys):
-    path = tmp_path / "logs" / "rank-0.jsonl"
-    log = log_of(path)
-    log(train(1))
+    path, log = begun(tmp_path)
     with longest_file(path.stat().st_size + 40):
         log(train(2))
     shutil.rmtree(path.parent)
@@ -143,9 +145,7 @@ def test_a_link_in_place_of_a_removed_log_is_not_followed(tmp_path, capsys):
 
 
 def test_a_folder_in_place_of_the_log_may_pass(tmp_path, capsys):
-    path = tmp_path / "logs" / "rank-0.jsonl"
-    log = log_of(path)
-    log(train(1))
+    path, log = begun(tmp_path)
     path.rename(tmp_path / "old")
     path.mkdir()
     log(train(2))
