@@ -148,12 +148,13 @@ def run(
     eager: bool = False,
     shaken: int = 0,
     more: Sequence[keras.callbacks.Callback] = (),
+    before: Sequence[keras.callbacks.Callback] = (),
 ) -> list[dict[str, np.ndarray]]:
     """Fits one model to each of the case's data, one after the other.
 
     functions: has fit, evaluate and predict: tfdist, or keras.Model. eager: traces only what must be traced. shaken: if
-    above 0, the seed of perturbations of the initial weights in the last place of the type. more: callbacks in addition
-    to those of the case.
+    above 0, the seed of perturbations of the initial weights in the last place of the type. before, more: callbacks
+    before and after those of the case.
     """
     add_rows_to_rows()  # as tfdist.init does; plain Keras mixes rows if there are as many of them as channels
     with keras_settings.restored():
@@ -165,7 +166,7 @@ def run(
         _compile(case, model, eager)
         if "loop" in case:
             return [_looped(part, model, functions, double, eager) for part in space.parts(case)]
-        return [_fitted(part, model, functions, double, more) for part in space.parts(case)]
+        return [_fitted(part, model, functions, double, before, more) for part in space.parts(case)]
 
 
 def _looped(
@@ -192,7 +193,8 @@ def _fitted(
     model: keras.Model,
     functions: Any,
     double: bool,
-    more: Sequence[keras.callbacks.Callback] = (),
+    before: Sequence[keras.callbacks.Callback],
+    more: Sequence[keras.callbacks.Callback],
 ) -> dict[str, np.ndarray]:
     fit, parts = case["fit"], _cast(data.arrays(case, rank=0 if functions is keras.Model else given.rank), double)
     validation = _cast(data.arrays(case, "eval"), double)
@@ -205,7 +207,7 @@ def _fitted(
         options["validation_split"] = 0.3
     if "class_weight" in fit:
         options["class_weight"] = loops.CLASS_WEIGHT
-    options["callbacks"] = [CALLBACKS[name]() for name in fit.get("callbacks", ())] + list(more)
+    options["callbacks"] = [*before, *(CALLBACKS[name]() for name in fit.get("callbacks", ())), *more]
     (keras.utils.set_random_seed if fit.get("shuffle") else keras_settings.seed)(case["seed"])
     history = functions.fit(model, **_given(case, parts), **options, verbose=0)
     found = {f"loss/{name}": np.array(values, np.float64) for name, values in history.history.items()}
@@ -362,6 +364,10 @@ def on_workers(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
 
     joining._runtime = runtime  # this process has then joined already
     train_steps.Noisy.rank = runtime.rank
+    if "plain_backup" in case["fit"]:
+        from tests.fuzz import fit_backed_up
+
+        return {"parts": [fit_backed_up.run(case, runtime)]}
     with large_outputs(bool(case["fit"].get("large"))):
         if "backup" in case["fit"]:
             from tests.fuzz import fit_resumed

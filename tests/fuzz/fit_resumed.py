@@ -42,8 +42,14 @@ def run(case: Mapping[str, Any], functions: Any, runtime: Any) -> dict[str, Any]
     with contextlib.suppress(Killed):
         program(case["fit"]["backup"])
     again = program(-1)
-    unlike = [
+    problem = unlike(whole, again)
+    return {"arrays": again, "replicas": [], "problems": [problem] if problem else []}
+
+
+def unlike(whole: Mapping[str, np.ndarray], again: Mapping[str, np.ndarray]) -> str:
+    """Returns which arrays of a resumed run are not those of the uninterrupted one; "" if all are."""
+    found = [
         name for name, value in whole.items() if not np.array_equal(value, again.get(name, np.nan), equal_nan=True)
     ]
-    problem = f"killed and started again, not bit for bit those of an uninterrupted run: {', '.join(unlike[:4])}"
-    return {"arrays": again, "replicas": [], "problems": [problem] if unlike else []}
+    sentence = f"killed and started again, not bit for bit those of an uninterrupted run: {', '.join(found[:4])}"
+    return sentence if found else ""

@@ -170,13 +170,37 @@ def with_plain_attribute(case: dict[str, Any], chance: random.Random) -> None:
         case["fit"]["callbacks"] = [*case["fit"].get("callbacks", ()), "temper"]
 
 
+def backed_up(case: Mapping[str, Any], chance: random.Random) -> dict[str, Any]:
+    """Returns the case, sometimes as a plain fit that is killed. The result may be one that `conflicts` rules out."""
+    fit = case["fit"]
+    if chance.random() >= 0.3 or "backup" in fit or "loop" in case or "differs" in case["data"]:
+        return dict(case)
+    found = {name: value for name, value in case.items() if name not in ("again", "gpu")}
+    found["fit"] = {name: value for name, value in fit.items() if name not in ("initial_epoch", "large")}
+    found["fit"] |= {
+        "epochs": BACKUP_EPOCHS,
+        "plain_backup": {
+            "save_freq": chance.choice(["epoch", 1, 2, 3, 5]),
+            "double": chance.random() < 0.3,
+            "kills": [chance.randrange(10**4) for _ in range(chance.choice([1, 1, 2]))],
+            "kills_first": chance.random() < 0.5,
+            "place": chance.choice(["first", "last"]),
+        },
+    }
+    if "callbacks" not in fit and "counting_rate" not in case["compile"] and chance.random() < 0.6:
+        found["fit"]["callbacks"] = [chance.choice(["early_stopping", "plateau", "scheduler", "ledger"])]
+    return found
+
+
 def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
     """Why a case cannot be compared with Keras, or is not valid; "" if it can."""
     compiled, fit, data = case["compile"], case["fit"], case["data"]
     if "nan" in data or set(blocks) & {"float16", "bfloat16", "float64", "running_mean"}:
         return "not here"
-    if case["model"].get("class") == "NoisyElsewhere" and "backup" in fit:
+    if case["model"].get("class") == "NoisyElsewhere" and {"backup", "plain_backup"} & set(fit):
         return "a backup holds what belongs to the model"
+    if "plain_backup" in fit and (case["runtime"] != "fit:1" or {"again", "gpu", "loop"} & set(case)):
+        return "a plain fit has one worker"
     if models.MIXING & set(blocks) and data.get("negative"):
         return "the rows that are tried may all be NaN, which tells nothing"
     if models.MIXING & set(blocks) and "differs" in data:
@@ -269,4 +293,8 @@ def features(case: Mapping[str, Any]) -> list[str]:
     ]
     found += [f"fit.validation:{fit['validation']}"] if "validation" in fit else []
     found += [f"loop:{case['loop']}"] if "loop" in case else []
+    if "plain_backup" in fit:
+        plain = fit["plain_backup"]
+        every = "epoch" if plain["save_freq"] == "epoch" else "batches"
+        found += [f"plain_backup:{every}", f"plain_backup:{plain['place']}"]
     return found + ([f"train_step:{case['model']['class']}"] if "class" in case["model"] else [])

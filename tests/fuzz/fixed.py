@@ -58,6 +58,22 @@ BETWEEN = [
         "calls": [1, 1],
         "changed": {"compression": "none", "allowed": True},
     },
+    # A plain fit that is killed twice: in its second epoch, and again in what goes on from there.
+    {
+        "kind": "fit",
+        "seed": 5,
+        "runtime": "fit:1",
+        "model": {**_ROWS, "blocks": ["batch_norm", "draws"]},
+        "data": _DATA,
+        "compile": {"optimizer": "adam", "learning_rate": 0.01, "loss": "entropy", "metrics": ["accuracy"]},
+        "fit": {
+            "batch_size": 6,
+            "epochs": 3,
+            "shuffle": True,
+            "callbacks": ["ledger", "early_stopping"],
+            "plain_backup": {"save_freq": 1, "double": True, "kills": [16, 7], "kills_first": False, "place": "first"},
+        },
+    },
 ]
 
 

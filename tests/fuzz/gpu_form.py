@@ -42,7 +42,7 @@ def left_out(case: Case, blocks: Sequence[str]) -> str:
         return "slow to compile"
     if {"stored", "data_in_store"} & set(case):
         return "needs a server of S3, and nothing of it is computed on a GPU"
-    if {"resumed", *resume_space.KEYS} & set(case) or "backup" in case.get("fit", {}):
+    if {"resumed", *resume_space.KEYS} & set(case) or {"backup", "plain_backup"} & set(case.get("fit", {})):
         return "no two runs on a GPU are the same bit for bit without --deterministic"
     return ""
 

@@ -137,6 +137,9 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         attribute = copy.deepcopy(case)
         fit_space.with_plain_attribute(attribute, random.Random(f"{seed}/{number}/plain attribute"))
         case = case if any(conflicts(part) for part in parts(attribute)) else attribute
+        if runtime == "fit:1":
+            backed_up = fit_space.backed_up(case, random.Random(f"{seed}/{number}/backed up"))
+            case = case if conflicts(backed_up) else backed_up
     mesh_space.forms(case, flat_blocks(case), random.Random(f"{seed}/{number}/forms"))
     on_gpu = gpu_form.drawn(case, flat_blocks(case), random.Random(f"{seed}/{number}/gpu"))
     case = case if any(conflicts(part) for part in parts(on_gpu)) else on_gpu

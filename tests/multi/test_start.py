@@ -1,5 +1,6 @@
 """A peer that answers the first probe, and then nothing more: the start ends, in time, with STARTUP."""
 
+import contextlib
 import json
 import os
 import select
@@ -49,7 +50,8 @@ class Peer:
 
 def start_one_of_two(index: int, strategy: str, folder, dies: bool, asked_to_end: bool = False) -> tuple[int, str]:
     """(exit code, what it said) of a worker whose peer is such a one; it is killed if it does not end in time.
-    asked_to_end: by SIGTERM, while TensorFlow waits for the peer.
+    asked_to_end: by SIGTERM, while TensorFlow waits for the peer; twice, since the first may fall into the moment that
+    compat/tensorflow_preemption.py describes.
     """
     first = free_ports(2)
     addresses = [f"127.0.0.1:{first + number}" for number in range(2)]
@@ -74,6 +76,9 @@ def start_one_of_two(index: int, strategy: str, folder, dies: bool, asked_to_end
     )
     if asked_to_end:
         peer.wait_for_tensorflow()
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
         process.terminate()
     try:
         output, _ = process.communicate(timeout=3 * TIMEOUT)

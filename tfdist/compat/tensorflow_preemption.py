@@ -31,7 +31,8 @@ def sigterm_kept() -> Iterator[None]:
     TensorFlow's coordination service takes over SIGTERM (`SigtermNotifier`) when its server starts, before the other
     workers have come, and only records the signal: the worker would wait or train on until it is killed. TensorFlow has
     no option against it. So a thread polls, and restores the action within a millisecond; it needs the interpreter
-    lock, so use this with `interpreter_released`. The last check is at exit.
+    lock, so use this with `interpreter_released`. The last check is at exit. A signal within this millisecond is lost;
+    the worker has not trained anything yet, and a platform that gets no answer kills it.
     """
     before = _action()
 

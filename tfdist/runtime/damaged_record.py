@@ -5,15 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import struct
 import time
 from collections.abc import Iterable
 
-import google_crc32c
+from tfdist.compat.tensorflow_checksums import FRAME_BYTES, HEADER_BYTES, data_in, length_in
 
-from tfdist.compat.tensorflow_checksums import masked
-
-_HEADER = struct.Struct("<QI")  # of a record: number of its bytes, checksum of this number
 _MOST_SECONDS = 20.0
 _OFTEN = 2**16  # records between two looks at the clock
 # Messages of tensorflow/core/lib/io/record_reader.cc. The byte is that of the record's header or of its data.
@@ -48,22 +44,15 @@ def damaged_file(message: str) -> str:
 def _damaged_at(data: mmap.mmap, place: int, end: float) -> int | None:
     """Returns where the damaged record begins if one begins at `place` or has its data there, else None."""
     begin, number = 0, 0
-    while begin < place - _HEADER.size and begin + _HEADER.size <= len(data):
-        begin += _HEADER.size + _HEADER.unpack_from(data, begin)[0] + 4
+    while begin < place - HEADER_BYTES and (length := length_in(data[begin : begin + HEADER_BYTES])) is not None:
+        begin += FRAME_BYTES + length
         number += 1
         if number % _OFTEN == 0 and time.monotonic() > end:
             return None
-    return begin if begin in (place, place - _HEADER.size) and not _is_whole(data, begin) else None
+    return begin if begin in (place, place - HEADER_BYTES) and not _is_whole(data, begin) else None
 
 
 def _is_whole(data: mmap.mmap, begin: int) -> bool:
-    header = data[begin : begin + _HEADER.size]
-    if len(header) < _HEADER.size:
-        return False
-    length, checksum = _HEADER.unpack(header)
-    if masked(google_crc32c.value(header[:8])) != checksum:
-        return False
-    stored = data[begin + _HEADER.size : begin + _HEADER.size + length + 4]
-    return len(stored) == length + 4 and masked(google_crc32c.value(stored[:-4])) == int.from_bytes(
-        stored[-4:], "little"
-    )
+    length = length_in(data[begin : begin + HEADER_BYTES])
+    stored = slice(begin + HEADER_BYTES, begin + FRAME_BYTES + (length or 0))
+    return length is not None and data_in(data[stored], length) is not None

@@ -46,6 +46,32 @@ def test_the_damaged_file_of_a_stream_is_named(folder, byte):
     assert sentence.endswith(f". {path} is damaged: the record at byte {begin} is not whole; restore the file.")
 
 
+@pytest.mark.parametrize("left", [1, 11])
+def test_a_file_that_ends_in_the_header_of_a_record(folder, left):
+    """Which TensorFlow takes for its end."""
+    path = folder / "train-2.tfrecord"
+    sizes = [len(each.numpy()) + 16 for each in tf.data.TFRecordDataset(str(path))]
+    begin = sum(sizes[:17])
+    path.write_bytes(path.read_bytes()[: begin + left])
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        list(load(folder, source_args=f"{SPEC},stream=True").stream(0, 1))
+    found = explain(raised.value, Cluster())
+    assert isinstance(found, DataError)
+    assert str(found) == f"{path} ends within a record at byte {begin}: it was cut short; write it again."
+
+
+def test_a_file_that_grows_while_it_is_read(folder):
+    path = folder / "train-2.tfrecord"
+    stream, before = load(folder, source_args=f"{SPEC},stream=True").stream(0, 1), path.stat().st_size
+    assert len(list(stream)) == 30
+    write(path, examples(12, 30) + examples(0, 1))
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        list(stream)
+    assert f"{path} had {before:,} bytes and now has {path.stat().st_size:,}: do not" in str(
+        explain(raised.value, Cluster())
+    )
+
+
 def test_a_file_that_is_not_found_is_not_named(folder, monkeypatch):
     path = folder / "train-2.tfrecord"
     data = bytearray(path.read_bytes())

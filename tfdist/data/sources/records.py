@@ -1,9 +1,9 @@
 """Random access to the records of TFRecord files: any order, without reading the rest of a file.
 
-A TFRecord file is a sequence of records, each: length (uint64), checksum of the length, the data, checksum of the data
-(tensorflow/core/lib/io/record_writer.h; the checksum is a masked CRC32-C). Each length leads to the next record, so the
-index is built by reading 12 bytes per record. (TensorFlow's own random reader is not used: it reads ahead, which took
-0.7 ms per record of 1.5 KB against 0.02 ms here, and it returned wrong records when several threads shared one reader.)
+A TFRecord file is a sequence of records (compat/tensorflow_checksums.py). The length in each leads to the next one, so
+the index is built by reading 12 bytes per record. (TensorFlow's own random reader is not used: it reads ahead, which
+took 0.7 ms per record of 1.5 KB against 0.02 ms here, and it returned wrong records when several threads shared one
+reader.)
 """
 
 from __future__ import annotations
@@ -13,25 +13,20 @@ import functools
 import hashlib
 import mmap
 import os
-import struct
 import time
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.tensorflow_checksums import masked
+from tfdist.compat.tensorflow_checksums import FRAME_BYTES, HEADER_BYTES, data_in, length_in
 from tfdist.control.exit_codes import DataError
 from tfdist.control.own_files import written_whole
 
 Rows = Sequence[int] | np.ndarray  # record numbers
-_HEADER = struct.Struct("<QI")
-HEADER_BYTES = _HEADER.size
-FRAME_BYTES = HEADER_BYTES + 4  # bytes of a record that are not data
 SLOW_INDEX_SECONDS = 5.0  # an index that took longer to build is saved beside the files
 
 
@@ -123,8 +118,7 @@ def offsets_of(path: str, size: int, read: Callable[[int, int], bytes]) -> np.nd
 def data_bytes(path: str, size: int, offset: int, header: bytes) -> int:
     """Returns the number of data bytes of the record at `offset` in a file of `size` bytes. Raises DataError."""
     if offset + FRAME_BYTES <= size:
-        length, checksum = _HEADER.unpack(header)
-        if _masked_crc(header[:8]) != checksum:
+        if (length := length_in(header)) is None:
             raise DataError(
                 f"{path} is no TFRecord file, or is damaged at byte {offset}; if it is compressed use "
                 "--source_args=stream=True,compression=GZIP."
@@ -140,7 +134,7 @@ def _read(path: str, offset: int, named: Callable[[str], str]) -> bytes:
     try:
         size = os.fstat(file).st_size  # now, not when the index was made
         length = data_bytes(named(path), size, offset, os.pread(file, HEADER_BYTES, offset))
-        data = os.pread(file, length + 4, offset + HEADER_BYTES)
+        data = os.pread(file, length + FRAME_BYTES - HEADER_BYTES, offset + HEADER_BYTES)
     finally:
         os.close(file)
     return checked(path, offset, data, length, named)
@@ -148,15 +142,11 @@ def _read(path: str, offset: int, named: Callable[[str], str]) -> bytes:
 
 def checked(path: str, offset: int, data: bytes, length: int, named: Callable[[str], str]) -> bytes:
     """Returns the data of the record at `offset`, without the checksum after it. Raises DataError if that is wrong."""
-    if len(data) != length + 4 or _masked_crc(data[:-4]) != int.from_bytes(data[-4:], "little"):
+    if (found := data_in(data, length)) is None:
         raise DataError(
             f"{named(path)} is damaged: the record at byte {offset} has a wrong checksum; restore the file."
         )
-    return data[:-4]
-
-
-def _masked_crc(data: bytes) -> int:
-    return masked(google_crc32c.value(data))
+    return found
 
 
 def _cache_path(paths: list[str]) -> str:

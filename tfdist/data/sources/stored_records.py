@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tfdist.data.sources.records import HEADER_BYTES, Rows, checked, offsets_of
+from tfdist.compat.tensorflow_checksums import FRAME_BYTES, HEADER_BYTES
+from tfdist.data.sources.records import Rows, checked, offsets_of
 from tfdist.storage.data_cache import DataCache
 from tfdist.storage.in_threads import in_threads
 
@@ -56,7 +57,7 @@ class StoredRecords:
             for row in near:
                 offset, end = int(self.offsets[row]), int(self._ends[row])
                 data = piece[offset - start + HEADER_BYTES : end - start]
-                found[row] = checked(path, offset, data, end - offset - HEADER_BYTES - 4, self._cache.named)
+                found[row] = checked(path, offset, data, end - offset - FRAME_BYTES, self._cache.named)
 
         in_threads(bring, ((near,) for near in self._ranges(rows)))
         return [found[row] for row in rows]

@@ -13,8 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import tensorflow_data
+from tfdist.compat.tensorflow_checksums import FRAME_BYTES, HEADER_BYTES
 from tfdist.data.reading import as_is
-from tfdist.data.sources.records import FRAME_BYTES, HEADER_BYTES, as_objects, checked, data_bytes
+from tfdist.data.sources.records import as_objects, checked, data_bytes
+from tfdist.data.sources.whole_records import whole_records
 from tfdist.storage.data_cache import DataCache
 from tfdist.storage.front_to_back import FrontToBack
 
@@ -28,7 +30,8 @@ def stored_records(cache: DataCache, paths: list[str], compression: str, cycle: 
     """Returns the records of some files, of which `cycle` are read in turns. paths: those of the local copies."""
     files = FrontToBack(cache, at_a_time=cycle)
     numbers = tf.data.Dataset.range(len(paths))
-    ahead_of_their_turn = _whole_files(files, paths, compression, cycle)
+    read_whole = whole_records([cache.size(path) for path in paths], lambda number: cache.named(paths[number]))
+    ahead_of_their_turn = _whole_files(files, paths, cycle, compression, read_whole)
     at_once = numbers.interleave(ahead_of_their_turn, cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     if compression:
         return at_once
@@ -38,7 +41,7 @@ def stored_records(cache: DataCache, paths: list[str], compression: str, cycle: 
 
     # In one thread, which waits for no file before its turn. Otherwise the first records would come later, and a
     # stopped stream would wait for bytes that nobody needs.
-    in_turns = numbers.interleave(_growing_files(cache, files, paths, cycle), cycle)
+    in_turns = numbers.interleave(_growing_files(cache, files, paths, cycle, read_whole), cycle)
 
     def one_pass(_) -> tf.data.Dataset:
         whole = tf.ensure_shape(tf.numpy_function(all_there, [], tf.bool, stateful=False), [])
@@ -49,7 +52,7 @@ def stored_records(cache: DataCache, paths: list[str], compression: str, cycle: 
     return tf.data.Dataset.range(1).flat_map(as_is(one_pass))
 
 
-def _whole_files(files: FrontToBack, paths: list[str], compression: str, cycle: int) -> Callable:
+def _whole_files(files: FrontToBack, paths: list[str], cycle: int, compression: str, read_whole: Callable) -> Callable:
     """Returns a function: number of a file -> its records, read by TensorFlow."""
     compression_type: Any = compression
 
@@ -57,13 +60,15 @@ def _whole_files(files: FrontToBack, paths: list[str], compression: str, cycle: 
         return files.whole(paths[number], *_around(paths, int(number), _OPENED * cycle)).encode()
 
     def records(number: tf.Tensor) -> tf.data.Dataset:
-        path = tf.numpy_function(bring, [number], tf.string, stateful=False)
-        return tf.data.TFRecordDataset(tf.ensure_shape(path, []), compression_type)
+        path = tf.ensure_shape(tf.numpy_function(bring, [number], tf.string, stateful=False), [])
+        return tf.data.TFRecordDataset(path, compression_type) if compression else read_whole(number, path)
 
     return as_is(records)
 
 
-def _growing_files(cache: DataCache, files: FrontToBack, paths: list[str], cycle: int) -> Callable:
+def _growing_files(
+    cache: DataCache, files: FrontToBack, paths: list[str], cycle: int, read_whole: Callable
+) -> Callable:
     """Returns a function: number of a file -> its records, read by TensorFlow if it is whole, else as they arrive."""
     names = tf.constant(paths, tf.string)
     sizes = tf.constant([cache.size(path) for path in paths], tf.int64)
@@ -88,7 +93,7 @@ def _growing_files(cache: DataCache, files: FrontToBack, paths: list[str], cycle
             return found.flat_map(as_is(lambda records, _: tf.data.Dataset.from_tensor_slices(records)))
 
         there = tf.cast(tf.ensure_shape(tf.numpy_function(begin, [number], tf.bool, stateful=False), []), tf.int64)
-        whole = tf.data.TFRecordDataset(names[number : number + there])
+        whole = tf.data.Dataset.range(there).flat_map(as_is(lambda _: read_whole(number, names[number])))
         return tf.data.Dataset.range(1 - there).flat_map(as_is(so_far)).concatenate(whole)
 
     return as_is(records)

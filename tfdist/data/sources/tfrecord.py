@@ -41,6 +41,7 @@ from tfdist.data.sources.records import RecordFiles, check_begin, read_in_graph
 from tfdist.data.sources.split import Sample, Split, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.data.sources.stored_streams import first_of, stored_records
+from tfdist.data.sources.whole_records import whole_records
 from tfdist.runtime.damaged_record import note_files
 from tfdist.runtime.errors import cause
 from tfdist.storage.data_cache import cache_of
@@ -78,7 +79,7 @@ def load(config: DataConfig, split: str) -> Split:
         return scaled(x.decode(parsed, seeds)), y.decode(parsed, None)
 
     if options["stream"]:
-        paths = [path for path in paths if folder.size(path)]
+        paths = folder.not_empty(paths)
         first = folder.first_record(paths, compression) if paths else None
     else:
         files = folder.at_random(paths)
@@ -135,6 +136,7 @@ class _Folder:
 
     def __init__(self, data_dir: str):
         self._data_dir, self._cache = data_dir, cache_of(data_dir)
+        self._sizes: dict[str, int] = {}
 
     def paths(self, options: dict, split: str) -> list[str]:
         """Returns the split's files, sorted. Raises DataError if there are none, or if one belongs to both splits."""
@@ -168,6 +170,11 @@ class _Folder:
 
     def size(self, path: str) -> int:
         return self._cache.size(path) if self._cache else tf.io.gfile.stat(path).length
+
+    def not_empty(self, paths: list[str]) -> list[str]:
+        """Returns the files that are not empty, and notes their sizes for `records`."""
+        self._sizes.update({path: self.size(path) for path in paths})
+        return [path for path in paths if self._sizes[path]]
 
     def checksums(self, paths: list[str]) -> list[int]:
         """Returns a checksum of the files' names and sizes."""
@@ -228,11 +235,15 @@ class _Folder:
         if self._cache:
             self._cache.must_copy("stream=True")
             return stored_records(self._cache, paths, compression, at_a_time)
-        if not compression:
-            note_files(paths)
         compression_type: Any = compression
         names, numbers = tf.constant(paths, tf.string), tf.data.Dataset.range(len(paths))
-        read = as_is(lambda number: tf.data.TFRecordDataset(names[number], compression_type))
+        if compression:
+            read = as_is(lambda number: tf.data.TFRecordDataset(names[number], compression_type))
+        else:
+            note_files(paths)
+            sizes = [self._sizes.get(path) or self.size(path) for path in paths]
+            whole = whole_records(sizes, paths.__getitem__)
+            read = as_is(lambda number: whole(number, names[number]))
         return numbers.interleave(read, at_a_time, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 

@@ -1,0 +1,48 @@
+"""The records of a TFRecord file to its very end.
+
+TensorFlow's reader takes fewer than the 12 bytes of a record's header for the end of the file: one that was cut short
+there would only have fewer records (TensorFlow 2.21, record_reader.cc). So the bytes that were read are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.tensorflow_checksums import FRAME_BYTES
+from tfdist.control.exit_codes import DataError
+from tfdist.data.reading import as_is
+
+_BATCH = 16  # records that are counted at once: one by one, reading takes four times as long
+
+
+def whole_records(
+    sizes: Sequence[int], name_of: Callable[[int], str]
+) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
+    """Returns a function: (number of an uncompressed file, its path) -> its records, read by TensorFlow.
+
+    sizes: of the files, in bytes. name_of: returns the path of a file as messages show it. Reading past the last record
+    of a file that was cut short raises DataError.
+    """
+    ends = tf.constant(sizes, tf.int64)
+
+    def refuse(number: np.ndarray, at: np.ndarray) -> np.ndarray:
+        name, size = name_of(int(number)), sizes[int(number)]
+        if at < size:
+            raise DataError(f"{name} ends within a record at byte {at}: it was cut short; write it again.")
+        raise DataError(f"{name} had {size:,} bytes and now has {at:,}: do not change files while a run reads them.")
+
+    def records(number: tf.Tensor, path: tf.Tensor) -> tf.data.Dataset:
+        def count(before: tf.Tensor, batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            after = before + tf.reduce_sum(tf.cast(tf.strings.length(batch), tf.int64) + FRAME_BYTES)
+            right = tf.logical_or(tf.size(batch) > 0, tf.equal(after, ends[number]))
+            batch = tf.cond(right, lambda: batch, lambda: tf.numpy_function(refuse, [number, after], tf.string))
+            return after, tf.ensure_shape(batch, [None])
+
+        the_end = tf.data.Dataset.from_tensors(tf.zeros([0], tf.string))
+        batches = tf.data.TFRecordDataset(path).batch(_BATCH).concatenate(the_end)
+        return batches.scan(tf.constant(0, tf.int64), as_is(count)).unbatch()
+
+    return records
