@@ -68,20 +68,33 @@ def _slots(callback: keras.callbacks.Callback) -> list[str]:
 
 
 def facts_of(
-    callbacks: Sequence[keras.callbacks.Callback], states: Sequence[dict[str, Any]], shared: Sequence[Sequence[Path]]
+    callbacks: Sequence[keras.callbacks.Callback],
+    states: Sequence[dict[str, Any]],
+    shared: Sequence[Sequence[Path]],
+    first: Sequence[Facts] = (),
 ) -> list[Facts]:
     """Facts that tell whether an attribute has changed: its value, and where else the objects that it holds are held.
 
-    states: by `state_of`. shared: by `shared_in`.
+    states: by `state_of`. shared: by `shared_in`. first: the earlier facts that these will be compared with.
     """
     elsewhere = collections.defaultdict(list)
     for paths in shared:
         for owner in {path[:2] for path in paths}:
             elsewhere[owner].append(paths)
     return [
-        {attribute: (backup_file.parts_of(value), elsewhere[name, attribute]) for attribute, value in state.items()}
-        for name, state in zip(names_of(callbacks), states, strict=True)
+        {
+            attribute: (*_of_value(value, before.get(attribute)), elsewhere[name, attribute])
+            for attribute, value in state.items()
+        }
+        for name, state, before in zip(names_of(callbacks), states, first or [{}] * len(states), strict=True)
     ]
+
+
+def _of_value(value: Any, before: tuple[Any, ...] | None) -> tuple[int, tuple[bytes, ...]]:
+    """Returns (number of items, bytes of the value). No bytes if the number tells enough: to encode a long list takes
+    time, and the backup that holds it encodes it once more."""
+    items = len(value) if isinstance(value, backup_file.CONTAINERS) else 0
+    return items, () if before is not None and before[0] != items else backup_file.parts_of(value)
 
 
 def changed(state: dict[str, Any], now: Facts, first: Facts) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class FitState:
     def fields(self, model: keras.Model) -> dict[str, Any]:
         """Returns the state: values that backup_file.py can store. Their names are those of BackupContent."""
         states, shared = self._states(), callback_state.shared_in(self._others)
-        now = callback_state.facts_of(self._others, states, shared)
+        now = callback_state.facts_of(self._others, states, shared, self._at_first)
         return {
             "callbacks": list(map(callback_state.changed, states, now, self._at_first)),
             "deleted": callback_state.deleted(self._others, self._at_first),
