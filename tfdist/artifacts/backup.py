@@ -133,6 +133,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return
         keras_trainer.begin_at(model, self._epoch)
         if count := snapshot.manifest["batch"]:
+            backup_checks.refuse_between_executions(self.backup_dir, count, model.steps_per_execution)
             self._to_skip = count
             self._others.mute(count)
             pass_over(model, count, metrics)

@@ -1,4 +1,4 @@
-"""Checks the target of a restored backup: the model must be built, and the fit must be the one that wrote the backup.
+"""Checks the target of a restored backup: a model that is built, in the fit that wrote the backup.
 
 A program may call fit several times with one folder. If it is killed in its second fit and started again, its first fit
 would find the backup of the second. If backups are kept, this is intended: each fit resumes from what is there.
@@ -35,6 +35,16 @@ def refuse_backup_of_later(backup: str, written_by: int, is_kept: bool) -> None:
             f"{backup} was written by fit number {written_by} of a program with this folder, and this is number"
             f" {number(backup)}, which would go on from the other's epochs: give each fit a BackupAndRestore with a"
             " folder of its own, or remove the backup to begin anew."
+        )
+
+
+def refuse_between_executions(backup: str, batch: int, steps_per_execution: int) -> None:
+    """Raises CheckpointError if the backup was saved after a batch between two executions: Keras would count the
+    execution in which it goes on as a whole one, and leave out batches at the end of the epoch."""
+    if batch % steps_per_execution:
+        raise CheckpointError(
+            f"{backup} was saved after {batch} batches of an epoch, which are no multiple of compile("
+            f"steps_per_execution={steps_per_execution}): resume with the value of before, or with 1."
         )
 
 

@@ -126,6 +126,17 @@ def test_several_steps_per_execution(tmp_path):
 
 
 @pytest.mark.slow
+def test_other_steps_per_execution(tmp_path):
+    expected = state_of(fit([], steps_per_execution=3)[0])
+    with pytest.raises(Killed):
+        fit([BackupAndRestore(tmp_path, save_freq=1), Counter([], die_after=8)])
+    with pytest.raises(CheckpointError, match=r"after 3 batches .* compile\(steps_per_execution=2\): resume with"):
+        fit([BackupAndRestore(tmp_path, save_freq=1)], steps_per_execution=2)
+    model, _ = fit([BackupAndRestore(tmp_path, save_freq=1)], steps_per_execution=3)
+    assert same(model, expected)
+
+
+@pytest.mark.slow
 def test_a_damaged_backup_gives_way_to_the_one_before(undisturbed, tmp_path):
     with pytest.raises(Killed):
         fit([BackupAndRestore(tmp_path, save_freq=2, double_checkpoint=True), Counter([], die_after=8)])
