@@ -270,6 +270,8 @@ def single_batches(fit, evaluate, predict, folder):
             found.append(model.test_on_batch(x[rows], y[rows]))
             found.append(model.predict_on_batch(x[rows]))
     never_compiled = keras.Sequential([keras.Input(x.shape[1:]), layers.Dense(3)])
+    with tfdist.spread(never_compiled):
+        found.append(tf.reduce_sum(tf.square(never_compiled(tf.constant(x)))))
     return {"found": found, "weights": weights(model), "predict": predict(never_compiled, x, batch_size=7)}
 
 

@@ -34,7 +34,7 @@ from tfdist.keras_fit.lookups import Lookup, lookups
 from tfdist.keras_fit.rows import every_row, total
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.scopes import Once, ThreadScope
-from tfdist.training.dtypes import Gradient, scaled
+from tfdist.training.dtypes import Gradient, at_least_float32, scaled
 
 if TYPE_CHECKING:
     from tfdist.keras_fit.forward import DistributedCall
@@ -217,7 +217,9 @@ def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.
         )
     if not (target.dtype.is_floating or target.dtype.is_complex):
         return given
-    return (tf.ones_like(target) if given is None else tf.convert_to_tensor(given)) * tf.cast(share, target.dtype)
+    whole = tf.ones_like(target) if given is None else tf.convert_to_tensor(given)
+    # In bfloat16 1/3 is too large by 0.2 %, and so would be all gradients.
+    return tf.cast(tf.convert_to_tensor(scaled(at_least_float32(whole), share)), target.dtype)
 
 
 def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

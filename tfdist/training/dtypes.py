@@ -32,7 +32,8 @@ def values_of(gradient: Gradient) -> tf.Tensor:
 
 def scaled(piece: Gradient, factor: float | tf.Tensor) -> Gradient:
     """Returns a gradient, or a piece of one, times a factor, in the gradient's dtype."""
-    factor = tf.cast(factor, piece.dtype)
+    # tf.cast would make a number of Python float32 first.
+    factor = tf.cast(factor, piece.dtype) if isinstance(factor, tf.Tensor) else tf.constant(factor, piece.dtype)
     if isinstance(piece, tf.IndexedSlices):
         return tf.IndexedSlices(piece.values * factor, piece.indices, piece.dense_shape)
     return piece * factor

@@ -6,6 +6,7 @@ import struct
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -151,6 +152,20 @@ def test_two_ranks_have_the_same_bits_of_not_a_number(share):
         return ring.all_reduce(array, spare=ring.empty).view(np.uint32).copy()
 
     np.testing.assert_array_equal(*on_every_rank(2, reduce, share=share))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("share", [False, True])
+def test_numbers_that_are_not_finite_are_added_up_quietly(size, share):
+    def reduce(ring):
+        array = ring.empty(6)
+        array[:] = np.float32([np.inf, 3e38, 1, -np.inf, 3e38, 1]) * (1 if ring.rank else -1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return ring.all_reduce(array, spare=ring.empty).copy()
+
+    found = on_every_rank(size, reduce, share=share)
+    assert np.isnan(found[0][0]) and found[0][2] == size - 2
 
 
 def test_two_ranks_wait_for_each_other_once_an_array():

@@ -101,6 +101,10 @@ def test_a_run_that_only_skips_is_an_error():
     interval.add(output(3, 2, 2), 2, last=True)
     with pytest.raises(DivergedError, match="last 50 steps"):
         interval.add(output(51, 48, 48), 48)
+    interval = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
+    scaled = dataclasses.replace(output(3, 3, 3), loss_scale=4096.0)
+    with pytest.raises(DivergedError, match=r"lower --learning_rate, lower --loss_scale_initial \(now 4096\), or set"):
+        interval.add(scaled, 3, last=True)
 
 
 def test_news_of_a_step_are_a_warning_at_the_next_log_line():
