@@ -122,7 +122,7 @@ class Chaos:
         """Returns whether the job that has just ended was told to end while the disk was full. Then it cannot save, and
         must say so; a user frees space and starts it again.
         """
-        sentence = "No space left on device (on purpose)): free or repair"
+        sentence = "No space left on device (injected)): free or repair"
         return self.process.returncode == 9 and sentence in Path(self.output.name).read_text()[-3000:]
 
     def kill_launcher(self) -> None:

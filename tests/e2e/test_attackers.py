@@ -191,8 +191,8 @@ def test_who_knows_the_addresses_only_cannot_take_a_workers_place(tmp_path):
             outputs
         )
         assert (
-            "who says to be rank 1 has none" in outputs[0]
-            and "who says to be rank 1 has another job token" in outputs[0]
+            "that claims to be rank 1 has none" in outputs[0]
+            and "that claims to be rank 1 has another job token" in outputs[0]
         )
     finally:
         for process in (chief, *running):
