@@ -70,7 +70,7 @@ CASES = {
         [*LOOKUPS, "--steps=25"],
         {},
         4,
-        ["A row is looked up that is not there", *ROW_TOO_MANY],
+        ["A row is looked up that does not exist", *ROW_TOO_MANY],
     ),
     "a row that a table does not have, with XLA, which does not say so": (
         [*LOOKUPS, "--steps=25", "--jit_compile", "--model_args=kind='frozen embedding'"],
