@@ -324,7 +324,7 @@ def test_a_model_that_is_not_compiled_is_refused():
 
 def test_data_without_a_batch_are_refused_and_data_that_have_come_to_their_end_are_not():
     with pytest.raises(
-        DataError, match="^The data do not contain a single batch:  give x, or the dataset, at least one sample"
+        DataError, match="^The data do not contain a single batch: give x, or the dataset, at least one sample"
     ):
         Batches(Two(), "fit").next(iter([]))
     batches, rows = Batches(Two(), "fit"), iter([np.ones([2, 3])])
@@ -382,13 +382,16 @@ def test_rows_in_python_lists_are_refused_and_lists_of_arrays_are_not():
             lambda: tfdist.fit(model, rows, [0.0, 1.0]),
             r"tfdist.fit: x has its rows in a Python list, .*numpy.array\(x",
         ),
-        (lambda: tfdist.fit(model, array, [0.0, 1.0]), r"tfdist.fit: y holds .*give an array, numpy.array\(y\)\.$"),
+        (
+            lambda: tfdist.fit(model, array, [0.0, 1.0]),
+            r"tfdist.fit: y has its rows .*give an array, numpy.array\(y\)\.$",
+        ),
         (
             lambda: tfdist.fit(model, array, array, validation_data=(rows, [0, 1])),
             r"validation_data .*numpy.array\(x\), ",
         ),
         (lambda: tfdist.evaluate(model, array, ("a", "b")), r"tfdist.evaluate: y has its rows in a Python tuple"),
-        (lambda: tfdist.predict(model, rows), r"tfdist.predict: x holds"),
+        (lambda: tfdist.predict(model, rows), r"tfdist.predict: x has its rows"),
     ):
         with pytest.raises(ConfigError, match=words):
             call()
