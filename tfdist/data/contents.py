@@ -101,8 +101,8 @@ def must_be_same_data(runtime: Runtime, split: Split) -> None:
 
 
 _FIX = (
-    "all workers must hold the same data in the same order; seed what shuffles, draws or splits it, for example by "
-    "np.random.default_rng(0), and give all of them the same files and package versions"
+    "all workers must have the same data in the same order; seed all shuffling, drawing and splitting, for example with"
+    " np.random.default_rng(0), and give all of them the same files and package versions"
 )
 
 
