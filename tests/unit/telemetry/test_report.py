@@ -196,10 +196,10 @@ def test_text(tmp_path, capsys):
     )
     assert any(
         line.split()[:5] == ["restarts", "36.0", "s", "25.7", "%"]
-        and "5.0 s waiting for what had failed, 6.0 s down, 15.0 s start-up, 10.0 s first steps" in line
+        and "5.0 s waiting for what failed, 6.0 s down, 15.0 s start-up, 10.0 s first steps" in line
         for line in lines
     )
-    assert "  restart of attempt 1 after 52.0 s, from step 30 to 10: no last word: it was killed" in lines
+    assert "  restart of attempt 1 after 52.0 s, from step 30 to 10: no final event: it was killed" in lines
     assert not (tmp_path / "report.html").exists()
 
 
