@@ -132,7 +132,7 @@ class Chaos:
         deadline = time.monotonic() + ORPHANED_SECONDS
         while any(Path(f"/proc/{pid}").exists() for pid in orphans):
             if time.monotonic() > deadline:
-                raise SystemExit(f"workers live on {ORPHANED_SECONDS:g} s after their launcher: {orphans}")
+                raise SystemExit(f"workers still run {ORPHANED_SECONDS:g} s after their launcher: {orphans}")
             time.sleep(0.1)
         self.start()
 
