@@ -160,8 +160,7 @@ def test_workers_with_different_data(tmp_path):
         code=4,
     )
     assert (
-        "Rank 1 and rank 0 hold different samples, or an order that differs, in tests.e2e.sources:unseeded/train"
-        in output
+        "Rank 1 and rank 0 have different samples, or a different order, in tests.e2e.sources:unseeded/train" in output
         and "Traceback" not in output
     )
     assert "checkpoints  " in run(

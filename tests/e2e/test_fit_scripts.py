@@ -154,7 +154,7 @@ def test_refusals(tmp_path):
             assert f"missing rows, {kind}: [True, True, True]" in output, kind
         for name in ("order", "targets", "weights", "train_step's rows", "own rows", "evaluate", "predict"):
             assert re.search(
-                rf"^{name}: DataError: Rank \d and rank \d hold different batches", output, re.MULTILINE
+                rf"^{name}: DataError: Rank \d and rank \d have different batches", output, re.MULTILINE
             ), name
     assert "length: ConfigError: Rank 0 is at 'batches', rank 1 at" in outputs[0]
     # The five that are taken, and the dataset that each shuffles without a seed.

@@ -55,7 +55,7 @@ def _check_length(config: Config) -> None:
     if run.steps and run.epochs:
         raise ConfigError(f"--steps={run.steps} and --epochs={run.epochs:g} both set the end: give one of them.")
     if not run.steps and not run.epochs:
-        raise ConfigError("Neither --steps nor --epochs is given: say how long to train, for example --epochs=10.")
+        raise ConfigError("Neither --steps nor --epochs is given: set how long to train, for example --epochs=10.")
 
 
 def _check_model(config: Config) -> None:

@@ -82,7 +82,7 @@ class StrategyConfig:
     communication: str = option(
         "auto",
         "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC;"
-        " nccl: NVIDIA's. auto: nccl on GPUs; on the CPU socket, with shared memory between neighbours on one host.",
+        " nccl: NVIDIA's. auto: nccl on GPUs; on the CPU socket, with shared memory between neighbors on one host.",
         choices=("auto", "socket", "ring", "nccl"),
     )
     pack_mb: float = option(
@@ -132,7 +132,7 @@ class ParallelConfig:
     )
     pipe_schedule: str = option(
         "1f1b",
-        "Order of a pipeline's work. gpipe: all micro-batches forward, then all backward; 1f1b: in turn, which holds"
+        "Order of a pipeline's work. gpipe: all micro-batches forward, then all backward; 1f1b: in turn, which keeps"
         " fewer.",
         choices=("gpipe", "1f1b"),
     )
@@ -149,7 +149,7 @@ class ParallelConfig:
     )
     sequence_parallel: bool = option(
         False,
-        "Between the layers that are spread over the model axis, each worker holds only its share of the positions.",
+        "Between the layers that are spread over the model axis, each worker has only its share of the positions.",
     )
     offload: str = option(
         "none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer")

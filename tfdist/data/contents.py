@@ -95,7 +95,7 @@ def must_be_same_data(runtime: Runtime, split: Split) -> None:
     # A stream is identified by what it yields: if no part of that is steady, its order may vary, too; compare all.
     if ranks := _others(_gathered(runtime, split, kept if steady or split.size is not None else found)):
         raise DataError(
-            f"Rank {', '.join(map(str, ranks))} and rank 0 hold different samples, or an order that differs, in"
+            f"Rank {', '.join(map(str, ranks))} and rank 0 have different samples, or a different order, in"
             f" {split.name}: {_FIX}."
         )
 

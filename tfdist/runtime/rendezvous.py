@@ -98,8 +98,8 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
                 connections[arrival.rank] = connection
                 if peers != list(cluster.peers):
                     problem = (
-                        f"TF_CONFIG of rank {arrival.rank} lists {printable(', '.join(peers))}, that of the chief"
-                        f" {', '.join(cluster.peers)}: give all workers the same cluster."
+                        f"TF_CONFIG of rank {arrival.rank} lists {printable(', '.join(peers))}, but the one of the"
+                        f" chief lists {', '.join(cluster.peers)}: give all workers the same cluster."
                     )
                     _answer(connections, {"error": problem})
                     raise ClusterError(problem)

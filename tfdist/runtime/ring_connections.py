@@ -165,8 +165,8 @@ class RingConnections:
         """The text of a RingError: the rank at `distance` to the left has left while this one is `at` something."""
         return (
             f"{MARK}ConfigError: Rank {(self.rank - distance) % self.size} has reached the end of its script, while"
-            f" rank {self.rank} is at {at!r}: all workers must make the same calls of tfdist, also evaluate and"
-            " predict, not the chief alone."
+            f" rank {self.rank} is at {at!r}: all workers must make the same calls of tfdist, including evaluate and"
+            " predict, not only the chief."
         )
 
     def _pass_on(

@@ -358,7 +358,7 @@ def test_workers_tell_each_other_which_loop_they_begin():
 @pytest.mark.parametrize(
     "said, more",
     [
-        ("Rank 0 is at 'predict', rank 1 at 'batches'.", " All workers .* in a callback, not the chief alone."),
+        ("Rank 0 is at 'predict', rank 1 at 'batches'.", " All workers .* in a callback, not only the chief."),
         (ALIKE, ""),
     ],
 )

@@ -345,7 +345,7 @@ def test_a_fit_that_resumes_with_other_data_is_refused(tmp_path, name):
         fit(before, KilledAfter(2))
     if changed:
         with pytest.raises(
-            CheckpointError, match=rf"The data have changed since .* was written \({changed}\): restore the data"
+            CheckpointError, match=rf"The data have changed since .* was written \({changed}\): restore"
         ):
             fit(now)
     assert len(fit(before if changed else now).history["loss"]) == EPOCHS

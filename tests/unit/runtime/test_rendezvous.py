@@ -65,7 +65,9 @@ def test_who_is_missing_is_named(addresses):
 
 def test_different_clusters_are_refused_on_both_sides(addresses):
     def run(rank, listed):
-        with pytest.raises(ClusterError, match="lists .*, that of the chief .*: give all workers the same cluster"):
+        with pytest.raises(
+            ClusterError, match="lists .*, but the one of the chief lists .*: give all workers the same cluster"
+        ):
             exchange(cluster(rank, listed), "a:0", 20)
 
     with ThreadPoolExecutor(2) as pool:

@@ -274,7 +274,7 @@ def test_ranks_that_gather_different_things_notice():
             ring.all_gather(b"", "first" if ring.rank else "second")
 
     def stamps(ring):
-        with pytest.raises(RingError, match="DataError: Rank [01] and rank [01] hold different batches"):
+        with pytest.raises(RingError, match="DataError: Rank [01] and rank [01] have different batches"):
             ring.all_gather(b"", "batches", ring.rank)
 
     on_every_rank(2, names)
