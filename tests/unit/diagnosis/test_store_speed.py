@@ -28,7 +28,7 @@ def test_every_store_in_the_flags_is_tried_and_left_as_it_was(s3, tmp_path):
     said = found(**places)
     assert said["run store"].startswith(f"fine     run store: s3://{BUCKET}/run takes ")
     assert said["backup store"].startswith(f"fine     backup store: s3://{BUCKET}/backup takes ")
-    assert said["data store"].startswith(f"fine     data store: s3://{BUCKET}/data holds 1 objects")
+    assert said["data store"].startswith(f"fine     data store: s3://{BUCKET}/data contains 1 objects")
     assert s3.names() == ["data/train"]
     assert found(run_dir=str(tmp_path), backup_dir=str(tmp_path / "backup")) == {}
 
