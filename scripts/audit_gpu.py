@@ -58,7 +58,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="a part of the names")
+    parser.add_argument("--only", default="", help="part of a name")
     parser.add_argument("--meshes", default="", help="numbers of workers, for example 2,4")
     parser.add_argument("--xla", action="store_true", help="lower the models of the table for GPUs by XLA")
     parser.add_argument("--out", default="", help="a file for the table")

@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--windows", type=int, default=5, help="windows that count (default 5)")
+    parser.add_argument("--windows", type=int, default=5, help="measured windows (default 5)")
     parser.add_argument("--batch", type=int, default=0, help="samples per step (default 32 sequences, 256 images)")
     parser.add_argument(
         "--peak_tflops", type=float, default=0.0, help="of this GPU in dense bf16, if its name is not known"
@@ -143,7 +143,7 @@ def main() -> None:
         parser.add_argument(
             f"--{kind}_python",
             default=sys.executable,
-            help=f"the Python that has {' and '.join(MODULES[kind])} (default: this one)",
+            help=f"the Python with {' and '.join(MODULES[kind])} (default: this one)",
         )
     arguments = parser.parse_args()
     if arguments.rehearse:

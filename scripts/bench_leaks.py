@@ -65,7 +65,9 @@ def _training(flags: list[str], steps: int, run_dir: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", default="500,5000", help="where to look; the last is the length of the run")
+    parser.add_argument(
+        "--steps", default="500,5000", help="steps at which to measure; the last is the length of the run"
+    )
     parser.add_argument("--runtimes", default="", help="those whose names contain one of these words (default: all)")
     arguments = parser.parse_args()
     looks = sorted(map(int, arguments.steps.split(",")))

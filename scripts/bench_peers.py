@@ -53,18 +53,18 @@ def main() -> None:
     parser.add_argument(
         "--torch",
         default="torch==2.13.0",
-        help="what pip is asked for; on a machine without GPUs choose a CPU build (default %(default)s)",
+        help="requirement for pip; on a machine without GPUs choose a CPU build (default %(default)s)",
     )
     parser.add_argument("--only", default="", help="parts of names of workloads and engines, separated by commas")
     parser.add_argument(
         "--modes", default="1,2,2s,1c,2c,1r,2r", help="which numbers of workers, and what they do (default all)"
     )
     parser.add_argument("--rounds", type=int, default=1, help="fresh starts of each measurement")
-    parser.add_argument("--resume", action="store_true", help="keep measurements that are there")
+    parser.add_argument("--resume", action="store_true", help="keep existing measurements")
     parser.add_argument(
         "--quick", action="store_true", help="one window of one step: whether everything runs; the figures mean nothing"
     )
-    parser.add_argument("--prepare", action="store_true", help="only make the environments")
+    parser.add_argument("--prepare", action="store_true", help="only create the environments")
     parser.add_argument("--report", action="store_true", help="only write the report of what has been measured")
     arguments = parser.parse_args()
     venvs = Path(arguments.venvs).expanduser().resolve()
@@ -195,7 +195,7 @@ def measure(plan, venvs: Path, folder: Path) -> dict:
     if plan.origin and not any((folder.parent / plan.origin / name).is_dir() for name in KEPT):
         return {
             **result,
-            "error": f"no snapshot to go on from: measure {plan.mode.replace('r', 'c')} again, without --resume",
+            "error": f"no snapshot to resume from: measure {plan.mode.replace('r', 'c')} again, without --resume",
         }
     cores = sorted(os.sched_getaffinity(0))
     processes, started = [], time.time()
@@ -285,7 +285,7 @@ def figures(plan, folder: Path, started: float) -> dict:
     rates = [plan.steps / (end - begin) for begin, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
     median = statistics.median(rates)
     if ranks[0]["restored"] != plan.newest:
-        raise ValueError(f"it went on from step {ranks[0]['restored']} instead of {plan.newest}")
+        raise ValueError(f"it resumed from step {ranks[0]['restored']} instead of {plan.newest}")
     return {
         "steps_per_s": rates,
         **(snapshots(folder, ends) if plan.saves else {}),

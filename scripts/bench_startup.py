@@ -107,7 +107,7 @@ def until_first_step(command: list[str]) -> float:
                 said = time.perf_counter() - begun
     if process.returncode or not said:
         raise SystemExit(
-            f"{' '.join(command)} ended with exit code {process.returncode}, or without a word of its first step."
+            f"{' '.join(command)} ended with exit code {process.returncode}, or without reporting its first step."
         )
     return said
 

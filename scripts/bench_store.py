@@ -67,7 +67,7 @@ def main() -> None:
                 found[name] += pauses(place, Path(folder) / "cache", environment)
                 print(f"turn {turn + 1}: {name}: {found[name][-1]:.3f} s", file=sys.stderr, flush=True)
     medians = {name: statistics.median(values) for name, values in found.items()}
-    print("| run in | seconds that a snapshot holds training up, median (spread) |\n|---|---|")
+    print("| run in | seconds that a snapshot stalls training, median (spread) |\n|---|---|")
     for name, values in found.items():
         print(f"| {name} | {medians[name]:.3f} ({min(values):.3f} to {max(values):.3f}) |")
     print(f"ratio {medians['store'] / medians['folder']:.2f}")

@@ -122,7 +122,7 @@ class Chaos:
         """Returns whether the job that has just ended was told to end while the disk was full. Then it cannot save, and
         must say so; a user frees space and starts it again.
         """
-        sentence = "No space left on device (on purpose)): free or repair"
+        sentence = "No space left on device (injected)): free or repair"
         return self.process.returncode == 9 and sentence in Path(self.output.name).read_text()[-3000:]
 
     def kill_launcher(self) -> None:
@@ -132,7 +132,7 @@ class Chaos:
         deadline = time.monotonic() + ORPHANED_SECONDS
         while any(Path(f"/proc/{pid}").exists() for pid in orphans):
             if time.monotonic() > deadline:
-                raise SystemExit(f"workers live on {ORPHANED_SECONDS:g} s after their launcher: {orphans}")
+                raise SystemExit(f"workers still run {ORPHANED_SECONDS:g} s after their launcher: {orphans}")
             time.sleep(0.1)
         self.start()
 

@@ -44,7 +44,8 @@ try:
     from packaging.requirements import Requirement  # required by TensorFlow
 except ModuleNotFoundError:
     raise SystemExit(
-        f"pack_for_gpu: {sys.executable} has no TensorFlow: run me with the Python of the environment to be packed."
+        f"pack_for_gpu: {sys.executable} has no TensorFlow: run this script with the Python of the environment"
+        " to be packed."
     ) from None
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -102,7 +103,7 @@ def main() -> None:
     shutil.copyfile(unpack.__file__, options.out / "unpack.py")
     for piece in pieces:
         say(f"{piece}: {piece.stat().st_size / 1e6:.1f} MB")
-    say(f"carry these and {options.out / 'unpack.py'} over; there: python3 unpack.py piece*")
+    say(f"copy these and {options.out / 'unpack.py'} to the other machine; there: python3 unpack.py piece*")
 
 
 def say(text: str) -> None:
@@ -113,7 +114,7 @@ def read_options() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder for the pieces")
     parser.add_argument("--capability", default="9.0", help="compute capability of the GPU (default 9.0)")
-    parser.add_argument("--piece_mb", type=int, default=58, help="MiB that a piece may have (default 58)")
+    parser.add_argument("--piece_mb", type=int, default=58, help="largest size of a piece in MiB (default 58)")
     parser.add_argument("--also", default="", help="further packages of this environment, with what they need")
     parser.add_argument("--exclude", default=EXCLUDED, help="packages to leave out (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="streams compressed at a time")
@@ -124,13 +125,13 @@ def read_options() -> Options:
             " --query-gpu=compute_cap --format=csv."
         )
     if given.piece_mb < 8:
-        raise SystemExit(f"pack_for_gpu: --piece_mb={given.piece_mb}: the index alone has 1 MiB: take 8 or more.")
+        raise SystemExit(f"pack_for_gpu: --piece_mb={given.piece_mb}: the index alone has 1 MiB: use 8 or more.")
     if given.jobs < 1:
-        raise SystemExit(f"pack_for_gpu: --jobs={given.jobs}: take 1 or more.")
+        raise SystemExit(f"pack_for_gpu: --jobs={given.jobs}: use 1 or more.")
     if str(BASE) == "/usr":
         raise SystemExit(
-            f"pack_for_gpu: {sys.executable} belongs to the system's Python, which works in /usr only: run"
-            " me in an environment of a Python of pyenv, uv or conda."
+            f"pack_for_gpu: {sys.executable} belongs to the system's Python, which works in /usr only: run this script"
+            " in an environment of a Python of pyenv, uv or conda."
         )
     also = tuple(name for name in given.also.split(",") if name)
     return Options(

@@ -87,7 +87,7 @@ def run_once(workers: int, flags: list[str], folder: Path) -> list[str]:
     ports.close()
     for rank, output in enumerate(outputs):
         wrong += [
-            f"worker {rank} said: {line}"
+            f"worker {rank} logged: {line}"
             for line in output.read_text(errors="replace").splitlines()
             if not EXPECTED.search(line)
         ]

@@ -13,16 +13,16 @@ from tfdist.control.exit_codes import ConfigError
 
 COMMANDS = {
     "train": "train a model, as one worker of the cluster that TF_CONFIG describes",
-    "launch": "start several workers on this machine, or on a Ray cluster, and look after them",
-    "fit": "run a Keras script of yours that calls tfdist.fit, as one worker",
+    "launch": "start several workers on this machine, or on a Ray cluster, and supervise them",
+    "fit": "run your Keras script that calls tfdist.fit, as one worker",
     "evaluate": "evaluate a snapshot or an export of a run, or follow a running job",
     "report": "make a page about a run, or about several side by side",
-    "plan": "tell the memory, time and layout of a run before it is started",
-    "doctor": "look whether this machine, or the workers of a cluster, are fit to train",
+    "plan": "estimate the memory, time and layout of a run before it is started",
+    "doctor": "check whether this machine, or the workers of a cluster, are fit to train",
     "jobs": "write the job file of a run for Slurm or Kubernetes, or a Dockerfile",
     "comm": "measure how fast the workers exchange data",
     "script": "the same as fit",
-    "completion": "print a script by which bash, zsh or fish complete these commands and their flags",
+    "completion": "print a script with which bash, zsh or fish complete these commands and their flags",
 }
 MODULES = {"fit": "script"}  # tfdist.fit is a function
 
@@ -51,7 +51,7 @@ def _without_command(argv: list[str]) -> int:
             raise ConfigError("No command is given: write tfdist COMMAND, one of those above.")
         return 0
     if name.startswith("-"):
-        raise ConfigError(f"{name} stands in the place of the command: write tfdist COMMAND {name}.")
+        raise ConfigError(f"{name} is in the place of the command: write tfdist COMMAND {name}.")
     near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "`tfdist --help` lists them."
     raise ConfigError(f"{name!r} is not a command of tfdist: {hint}")
@@ -66,7 +66,10 @@ def help_text() -> str:
             "",
             *(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()),
             "",
-            "`tfdist COMMAND --help` tells more of one. Each is also `python -m tfdist.COMMAND`; fit is tfdist.script.",
+            (
+                "`tfdist COMMAND --help` explains one of them. Each is also `python -m tfdist.COMMAND`; fit is"
+                " tfdist.script."
+            ),
         ]
     )
 

@@ -243,8 +243,8 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
     if not steps:
         if split.size is None:
             raise ConfigError(
-                f"--epochs={config.run.epochs:g} needs a source of known size, which --source={config.data.source} is"
-                " not: use --steps."
+                f"--epochs={config.run.epochs:g} needs a source of known size, unlike --source={config.data.source}:"
+                " use --steps."
             )
         steps = math.ceil(config.run.epochs * split.size / plan.global_batch)
     # A limit on the micro-batch remains a limit: another number of workers may need another accumulation.

@@ -59,8 +59,8 @@ class CommOptions:
     collectives: str = option("all", f"all, or some of {', '.join(COLLECTIVES)}.")
     smallest: int = option(1024, "Smallest size, bytes.", least=4)
     largest: int = option(16 * 2**20, "Largest size, bytes.", least=4)
-    factor: float = option(2.0, "From one size to the next.", least=1.1)
-    repeats: int = option(9, "Measurements of each size, of which the median counts.", least=1)
+    factor: float = option(2.0, "Factor from one size to the next.", least=1.1)
+    repeats: int = option(9, "Measurements of each size; their median counts.", least=1)
     out: str = option("comm", "Folder for CSV files and pictures.")
 
 
@@ -112,7 +112,7 @@ def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[st
         if name not in RUNTIMES:
             raise ConfigError(
                 f"--{'runtimes' if options.runtimes else 'strategy'}={label}: {name!r} is not one of"
-                f" {', '.join(RUNTIMES)}, whose workers exchange data among each other."
+                f" {', '.join(RUNTIMES)}, whose workers exchange data with each other."
             )
         config.replace(strategy=name, communication=communication or "auto", steps=1, epochs=0.0).validate()
         found.append((label, [f"--strategy={name}", f"--communication={communication or 'auto'}"]))
@@ -125,7 +125,7 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--out={out} cannot be made ({error.strerror}): choose a folder that can be written."
+            f"--out={out} cannot be created ({error.strerror}): choose a folder that can be written."
         ) from None
 
 
@@ -149,7 +149,7 @@ def measure_as_worker(config: Config, options: CommOptions, names: list[str], si
         )
     if not strategy_or_undecided(resolve_strategy(config, cluster)).exchanges:
         raise ClusterError(
-            "tfdist.comm measures workers that exchange data among each other, but TF_CONFIG lists ps: add"
+            "tfdist.comm measures workers that exchange data with each other, but TF_CONFIG lists ps: add"
             f" --strategy={RUNTIMES[0]}, or list no ps."
         )
     make_folder(out)

@@ -35,7 +35,9 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if len(argv) != 1 or argv[0] not in SHELLS:
-        raise ConfigError(f"{' '.join(argv) or 'Nothing'!r} is no shell: write tfdist completion {'|'.join(SHELLS)}.")
+        raise ConfigError(
+            f"{' '.join(argv) or 'Nothing'!r} is not a supported shell: write tfdist completion {'|'.join(SHELLS)}."
+        )
     print(script(argv[0]), end="")
     return 0
 

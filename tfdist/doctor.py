@@ -112,7 +112,7 @@ def concluded(findings: list[Finding]) -> int:
             f"Fit to train: {counts[State.FINE]} checks are fine, {counts[State.WARNING]} with a warning.", flush=True
         )
         return ExitCode.OK
-    print(f"Not fit to train: {counts[State.WRONG]} of {len(findings)} checks found what must be fixed.", flush=True)
+    print(f"Not fit to train: {counts[State.WRONG]} of {len(findings)} checks found problems to fix.", flush=True)
     return ExitCode.UNHEALTHY
 
 

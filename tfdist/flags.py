@@ -120,7 +120,7 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
             found = file.read(_MOST_BYTES + 1)
         if len(found) > _MOST_BYTES:
             raise ConfigError(
-                f"--flagfile={path} is longer than {_MOST_BYTES} bytes: name a file of flags, one a line."
+                f"--flagfile={path} is longer than {_MOST_BYTES} bytes: name a file of flags, one per line."
             )
         lines = found.decode("utf-8-sig").splitlines()  # an editor may have added a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
@@ -137,7 +137,7 @@ def _read_flagfile(path: Path, including: tuple[Path, ...]) -> list[str]:
             )
         name, equals, value = line.lstrip("-").partition("=")
         if re.search(r"\s#", value) and not is_ours:
-            raise ConfigError(f"{path}, line {number}: {line!r}: a comment must stand on a line of its own.")
+            raise ConfigError(f"{path}, line {number}: {line!r}: a comment must be on its own line.")
         if re.fullmatch(r"(['\"]).*\1", value) and not is_ours:
             raise ConfigError(f"{path}, line {number}: {line!r}: quotes would be part of the value; leave them out.")
         if name == "flagfile":
@@ -204,7 +204,7 @@ def help_text(usage: str, components: dict[str, type], *, full: bool) -> str:
         usage.strip(),
         "",
         "  --flagfile=PATH",
-        "        Read flags from a file, one a line; # starts a comment. The command line wins over it.",
+        "        Read flags from a file, one per line; # starts a comment. The command line overrides it.",
     ]
     for component, kind in components.items():
         shown = [

@@ -52,8 +52,8 @@ def main(argv: list[str]) -> int:
         options.name = options.name or _name_of(config.run.run_dir if config else program.removesuffix(".py"))
         if not _NAME.fullmatch(options.name) or options.name in _NOT_NAMES:
             raise ConfigError(
-                f"--name={options.name} is no name for a job: use up to 53 of a-z, 0-9 and -, beginning with a letter,"
-                " and no word of YAML."
+                f"--name={options.name} is not a valid job name: use up to 53 of a-z, 0-9 and -, starting with a"
+                " letter, and not a YAML keyword."
             )
         text = {"slurm": slurm, "kubernetes": kubernetes, "tfjob": tfjob}[options.kind](options, config, train)
     if options.output_file:
@@ -76,13 +76,13 @@ def slurm(options: argparse.Namespace, config: Config | None, arguments: list[st
     for name in ("partition", "account", "log"):
         if not re.fullmatch(_SBATCH_VALUE, getattr(options, name)):
             raise ConfigError(
-                f"--{name}={getattr(options, name)!r} cannot stand on a line of #SBATCH: write it without spaces,"
-                " quotes and the like."
+                f"--{name}={getattr(options, name)!r} cannot be on an #SBATCH line: write it without spaces, quotes and"
+                " the like."
             )
     try:
         python = shlex.split(options.python)
     except ValueError as error:
-        raise ConfigError(f"--python={options.python} is no command ({error}): close its quotes.") from None
+        raise ConfigError(f"--python={options.python} is not a command ({error}): close its quotes.") from None
     command = " ".join(map(jobspecs.bash_word, [*python, *_python_arguments(config, arguments)]))
     return jobspecs.render(
         "slurm",

@@ -134,7 +134,7 @@ def model_shape(config: Config, train: list[str], input_shape: str, outputs: int
         error = type("CountingError", (TfdistError,), {"exit_code": ExitCode(code)})
         raise error(
             said.rpartition(" (exit code")[0]
-            or f"The model could not be counted: {' '.join(command)} says {result.stderr[-500:]}"
+            or f"The model could not be counted: {' '.join(command)} reports {result.stderr[-500:]}"
         )
     return shapes.from_json(
         json.loads(result.stdout.splitlines()[-1]), config.data.sequence_length if config.data.source == "text" else 1
@@ -167,7 +167,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name, least in (("devices", 1), ("outputs", 0), ("tokens", 0), ("samples", 0)):
         check_least(name, getattr(options, name), least)
     if math.isinf(options.tokens):
-        raise ConfigError(f"--tokens={options.tokens} is no number of tokens: write one, such as 1e12.")
+        raise ConfigError(f"--tokens={options.tokens} is not a number of tokens: write one, such as 1e12.")
     return options
 
 
@@ -175,7 +175,7 @@ def plan_parser() -> CommandParser:
     """The parser of the flags before `--`."""
     parser = CommandParser(
         hint=(
-            "the planner's own flags stand before `--`, the run's after it; `python -m tfdist.plan --help` lists the"
+            "the planner's own flags go before `--`, the run's after it; `python -m tfdist.plan --help` lists the"
             " first, `python -m tfdist.train --help` the second"
         ),
         prog="python -m tfdist.plan",
@@ -224,11 +224,9 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=float, default=0, help="tokens to train on in all, for example 1e12 (default: from --steps)"
     )
+    parser.add_argument("--samples", type=float, default=0, help="samples of an epoch, if only the source itself knows")
     parser.add_argument(
-        "--samples", type=float, default=0, help="samples of an epoch, if the source must be opened to know"
-    )
-    parser.add_argument(
-        "--input_shape", default="", help="of a sample's x, if the source must be opened to know: 224,224,3 or 1024"
+        "--input_shape", default="", help="of a sample's x, if only the source itself knows: 224,224,3 or 1024"
     )
     parser.add_argument("--outputs", type=int, default=0, help="classes or tokens, likewise")
     parser.add_argument(
@@ -237,14 +235,15 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="RUN_DIR",
         help=(
-            "measure by a finished run's folder; may be given several times, with runs of other sizes and worker counts"
+            "calibrate with a finished run's folder; may be given several times, with runs of other sizes and"
+            " worker counts"
         ),
     )
     parser.add_argument(
         "--json",
         default="",
         metavar="FILE",
-        help="also write the plan as JSON; - for the terminal, and nothing else there",
+        help="also write the plan as JSON; - for the terminal, with nothing else there",
     )
     parser.add_argument("--plot", default="", metavar="FILE.png", help="also draw it")
 

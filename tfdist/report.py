@@ -60,7 +60,8 @@ def read_runs(places: Sequence[ReadRun]) -> list[RunLog]:
         runs.append(RunLog(path, name))
         if not runs[-1].records:
             raise ConfigError(
-                f"{log} holds no event that this version can read: the run has not started yet, or its log is damaged."
+                f"{log} contains no event that this version can read: the run has not started yet, or its log"
+                " is damaged."
             )
     return runs
 
@@ -72,7 +73,7 @@ def write_page(runs: Sequence[RunLog], out: Path) -> None:
     """
     if out.exists() and not _is_page(out):
         raise ConfigError(
-            f"--out={out} is there already and is no page of tfdist.report: give another name, or remove it."
+            f"--out={out} already exists and is not a page of tfdist.report: give another name, or remove it."
         )
     try:
         from tfdist.telemetry.report_page import as_page

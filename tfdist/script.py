@@ -46,10 +46,10 @@ def _program(argv: list[str]) -> tuple[str, Callable[[], object]]:
         return module, lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
     script = Path(argv[0])
     if not script.is_file():
-        what = "is no file" if script.exists() else "is not there"
+        what = "is not a file" if script.exists() else "does not exist"
         raise ConfigError(f"{script} {what}: name a Python file that calls tfdist.fit.")
     if script.suffix not in (".py", ""):
-        raise ConfigError(f"{script} is no Python script: name a file that ends in .py.")
+        raise ConfigError(f"{script} is not a Python script: name a file that ends in .py.")
     sys.argv = argv
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` does
     return str(script), lambda: runpy.run_path(str(script), run_name="__main__")
@@ -63,9 +63,9 @@ def _say_if_alone(program: str) -> None:
     cluster = resolve_cluster(os.environ)
     if cluster.size > 1 and cluster.is_chief:
         say(
-            f"{program} has ended without a call of tfdist.fit, evaluate, predict or spread: unless it divides"
-            f" the work in a way of its own, each of the {cluster.size} workers has done all of it alone. Write"
-            " tfdist.fit(model, ...) in place of model.fit(...)."
+            f"{program} ended without calling tfdist.fit, evaluate, predict or spread: unless it divides the work"
+            f" itself, each of the {cluster.size} workers has done all of it. Write tfdist.fit(model, ...) instead of"
+            " model.fit(...)."
         )
 
 

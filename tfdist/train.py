@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         return _run(config, argv)
     except SystemExit as end:  # else the run would end as if all were well, or with a code that means something else
         raise ConfigError(
-            f"Code of your own ended the program before the run was over (sys.exit({end.code!r})): let it raise an"
+            f"Your own code ended the program before the run was over (sys.exit({end.code!r})): let it raise an"
             " exception that says what is wrong."
         ) from end
 
@@ -83,7 +83,7 @@ def _run(config: Config, argv: list[str]) -> int:
         return parameter_server_run.run(config, cluster, flags.main_command(argv))
     if cluster.role == "ps":
         raise ConfigError(
-            f"This process is a parameter server by TF_CONFIG, but --strategy={config.strategy.strategy}: use"
+            f"This process is a parameter server according to TF_CONFIG, but --strategy={config.strategy.strategy}: use"
             " --strategy=parameter_server."
         )
     memory_check.check_by_formula(config, cluster)

@@ -44,7 +44,7 @@ def main(out: Path, rehearse: bool) -> None:
                 rows.append({"B, T, S, N, H": str(sizes), "dtype": dtype.name, **kind, "off": found})
                 write_rows(out, rows)
     if wrong := [row for row in rows if not row["off"] <= TOLERANCE]:
-        fail(f"{len(wrong)} of {len(rows)} are off the formula by more than {TOLERANCE}: {wrong[0]}")
+        fail(f"{len(wrong)} of {len(rows)} differ from the formula by more than {TOLERANCE}: {wrong[0]}")
     batch = (2 if rehearse else GPT2[0], *GPT2[1:])
     print(f"{len(rows)} shapes within {max(row['off'] for row in rows):.2g} of the formula")
     for name, is_masked in itertools.product(("cudnn_attention", "attention_by_formula"), (False, True)):

@@ -16,7 +16,7 @@ from scripts.acceptance.training import fail, gpus, write_rows
 
 def main(out: Path, rehearse: bool) -> None:
     if not gpus() and not rehearse:
-        fail("TensorFlow may use no GPU here: without one it finds such rows by itself.")
+        fail("TensorFlow sees no GPU here: without one it finds such rows by itself.")
     from tests.unit.models.test_missing_rows import INSIDE, LOOKUPS, NOT_TOLD_IN, NOT_TOLD_THERE, computing
 
     there, missing = (np.array([[0, 9, 3], [5, number, 2]], np.int32) for number in (2, 12))
@@ -43,7 +43,7 @@ def main(out: Path, rehearse: bool) -> None:
     silent = sum(row["TensorFlow"] == "a number" for row in rows)
     if wrong:
         fail(f"{len(wrong)} of {len(LOOKUPS)} kinds of lookup are silent: {', '.join(sorted(wrong))}")
-    print(f"{len(rows)} lookups of a row that is not there are NaN or an error; {silent} are silent in TensorFlow")
+    print(f"{len(rows)} lookups of a row that does not exist are NaN or an error; {silent} are silent in TensorFlow")
 
 
 def _named(compute: Any, numbers: np.ndarray) -> str:

@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--compute", default="", help="of the processes that this one starts: a file to write")
+    parser.add_argument("--compute", default="", help="file to write, for the processes that this one starts")
     options = parser.parse_args()
     models = [name for name in MODELS if not options.rehearse or name in REHEARSED]
     if options.compute:
@@ -41,7 +41,7 @@ def main() -> None:
         return
     found = gpus()
     if not found and not options.rehearse:
-        fail("TensorFlow may use no GPU here: there is nothing to compare with the CPU.")
+        fail("TensorFlow sees no GPU here: there is nothing to compare with the CPU.")
     options.out.mkdir(parents=True, exist_ok=True)
     flags = ["--rehearse"] if options.rehearse else []
     # Without a GPU, another number of threads changes the order of summation.

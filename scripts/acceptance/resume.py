@@ -29,9 +29,9 @@ def main(out: Path) -> None:
         train_well(flags, undisturbed)
         shutil.rmtree(disturbed, ignore_errors=True)
         if (code := train(flags, disturbed, TFDIST_FAULTS="0:16:kill")) != -signal.SIGKILL:
-            fail(f"{name}: the run that was to be killed ended with {code}")
+            fail(f"{name}: the run that should have been killed ended with {code}")
         if code := train(flags, disturbed):
-            fail(f"{name}: the run that was started again ended with {code}")
+            fail(f"{name}: the restarted run ended with {code}")
         one, other = (snapshot(folder, STEPS) for folder in (undisturbed, disturbed))
         differ = [key for key in one if not np.array_equal(one[key], other.get(key), equal_nan=True)]
         rows.append({"run": name, "arrays": len(one), "that differ": len(differ)})

@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at a small size")
     parser.add_argument("--only", default="", help="names of stages; the others keep their last results")
     parser.add_argument("--out", default="runs/acceptance", help="folder of the page, the JSON and all logs")
-    parser.add_argument("--torch_python", default=sys.executable, help="the Python that has PyTorch")
-    parser.add_argument("--jax_python", default=sys.executable, help="the Python that has JAX")
+    parser.add_argument("--torch_python", default=sys.executable, help="the Python with PyTorch")
+    parser.add_argument("--jax_python", default=sys.executable, help="the Python with JAX")
     options = parser.parse_args(argv)
     out = Path(options.out).absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -98,9 +98,9 @@ def run(stage: stages.Stage, folder: Path, rehearse: bool) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    words = lines[-1].strip()[:400] if lines else "It said nothing."
+    words = lines[-1].strip()[:400] if lines else "No output."
     if code is None:
-        words = f"It hung: ended after {stage.seconds:g} s. It last said: {words}"
+        words = f"It hung: ended after {stage.seconds:g} s. Its last output: {words}"
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError, ValueError):
         rows = json.loads(stage.found.read_text())

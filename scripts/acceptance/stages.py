@@ -38,7 +38,7 @@ def stages(out: Path, rehearse: bool, peers: dict[str, str]) -> list[Stage]:
         stage("doctor", "the machine is fit", 400, python, "-m", "tfdist.doctor", f"--run_dir={out / 'doctor'}"),
         own("parity", "one step of every model and precision, on the GPU as on the CPU", 420),
         own("attention", "cuDNN's attention is the formula's", 180),
-        own("lookups", "rows that no table has are NaN or an error", 180),
+        own("lookups", "lookups of rows that do not exist are NaN or an error", 180),
         own("resume", "a run that is killed ends, bit for bit, where an undisturbed one ends", 180),
         own("workers", "two workers (by NCCL, where there are two GPUs) compute what one does", 240),
         own("fuzzed", "drawn combinations compute on the GPU what plain Keras does on the CPU", 400),

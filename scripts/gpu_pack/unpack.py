@@ -75,11 +75,11 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     to = os.path.abspath(given.to)
     if any(mark in to for mark in ' :"$'):
-        raise SystemExit(f"unpack: --to={given.to}: a space, ':', '\"' or '$' would end a path in env: take another.")
+        raise SystemExit(f"unpack: --to={given.to}: a space, ':', '\"' or '$' would end a path in env: choose another.")
     unpack(given.pieces, to)
     missing = missing_pieces(to)
     if missing and not given.pieces:
-        raise SystemExit(f"unpack: --to={given.to} still lacks {missing}: give me those pieces, too.")
+        raise SystemExit(f"unpack: --to={given.to} still lacks {missing}: add those pieces, too.")
     if missing:
         print(f"unpack: {to} still lacks {missing}", flush=True)
         return
@@ -97,12 +97,12 @@ def read_piece(path: str) -> Piece:
         with open(path, "rb") as file:
             head = file.read(len(MAGIC) + 4)
             if not head.startswith(MAGIC) or len(head) < len(MAGIC) + 4:
-                raise SystemExit(f"unpack: {path} is no piece of pack_for_gpu, or is cut off: carry it over again.")
+                raise SystemExit(f"unpack: {path} is not a piece of pack_for_gpu, or is truncated: copy it again.")
             (length,) = struct.unpack("<I", head[len(MAGIC) :])
             index = json.loads(lzma.decompress(file.read(length)))
             size = os.fstat(file.fileno()).st_size
     except (lzma.LZMAError, EOFError):
-        raise SystemExit(f"unpack: {path} is cut off or was changed: carry it over again.") from None
+        raise SystemExit(f"unpack: {path} is truncated or was changed: copy it again.") from None
     except OSError as error:
         raise SystemExit(f"unpack: {path} cannot be read ({error.strerror}): name a piece.") from None
     streams, offset = [], len(head) + length
@@ -110,7 +110,7 @@ def read_piece(path: str) -> Piece:
         streams.append(Stream(path, offset, entry["size"], entry["crc"], entry["parts"]))
         offset += entry["size"]
     if size != offset:
-        raise SystemExit(f"unpack: {path} has {size:,} bytes instead of {offset:,}: carry it over again.")
+        raise SystemExit(f"unpack: {path} has {size:,} bytes instead of {offset:,}: copy it again.")
     return Piece(path, index, streams)
 
 
@@ -121,8 +121,8 @@ def unpack(paths: list[str], to: str) -> None:
     builds = {piece.index["build"] for piece in pieces} | {name.split("-")[1] for name in marks(to)}
     if len(builds) > 1:
         raise SystemExit(
-            f"unpack: --to={to}: these pieces were not made together; take those of one folder, and an"
-            " empty folder for --to."
+            f"unpack: --to={to}: these pieces do not belong together; use those of one folder, and an empty folder for"
+            " --to."
         )
     os.makedirs(to, exist_ok=True)
     pieces = [piece for piece in pieces if mark(piece) not in marks(to)]
@@ -185,7 +185,7 @@ def write(stream: Stream, files: list, to: str) -> None:
     except lzma.LZMAError:
         data = b""
     if zlib.crc32(data) != stream.crc:
-        raise SystemExit(f"unpack: {stream.piece} was changed on its way (a CRC is wrong): carry it over again.")
+        raise SystemExit(f"unpack: {stream.piece} was corrupted on the way (a CRC is wrong): copy it again.")
     at = 0
     for number, offset, length in stream.parts:
         with open(os.path.join(to, files[number][0]), "r+b") as file:
@@ -252,7 +252,7 @@ def check(to: str) -> None:
         )
     if said:
         raise SystemExit(
-            f"unpack: these libraries do not open; say where they are with --cuda=FOLDER:\n{said.rstrip()}"
+            f"unpack: these libraries do not open; set where they are with --cuda=FOLDER:\n{said.rstrip()}"
         )
     print(f"unpack: all {len(OPENED)} libraries open. Now: . {to}/env", flush=True)
 

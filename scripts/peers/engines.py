@@ -124,8 +124,8 @@ MODES = {
     "2s": (2, 2, "2 workers, half the batch each"),
     "1c": (1, 1, "1 worker, snapshots"),
     "2c": (2, 1, "2 workers, snapshots"),
-    "1r": (1, 1, "1 worker, going on from a snapshot"),
-    "2r": (2, 1, "2 workers, going on from a snapshot"),
+    "1r": (1, 1, "1 worker, resuming from a snapshot"),
+    "2r": (2, 1, "2 workers, resuming from a snapshot"),
 }
 
 

@@ -54,7 +54,7 @@ def make(name: str, recipe: Recipe, folder: Path) -> str:
         return ""
     log = folder / f"{name}.log"
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"Making the environment {venv} (log: {log}) ...", file=sys.stderr, flush=True)
+    print(f"Creating the environment {venv} (log: {log}) ...", file=sys.stderr, flush=True)
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     commands = [[sys.executable, "-m", "venv", str(venv)]]
     if recipe.base:
@@ -78,7 +78,7 @@ def make(name: str, recipe: Recipe, folder: Path) -> str:
             ).returncode:
                 last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
                 return (
-                    f"its environment could not be made ({' '.join(command[:4])} ... failed: {last[0][:200]}); see"
+                    f"its environment could not be created ({' '.join(command[:4])} ... failed: {last[0][:200]}); see"
                     f" {log}"
                 )
     stamp.write_text(wanted)

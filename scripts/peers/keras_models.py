@@ -150,5 +150,5 @@ def forward_flops(model, batch: int) -> int:
         elif op.type == "Conv2D":
             total += 2 * math.prod(op.outputs[0].shape) * math.prod(op.inputs[1].shape[:3])
         elif op.type in ("Einsum", "PartitionedCall", "StatefulPartitionedCall", "XlaLaunch", "DepthwiseConv2dNative"):
-            raise RuntimeError(f"the count of FLOPs does not know {op.type} ({op.name})")
+            raise RuntimeError(f"the FLOP count does not support {op.type} ({op.name})")
     return total

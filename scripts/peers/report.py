@@ -40,8 +40,8 @@ def write(out: Path) -> str:
             "Steps per second: median (smallest to largest) of the windows. Efficiency: 2 workers against 1 of the same"
             " engine. First step: seconds from the start of the command. Memory: the largest worker. Communication:"
             " seconds per step with 2 workers less those with 1; it contains waiting for a busier memory. 'Twice': two"
-            " jobs at once that know nothing of each other, one a core: what two workers could reach at most on this"
-            " machine if communication cost nothing."
+            " independent jobs at once, one a core: what two workers could reach at most on this machine if"
+            " communication cost nothing."
         ),
         "",
     ]
@@ -245,7 +245,7 @@ def _plot(summaries: dict, path: Path) -> None:
         axis.set_yticks(range(len(ordered)), [engine for engine, _ in ordered], fontsize=8)
         axis.set(title=name, xlabel="steps per second of each worker")
     figure.suptitle(
-        "1 worker (gray), 2 workers (blue; tfdist orange; two jobs that do not talk, pale), one core each", fontsize=10
+        "1 worker (gray), 2 workers (blue; tfdist orange; two independent jobs, pale), one core each", fontsize=10
     )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

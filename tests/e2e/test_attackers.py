@@ -131,7 +131,7 @@ def test_a_job_goes_on_and_who_is_lost_is_named(flags, listening, tmp_path):
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 6, output
     error = re.search(r"tfdist: worker 0 ended with exit code 6.*", output).group()
-    assert "worker 1 (rank 1" in error or "rank 1 does not answer" in error, output
+    assert "worker 1 (rank 1" in error or "rank 1 no longer answers" in error, output
     assert "forged" not in output and "Traceback" not in output and not proof.exists()
     assert attacker.udp and len(attacker.tcp) >= listening + 1
     assert len(secret) == 64 and secret not in output and secret not in commands
@@ -191,8 +191,8 @@ def test_who_knows_the_addresses_only_cannot_take_a_workers_place(tmp_path):
             outputs
         )
         assert (
-            "who says to be rank 1 has none" in outputs[0]
-            and "who says to be rank 1 has another job token" in outputs[0]
+            "that claims to be rank 1 has none" in outputs[0]
+            and "that claims to be rank 1 has another job token" in outputs[0]
         )
     finally:
         for process in (chief, *running):

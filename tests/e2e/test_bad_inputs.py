@@ -70,7 +70,7 @@ CASES = {
         [*LOOKUPS, "--steps=25"],
         {},
         4,
-        ["A row is looked up that is not there", *ROW_TOO_MANY],
+        ["A row is looked up that does not exist", *ROW_TOO_MANY],
     ),
     "a row that a table does not have, with XLA, which does not say so": (
         [*LOOKUPS, "--steps=25", "--jit_compile", "--model_args=kind='frozen embedding'"],
@@ -160,8 +160,7 @@ def test_workers_with_different_data(tmp_path):
         code=4,
     )
     assert (
-        "Rank 1 and rank 0 hold different samples, or an order that differs, in tests.e2e.sources:unseeded/train"
-        in output
+        "Rank 1 and rank 0 have different samples, or a different order, in tests.e2e.sources:unseeded/train" in output
         and "Traceback" not in output
     )
     assert "checkpoints  " in run(

@@ -226,7 +226,7 @@ def test_a_rollback_asks_nothing_of_a_store_that_is_away(s3, tmp_path):
         environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
         process = job.start(1, [*flags, "--store_timeout=1", f"--run_dir={URL}", flag], environment=environment)
         output, _ = process.communicate(timeout=240)
-    assert "went back to step 0" in output and "step 20/20" in output, output
+    assert "rolled back to step 0" in output and "step 20/20" in output, output
     assert process.returncode == 9 and "start again on this machine" in output, output
 
 
@@ -257,7 +257,9 @@ def test_mistakes_get_their_sentence(s3, tmp_path):
         return ended.stderr
 
     cache, run = f"--cache_dir={tmp_path / 'cache'}", f"--run_dir={tmp_path / 'run'}"
-    assert "s3://nowhere/run" in (sentence := said("--run_dir=s3://nowhere/run", cache)) and "not there" in sentence
+    assert (
+        "s3://nowhere/run" in (sentence := said("--run_dir=s3://nowhere/run", cache)) and "does not exist" in sentence
+    )
     none = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_SHARED_CREDENTIALS_FILE": "/none"}
     assert "no credentials were found" in said(f"--run_dir={URL}", cache, **none)
     assert "--run_dir=ftp://host/run" in said("--run_dir=ftp://host/run")

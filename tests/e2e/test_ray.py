@@ -91,7 +91,7 @@ def test_a_node_is_lost_and_comes_back(cluster, launch, tmp_path):
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert [record["values"]["workers"] for record in records(many, kind="start")] == [3, 2, 3], output
-    assert "from 2 to 3 workers: the job saves and is started again" in output and "[worker 2]" in output
+    assert "from 2 to 3 workers: the job saves and is restarted" in output and "[worker 2]" in output
     assert batches(many) == batches(tmp_path / "one")
     ends = [snapshot(folder, 240) for folder in (tmp_path / "one", many)]
     for key, array in ends[0].items():

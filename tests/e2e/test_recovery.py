@@ -59,9 +59,11 @@ def test_a_worker_stuck_in_python_is_named_by_all(tmp_path):
     )
     assert code == 7, output
     for log in logs(tmp_path, 3):
-        assert 'Section "step" took' in log and "the others wait for worker 1 (rank 1," in log and "faults.py" in log, (
-            log
-        )
+        assert (
+            'Section "step" took' in log
+            and "the others are waiting for worker 1 (rank 1," in log
+            and "faults.py" in log
+        ), log
     assert "worker 1 (rank 1," in output.splitlines()[-2]  # the launcher's last word but one
     assert "Python stacks" in logs(tmp_path, 3)[1] and "Python stacks" not in logs(tmp_path, 3)[0]
 
@@ -91,8 +93,8 @@ def test_the_first_error_reaches_every_log(tmp_path):
     code, output = with_faults(
         "2:20:error", 3, [*CLUSTERS, "--steps=100000", "--progress=none", f"--run_dir={tmp_path}"]
     )
-    assert code == 1 and "an error on purpose" in output.splitlines()[-2], output
-    assert all("an error on purpose" in log for log in logs(tmp_path, 3))
+    assert code == 1 and "an injected error" in output.splitlines()[-2], output
+    assert all("an injected error" in log for log in logs(tmp_path, 3))
     assert [record["kind"] for record in records(tmp_path, 0)][-1] == "error"
 
 
@@ -170,7 +172,7 @@ def test_rollback_goes_past_bad_samples(tmp_path):
         "--on_nan=rollback",
     ]
     output = run(2, [*flags, f"--run_dir={tmp_path}"])
-    assert "went back to step 0 and past 120 samples, which are not trained on (rollback 1 of 3)" in output
+    assert "rolled back to step 0 and skipped 120 samples, which are not trained on (rollback 1 of 3)" in output
     manifest = json.loads((tmp_path / "checkpoints" / "step-00000020" / "manifest.json").read_text())
     assert manifest["consumed"] == 20 * 24 + 120 and manifest["skipped_samples"] == 120
     assert all(np.isfinite(array).all() for key, array in snapshot(tmp_path, 20).items() if key.startswith("model/"))
@@ -196,11 +198,11 @@ def test_a_rollback_leads_a_stopped_run_where_it_leads_an_undisturbed_one(tmp_pa
     """Sample 70 is in step 9, which is noticed at once; a stop at 7 leaves a snapshot that nobody goes back to."""
     flags = [*CLUSTERS, "--source=tests.e2e.sources:with_nan", "--noshuffle", "--global_batch=8", "--steps=20"]
     flags += ["--deterministic", "--on_nan=rollback", "--save_every=5", "--log_every=1"]
-    assert "went back to step 5 and past 32 samples" in run(1, [*flags, f"--run_dir={tmp_path / 'whole'}"])
+    assert "rolled back to step 5 and skipped 32 samples" in run(1, [*flags, f"--run_dir={tmp_path / 'whole'}"])
     code, output = with_faults("0:6:term", 1, [*flags, f"--run_dir={tmp_path / 'stopped'}"])
     assert code == 42, output
     output = run(1, [*flags, f"--run_dir={tmp_path / 'stopped'}"])
-    assert "step-00000007: step 7" in output and "went back to step 5 and past 32 samples" in output, output
+    assert "step-00000007: step 7" in output and "rolled back to step 5 and skipped 32 samples" in output, output
     whole, stopped = snapshot(tmp_path / "whole", 20), snapshot(tmp_path / "stopped", 20)
     assert all(whole[key].tobytes() == stopped[key].tobytes() for key in whole)
 

@@ -81,7 +81,7 @@ def test_goodput_of_a_run_that_was_killed_twice(folders):
     assert ("PeerLostError" in goodput.restarts[0].reason) == (
         attempts[0][-1]["kind"] == "error"
     )  # TensorFlow may abort rank 0 first
-    assert goodput.restarts[1].reason == "no last word: it was killed"
+    assert goodput.restarts[1].reason == "no final event: it was killed"
     assert (
         goodput.lost_steps
         == sum(
@@ -135,7 +135,7 @@ def test_page_of_two_runs(page):
         "Checkpoints: killed",
     ):
         assert f"<figcaption>{caption}</figcaption>" in text
-    assert text.count("--seed") == 2 and "no last word: it was killed" in text
+    assert text.count("--seed") == 2 and "no final event: it was killed" in text
 
 
 @needs_browser

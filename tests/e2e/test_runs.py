@@ -290,7 +290,7 @@ def test_a_damaged_snapshot_is_passed_over(tmp_path):
     result = train([*flags, "--steps=30"])
     assert (
         result.returncode == 0
-        and f"passed over a snapshot: {data}" in result.stdout
+        and f"skipped a snapshot: {data}" in result.stdout
         and "step-00000010: step 10" in result.stdout
     )
 

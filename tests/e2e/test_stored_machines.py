@@ -28,7 +28,7 @@ def test_parts_on_several_machines_go_back_from_bad_numbers(s3, tmp_path):
     flags = [*SHARDED, *bad, "--steps=20", "--save_every=5", "--log_every=5"]
     processes, _ = on_machines(tmp_path, ["first", "second"], *flags)
     output = all_end_with(processes, 0)
-    assert "went back to step 5 and past 40 samples" in output and "step 20/20" in output, output
+    assert "rolled back to step 5 and skipped 40 samples" in output and "step 20/20" in output, output
     bring_for_reading(ObjectStore(URL), SnapshotFolder(str(tmp_path / "reader" / "checkpoints")))
     job.run(2, [*job.CLUSTERS, "--deterministic", *flags, f"--run_dir={tmp_path / 'folder'}"])
     assert same(arrays(tmp_path / "reader"), arrays(tmp_path / "folder"))

@@ -18,7 +18,7 @@ def test_a_tuned_run_is_the_run_with_what_was_chosen(tmp_path):
     trained("tuned", 10, "--jit_tune")
     (start,) = records(tmp_path / "tuned", kind="start")
     found = json.loads((tmp_path / "tuned" / "xla.json").read_text())
-    assert found["message"] in start["values"]["message"] and "in place of" in found["message"]
+    assert found["message"] in start["values"]["message"] and "instead of" in found["message"]
     (tmp_path / "tuned" / "xla.json").write_text(
         json.dumps(found | {"message": "as it was"})
     )  # which must not be measured again

@@ -27,20 +27,18 @@ ALLOWED = (
     Refusal("ConfigError", r"leaves some of \d+ replicas x \d+ micro-batches empty"),
     Refusal("ConfigError", r"--mesh has model=\d+, whose micro-batches after the first must be of one size"),
     Refusal("ConfigError", r"layer \w*spectral\w* sets its weight \S+ in the forward pass"),
-    Refusal("ConfigError", r"--mesh has pipe=, whose stages hand on one tensor"),
+    Refusal("ConfigError", r"--mesh has pipe=, whose stages pass on one tensor"),
     Refusal("ConfigError", r"--mesh has pipe=\d+, over which the state of --optimizer=adafactor cannot be spread"),
-    Refusal("ConfigError", r"Losses that layers add, and regularizers, do not go with weighted samples"),
-    Refusal("ConfigError", r"--jit_compile cannot compile synchronised BatchNormalization over several replicas"),
-    Refusal(
-        "ConfigError", r"--strategy=parameter_server cannot bring together losses that layers add and weighted samples"
-    ),
+    Refusal("ConfigError", r"Losses that layers add, and regularizers, do not work with weighted samples"),
+    Refusal("ConfigError", r"--jit_compile cannot compile synchronized BatchNormalization over several replicas"),
+    Refusal("ConfigError", r"--strategy=parameter_server cannot combine losses that layers add and weighted samples"),
 )
-OTHER_SAMPLES = Refusal("DataError", r"hold different samples, or an order that differs, in \S*train")
-OTHER_BATCHES = Refusal("DataError", r"hold different batches")
+OTHER_SAMPLES = Refusal("DataError", r"have different samples, or a different order, in \S*train")
+OTHER_BATCHES = Refusal("DataError", r"have different batches")
 NO_MEAN_OR_SUM = Refusal("ConfigError", r"neither a mean nor a sum over the rows")
 MIXED_ROWS = Refusal("ConfigError", r"returns for a row depends on the other rows of its batch")
 EAGER_POSITIONS = Refusal("ConfigError", r"looks up rows of \S+ whatever the batch is")
-OWN_CALL = Refusal("ConfigError", r"^--(recompute|mesh)[^:]*: Withheld \w+ has a call of its own")
+OWN_CALL = Refusal("ConfigError", r"^--(recompute|mesh)[^:]*: Withheld \w+ has its own call")
 CUT_CHANNELS = Refusal(
     "ConfigError", r"cuts layers of \S+ by their names, but then it computes something else in training"
 )

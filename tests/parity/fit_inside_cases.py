@@ -135,7 +135,7 @@ def two_inputs_of_static_shape(fit, evaluate, predict, folder):
         }
     model = Traced(layers.BatchNormalization())
     model.compile(keras.optimizers.SGD(0.1), "mse")
-    found["refused"] = is_refused(lambda: fit(model, dataset), "take @tf.function off")
+    found["refused"] = is_refused(lambda: fit(model, dataset), "remove @tf.function")
     return found
 
 

@@ -37,7 +37,7 @@ def test_every_stage_has_its_verdict_and_the_others_go_on(tmp_path):
         "silent": "passed",
     }
     words = {each["name"]: each["words"] for each in report["stages"]}
-    assert words["bad"] == "three differ" and "It hung: ended after 2 s. It last said: a word" in words["hangs"]
+    assert words["bad"] == "three differ" and "It hung: ended after 2 s. Its last output: a word" in words["hangs"]
     text = (tmp_path / "acceptance.html").read_text()
     assert "all is &lt;well&gt;" in text and "<cnn>" not in text and "&lt;cnn&gt;" in text and "Rehearsal" in text
     assert text.count('fill="#cf222e"') == 1 and text.count('fill="#0969da"') == 1  # the bar above its limit is red

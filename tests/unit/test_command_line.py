@@ -64,10 +64,10 @@ def test_what_is_no_command(arguments, words):
         (["launch", "--", "--workers=2"], "--workers is a flag of python -m tfdist.launch: put it before `--`."),
         (["plan", "--", "--devices=2"], "--devices is a flag of python -m tfdist.plan: put it before `--`."),
         (["jobs", "slurm", "--", "--setup=a"], "--setup is a flag of python -m tfdist.jobs slurm: put it before `--`."),
-        (["jobs", "slurm", "--", "-m"], "-m needs the name of a module behind it"),
+        (["jobs", "slurm", "--", "-m"], "-m needs a module name after it"),
         (["jobs", "slurm", "--", "-m", "tfdist.train", "--stepz=3"], "--stepz is not a flag of this command."),
         (["launch", "--", "--setup=a"], "--setup is not a flag of this command."),
-        (["launch", "--steps=2"], "unrecognized arguments: --steps=2: the launcher's own flags stand before `--`"),
+        (["launch", "--steps=2"], "unrecognized arguments: --steps=2: the launcher's own flags go before `--`"),
     ],
 )
 def test_a_flag_that_is_spelt_almost_like_one_is_told_it(arguments, words):

@@ -69,7 +69,7 @@ def test_bad_flag_files(tmp_path):
         ("-\n", "line 1"),
         ("--bogus=1\n", "--bogus"),
         (f"--flagfile={file}\n", "includes itself"),
-        ("--run_dir=runs/x # mine\n", "line 1.* a line of its own"),
+        ("--run_dir=runs/x # mine\n", "line 1.* its own line"),
         ('\n--run_dir="runs/x"\n', "line 2.* quotes"),
         ("--flagfile='other.flags'\n", "line 1.* quotes"),
     ]:
@@ -84,7 +84,7 @@ def test_a_flag_file_without_an_end_is_refused_and_a_pipe_is_read(tmp_path):
     assert flags.parse([f"--flagfile={file}", "--steps=3"]).config.run.steps == 3
     file.write_bytes(b"# " + b"x" * 2**20)
     for path in (str(file), "/dev/zero"):
-        with pytest.raises(ConfigError, match=f"^--flagfile={path} is longer than 1048576 bytes: .* one a line.$"):
+        with pytest.raises(ConfigError, match=f"^--flagfile={path} is longer than 1048576 bytes: .* one per line.$"):
             flags.parse([f"--flagfile={path}"])
     reader, writer = os.pipe()
     os.write(writer, b"--steps=4\n--seed=5\n")
@@ -154,5 +154,5 @@ def test_a_line_break_in_what_is_refused_makes_no_second_line(argument):
 
 def test_a_byte_of_a_flag_file_that_no_name_can_hold(tmp_path):
     (tmp_path / "a.flags").write_bytes(b"--backup_dir=a\0b\n--steps=1\n--global_batch=8\n")
-    with pytest.raises(ConfigError, match=r"--backup_dir='a\\x00b' holds a byte of value 0"):
+    with pytest.raises(ConfigError, match=r"--backup_dir='a\\x00b' contains a byte of value 0"):
         flags.parse([f"--flagfile={tmp_path / 'a.flags'}"]).config.validate()

@@ -126,19 +126,19 @@ def test_what_is_wrong_with_a_piece_is_one_sentence(part, tmp_path, packed):
     whole = made[0].read_bytes()
     for data, words in (
         (whole[:-1], f"has {len(whole) - 1:,} bytes instead of {len(whole):,}"),
-        (whole[:40], "is cut off"),
-        (whole[:9], "is cut off"),
-        (b"", "is no piece"),
-        (whole[:-40] + bytes(40), "was changed"),
+        (whole[:40], "is truncated"),
+        (whole[:9], "is truncated"),
+        (b"", "is not a piece"),
+        (whole[:-40] + bytes(40), "was corrupted"),
     ):
         made[0].write_bytes(data)
-        with pytest.raises(SystemExit, match=f"^unpack: {re.escape(str(made[0]))} .*{words}.*carry it over again.$"):
+        with pytest.raises(SystemExit, match=f"^unpack: {re.escape(str(made[0]))} .*{words}.*copy it again.$"):
             unpack.unpack([str(made[0])], str(tmp_path / "to"))
     with pytest.raises(SystemExit, match="nothing cannot be read"):
         unpack.unpack([str(tmp_path / "nothing")], str(tmp_path / "to"))
     (tmp_path / "to").mkdir(exist_ok=True)
     (tmp_path / "to" / ".piece-another-0-2").touch()
-    with pytest.raises(SystemExit, match="not made together"):
+    with pytest.raises(SystemExit, match="do not belong together"):
         unpack.unpack([str(made[1])], str(tmp_path / "to"))
 
 
@@ -170,8 +170,8 @@ def test_libraries_of_cuda_13_get_the_names_of_cuda_12(part, tmp_path):
     "flag, words",
     [
         ("--capability=H200", "is not like 9.0"),
-        ("--piece_mb=1", "take 8 or more"),
-        ("--jobs=0", "take 1 or more"),
+        ("--piece_mb=1", "use 8 or more"),
+        ("--jobs=0", "use 1 or more"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(part, monkeypatch, tmp_path, flag, words):

@@ -60,8 +60,8 @@ def test_a_package_does_not_see_the_token(project):
     "program, sentence",
     [
         (["-m", "mine.gone"], "-m mine.gone: there is no such module"),
-        (["-m"], "-m needs the name of a module"),
-        (["gone.py"], "gone.py is not there"),
+        (["-m"], "-m needs a module name"),
+        (["gone.py"], "gone.py does not exist"),
         ([], "No script is given"),
     ],
 )
@@ -75,5 +75,5 @@ def test_only_commands_of_tfdist_know_the_codes_themselves():
     assert program_command(["-m", "tfdist.doctor", "--run_dir=a"]) == ["tfdist.doctor", "--run_dir=a"]
     assert program_command(["-m", "tfdist_mine", "x"]) == ["tfdist.script", "-m", "tfdist_mine", "x"]
     assert program_command(["train.py", "-m"]) == ["tfdist.script", "train.py", "-m"]
-    with pytest.raises(ConfigError, match="name of a module"):
+    with pytest.raises(ConfigError, match="module name after it"):
         program_command(["-m", "--epochs=3"])

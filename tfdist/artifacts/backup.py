@@ -64,7 +64,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     ):
         if isinstance(save_freq, bool) or (save_freq != "epoch" and not (isinstance(save_freq, int) and save_freq > 0)):
             raise ConfigError(
-                f'BackupAndRestore(save_freq={save_freq!r}) must be "epoch" or a number of batches from 1 on.'
+                f'BackupAndRestore(save_freq={save_freq!r}) must be "epoch" or a number of batches of at least 1.'
             )
         if not backup_dir:
             raise ConfigError("BackupAndRestore(backup_dir=...) is empty: name a folder for the backup of this run.")
@@ -219,7 +219,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if (seconds := time.monotonic() - begun) > _SLOW_SECONDS and not self._is_slow:
             self._is_slow = True
             say(
-                f"BackupAndRestore: collecting what other callbacks hold took {seconds:.1f} s ({len(held):,} bytes):"
+                f"BackupAndRestore: collecting the state of other callbacks took {seconds:.1f} s ({len(held):,} bytes):"
                 " keep less in their attributes, or save less often."
             )
         self._backups.back_up(

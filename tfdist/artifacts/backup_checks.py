@@ -32,9 +32,9 @@ def refuse_backup_of_later(backup: str, written_by: int, is_kept: bool) -> None:
     is_kept: whether fits leave the backup in place when they end (`delete_checkpoint=False`)."""
     if written_by > number(backup) and not is_kept:
         raise CheckpointError(
-            f"{backup} was written by fit number {written_by} of a program with this folder, and this is number"
-            f" {number(backup)}, which would go on from the other's epochs: give each fit a BackupAndRestore with a"
-            " folder of its own, or remove the backup to begin anew."
+            f"{backup} was written by fit number {written_by} of a program with this folder, but this is number"
+            f" {number(backup)}, which would resume from the other's epochs: give each fit a BackupAndRestore with its"
+            " own folder, or remove the backup to start from the beginning."
         )
 
 
@@ -43,8 +43,8 @@ def refuse_between_executions(backup: str, batch: int, steps_per_execution: int)
     execution in which it goes on as a whole one, and leave out batches at the end of the epoch."""
     if batch % steps_per_execution:
         raise CheckpointError(
-            f"{backup} was saved after {batch} batches of an epoch, which are no multiple of compile("
-            f"steps_per_execution={steps_per_execution}): resume with the value of before, or with 1."
+            f"{backup} was saved after {batch} batches of an epoch, which is not a multiple of"
+            f" compile(steps_per_execution={steps_per_execution}): resume with the previous value, or with 1."
         )
 
 
@@ -52,7 +52,7 @@ def refuse_unbuilt(model: keras.Model) -> None:
     """Raises ConfigError as Keras does, when a fit begins: else a killed run would fail only when it is resumed."""
     if not model.built:
         raise ConfigError(
-            "BackupAndRestore needs a model that is built, into which a backup can be restored:"
-            f" {type(model).__name__} is not. Give it an Input, or call it on a batch, before fit; of one without"
-            " call(), set built = True when all layers in it are."
+            f"BackupAndRestore needs a built model to restore a backup into, which {type(model).__name__} is not: give"
+            " it an Input, or call it on a batch, before fit; without a call(), set built = True once all its layers"
+            " are built."
         )

@@ -96,14 +96,14 @@ def parse(data: bytes) -> Any:
     """Returns the value in the bytes of a file. Raises ValueError if they are not a backup, or are damaged."""
     body = memoryview(data)[len(_MAGIC) + hashlib.sha256().digest_size :]
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("it is no backup of tfdist")
+        raise ValueError("it is not a backup of tfdist")
     if hashlib.sha256(body).digest() != data[len(_MAGIC) : len(data) - len(body)]:
-        raise ValueError("its checksum is not the one in it")
+        raise ValueError("its checksum does not match")
     end = _LENGTH + int.from_bytes(body[:_LENGTH], "big")
     try:
         return _decoded(json.loads(bytes(body[_LENGTH:end])), body[end:])
     except (KeyError, IndexError, TypeError, RecursionError) as error:
-        raise ValueError(f"it holds what no backup holds ({error})") from None
+        raise ValueError(f"it has unexpected contents ({error})") from None
 
 
 class _Arrays(list[np.ndarray]):

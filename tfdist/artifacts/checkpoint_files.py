@@ -100,7 +100,7 @@ def _append_texts(file: DirectFile, texts: Sequence[bytes]) -> int:
 
 def _encoded(text: Any) -> bytes:
     if not isinstance(text, bytes | str):
-        raise TypeError(f"an array of objects holds a {type(text).__name__}: only texts can be in a checkpoint.")
+        raise TypeError(f"an array of objects contains a {type(text).__name__}: only strings can be in a checkpoint.")
     return text if isinstance(text, bytes) else text.encode()
 
 

@@ -93,7 +93,7 @@ class RunningFit:
                 return cls(model, dict(values))
             frame = frame.f_back
         raise CheckpointError(
-            "The backup goes with Keras' own fit, which this model does not use: save and restore in your own loop."
+            "The backup works with Keras' own fit, which this model does not use: save and restore in your own loop."
         )
 
     def ends(self) -> dict[str, int | None]:
@@ -177,9 +177,8 @@ class _Passes:
             _read(self._pass, self._unread)
         if goes_on and (self._unread or self.reads) and _has_no_seed(self.iterator.data_adapter):
             say(
-                "the data is shuffled without a seed: what is left of the pass in which the run ended comes in"
-                " another order, so samples of it may come twice or not at all. Call keras.utils.set_random_seed before"
-                " the data is made."
+                "the data is shuffled without a seed: the rest of the interrupted pass comes in another order, so its"
+                " samples may come twice or not at all. Call keras.utils.set_random_seed before the data is created."
             )
 
 

@@ -23,8 +23,8 @@ def load_export(path: str) -> keras.Model:
     """Loads the model of a `.keras` file, which may be untrusted: nothing in it is executed. Raises CheckpointError."""
     if Path(path).is_dir():
         raise CheckpointError(
-            f"{path} is a folder (a SavedModel, perhaps), and no .keras file: give the {KERAS_FILE} that --export=keras"
-            " writes beside it."
+            f"{path} is a folder (a SavedModel, perhaps), not a .keras file: give the {KERAS_FILE} that --export=keras"
+            " writes next to it."
         )
     try:
         loaded: Any = keras.models.load_model(path, compile=False, safe_mode=True)
@@ -32,8 +32,8 @@ def load_export(path: str) -> keras.Model:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         if "lambda" in str(error).lower():
             raise CheckpointError(
-                f"{path} holds Python code (a Lambda layer), which could do anything and is not executed: save the"
-                " model with a layer of its own class in place of the Lambda."
+                f"{path} contains Python code (a Lambda layer), which could do anything and is not executed: save the"
+                " model with a layer of its own class instead of the Lambda."
             ) from None
         raise CheckpointError(
             f"The model file {path} cannot be loaded: {(first_line(error) or type(error).__name__)[:300]}"
@@ -48,8 +48,8 @@ def check_exportable(model: keras.Model, formats: Container[str]) -> None:
         json.dumps(keras.saving.serialize_keras_object(model))  # in the form that the file will contain
     except Exception as error:  # noqa: BLE001 - from Keras, or from the user's get_config
         raise ConfigError(
-            f"--export=keras cannot write the model ({first_paragraph(error) or type(error).__name__}): give what is"
-            " named a get_config, or train with --export=saved_model or --export=none."
+            f"--export=keras cannot write the model ({first_paragraph(error) or type(error).__name__}): give the named"
+            " object a get_config, or train with --export=saved_model or --export=none."
         ) from None
 
 

@@ -86,8 +86,8 @@ class FitState:
         ]
         if names := self._unreported(found):
             say(
-                f"BackupAndRestore does not hold {', '.join(names)}: in a fit that is resumed they begin anew."
-                " Keep numbers, arrays of numbers, texts and containers of them, or variables as attributes."
+                f"BackupAndRestore does not save {', '.join(names)}: in a resumed fit they start from their initial"
+                " values. Keep numbers, arrays of numbers, strings and containers of them, or variables as attributes."
             )
         return states
 
@@ -100,9 +100,9 @@ class FitState:
         since = plain_attributes.names(model, plain_attributes.changed(now, before)) if before else []
         if not model.run_eagerly and (names := self._unreported(since)):
             say(
-                f"BackupAndRestore: {', '.join(names)} changed while the fit runs. A compiled step computes with the"
-                " value that it was traced with, and a fit that is resumed is traced with another one. If the step uses"
-                " it, keep it in a variable: keras.Variable(0.0, trainable=False)."
+                f"BackupAndRestore: {', '.join(names)} changed during the fit. A compiled step uses the value that it"
+                " was traced with, and a resumed fit is traced with another one. If the step uses it, keep it in a"
+                " variable: keras.Variable(0.0, trainable=False)."
             )
         return changed
 

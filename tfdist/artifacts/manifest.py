@@ -65,8 +65,8 @@ def parse(text: str, path: str, step: int, required: Sequence[str] = ()) -> dict
     manifest = _unsealed(text, path)
     if manifest.get("format") != FORMAT or manifest.get("step") != step:
         raise CheckpointError(
-            f"{path} is of format {_shown(manifest.get('format'))}, step {_shown(manifest.get('step'))}; expected"
-            f" format {FORMAT}, step {step}."
+            f"{path} has format {_shown(manifest.get('format'))}, step {_shown(manifest.get('step'))}; expected format"
+            f" {FORMAT}, step {step}."
         )
     if missing := [name for name in required if manifest.get(name) is None]:
         raise CheckpointError(f'{path} is damaged: it lacks "{missing[0]}".')
@@ -89,9 +89,9 @@ def _unsealed(text: str, path: str) -> dict[str, Any]:
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is damaged: it is not JSON, or was cut short.") from None
+        raise CheckpointError(f"{path} is damaged: it is not JSON, or is truncated.") from None
     if not isinstance(manifest, dict) or "sha256" not in manifest:
-        raise CheckpointError(f"{path} is damaged: it holds no checksum of its own.")
+        raise CheckpointError(f"{path} is damaged: it has no checksum.")
     if manifest.pop("sha256") != self_digest(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match its contents.")
     return manifest
@@ -110,14 +110,14 @@ def _wrong_entries(manifest: Mapping[str, Any], step: int) -> Iterator[str]:
     yield from _wrong_files(manifest.get("files"), step)
     for name, values in (("losses", manifest.get("losses", ())), ("metrics", manifest.get("metrics", {}).values())):
         if not all(isinstance(value, _NUMBER) for value in values):
-            yield f'"{name}" are no numbers'
+            yield f'"{name}" are not numbers'
     clock = manifest.get("clock")
     if clock is not None and not (
         isinstance(clock.get("seconds"), _NUMBER)
         and isinstance(clock.get("pauses"), dict)
         and all(isinstance(pause, _NUMBER) for pause in clock["pauses"].values())
     ):
-        yield '"clock" is no clock'
+        yield '"clock" is not a clock'
     generators = manifest.get("generators")
     if generators is not None and not (
         _is_list(generators.get("python"), 3)
@@ -125,7 +125,7 @@ def _wrong_entries(manifest: Mapping[str, Any], step: int) -> Iterator[str]:
         and _is_list(generators.get("numpy"), 5)
         and _is_list(generators["numpy"][1])
     ):
-        yield '"generators" are no states of generators'
+        yield '"generators" are not states of generators'
     if manifest.get("identity") is not None and type(manifest["identity"].get("global_batch")) is not int:
         yield '"identity" has no global batch'
 

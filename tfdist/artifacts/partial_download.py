@@ -106,14 +106,14 @@ class PartialDownload(SnapshotFolder):
                 if not each.is_intact(_content(Path(snapshot.path) / name, each)):
                     raise CheckpointError(
                         f"{step_folder(snapshot.step)}/{name} is damaged: the checksum of bytes {each.offset} to"
-                        f" {each.offset + each.size} is not the one in the table of contents."
+                        f" {each.offset + each.size} does not match the table of contents."
                     )
 
     def _bring_piece(self, snapshot: Snapshot, name: str, start: int, size: int) -> None:
         try:
             content = self.objects.piece(f"{step_folder(snapshot.step)}/{name}", start, size)
         except FileNotFoundError:
-            raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is not there.") from None
+            raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is missing.") from None
         descriptor = os.open(Path(snapshot.path) / name, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             os.pwrite(descriptor, content, start)
@@ -131,10 +131,10 @@ class PartialDownload(SnapshotFolder):
                 try:
                     temporary.write_bytes(self.objects.piece(f"{step_folder(snapshot.step)}/{name}", 0, entry["bytes"]))
                 except FileNotFoundError:
-                    raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is not there.") from None
+                    raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is missing.") from None
             self.brought += entry["bytes"]
         if not has_content(str(file), entry):
-            raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is damaged: its checksum is another one.")
+            raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is damaged: its checksum does not match.")
         try:
             return CheckpointIndex(file.read_bytes())
         except ValueError as error:

@@ -48,14 +48,14 @@ def whole_manifest(
     name, listed = step_folder(step), listed or {}
     text = objects.text(f"{name}/{MANIFEST}")
     if text is None:
-        raise CheckpointError(f"{name}/{MANIFEST} is not there.")
+        raise CheckpointError(f"{name}/{MANIFEST} is missing.")
     manifest = parse(text, f"{name}/{MANIFEST}", step, required)
     for file, entry in manifest["files"].items():
         if listed.get(f"{name}/{file}") == entry["bytes"]:
             continue
         # If a file later arrives with another size, the transfer was broken and is tried again.
         if (size := objects.size(f"{name}/{file}")) != entry["bytes"]:
-            found = "is not there" if size is None else f"has {size} bytes instead of {entry['bytes']}"
+            found = "is missing" if size is None else f"has {size} bytes instead of {entry['bytes']}"
             raise CheckpointError(f"{name}/{file} {found}.")
     return text, manifest
 
@@ -106,7 +106,7 @@ class RemoteSnapshots:
                 self.bring(step)
                 break
             except CheckpointError as error:
-                messages.append(f"passed over a snapshot of {self._objects.url}: {error}")
+                messages.append(f"skipped a snapshot of {self._objects.url}: {error}")
                 self.damaged_there.add(step)
         return messages
 
@@ -126,7 +126,7 @@ class RemoteSnapshots:
                 remove_tree(final)
             folder.rename(final)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{name} is not whole ({error}).") from None
+            raise CheckpointError(f"{name} is incomplete ({error}).") from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -212,7 +212,7 @@ class RemoteSnapshots:
             except OSError as error:  # shutil.Error, a subclass, collects the errors of all files
                 if not os.path.exists(os.path.join(self._store.path(step), MANIFEST)):
                     return  # it has been deleted, like other old snapshots
-                raise StoreError(f"the snapshot of step {step} cannot be read, or has no room here: {error}") from None
+                raise StoreError(f"the snapshot of step {step} cannot be read, or does not fit here: {error}") from None
             text = (copy / MANIFEST).read_text(encoding="utf-8")
             manifest, name = parse(text, str(copy / MANIFEST), step), step_folder(step)
             self._objects.remove(f"{name}/{MANIFEST}")
@@ -220,7 +220,7 @@ class RemoteSnapshots:
             self.commit(step, text, manifest)
         except CheckpointError as error:
             self._damaged.add(step)
-            raise StoreError(f"a snapshot is not sent: {error}") from None
+            raise StoreError(f"a snapshot was not sent: {error}") from None
         finally:
             shutil.rmtree(copy, ignore_errors=True)
 

@@ -42,11 +42,11 @@ def pick_snapshot(
         if newer and (snapshot is None or newer.step > snapshot.step):
             if snapshot and _are_of_two_runs(newer, snapshot):
                 raise CheckpointError(
-                    f"{newer.path} is of another run than {snapshot.path}, and newer: choose another"
-                    f" {each.options.flag}, or remove what is not wanted."
+                    f"{newer.path} belongs to another run than {snapshot.path}, and is newer: choose another"
+                    f" {each.options.flag}, or remove the one that is not wanted."
                 )
             snapshot, flag = newer, each.options.flag
-    messages = [f"passed over a snapshot: {reason}" for reason in messages]
+    messages = [f"skipped a snapshot: {reason}" for reason in messages]
     resume = config.checkpoint.resume
     if snapshot is None:
         if resume == "must":
@@ -56,13 +56,13 @@ def pick_snapshot(
             )
         if messages:
             raise CheckpointError(
-                f"No snapshot in {store.place} is valid ({'; '.join(messages)}): restore one from elsewhere, or"
-                " choose another --run_dir to start anew."
+                f"No snapshot in {store.place} is valid ({'; '.join(messages)}): restore one from elsewhere, or choose"
+                " another --run_dir to start from the beginning."
             )
         return None, messages
     if resume == "never":
         raise CheckpointError(
-            f"--resume=never, but {snapshot.path} is there: choose another {flag}, or use --resume=auto."
+            f"--resume=never, but {snapshot.path} exists: choose another {flag}, or use --resume=auto."
         )
     check_configuration(snapshot.manifest, config, snapshot.path, flag)
     return snapshot, messages
@@ -100,7 +100,7 @@ def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int)
     """Compares a snapshot's manifest with the restored values. Raises CheckpointError."""
     if step != manifest["step"]:
         raise CheckpointError(
-            f"The snapshot of step {manifest['step']} holds a step counter of {step}: it cannot be trusted, remove it."
+            f"The snapshot of step {manifest['step']} has a step counter of {step}: it cannot be trusted, remove it."
         )
     skipped = manifest.get("skipped_samples", 0)
     if manifest["consumed"] != step * manifest["identity"]["global_batch"] + skipped:
@@ -112,7 +112,7 @@ def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int)
         raise CheckpointError(
             f"The snapshot has consumed {manifest['consumed']} samples, not a multiple of"
             f" --global_batch={global_batch}: keep --global_batch={manifest['identity']['global_batch']}, with which it"
-            " was saved, or take another divisor of that number."
+            " was saved, or use another divisor of that number."
         )
 
 
@@ -122,8 +122,8 @@ def check_epochs(run: RunConfig, trained: int, step: int, global_batch: int, siz
     if size and not run.steps and trained != step * global_batch:
         end = step + max(0, math.ceil((run.epochs * size - trained) / global_batch))
         raise ConfigError(
-            f"--epochs={run.epochs:g} with --global_batch={global_batch}: this run was begun with another batch, and"
-            f" has trained on {trained:,} samples in {step:,} steps. Say where it ends by --steps={end}, which makes"
+            f"--epochs={run.epochs:g} with --global_batch={global_batch}: this run was started with another batch, and"
+            f" has trained on {trained:,} samples in {step:,} steps. Set its end with --steps={end}, which makes"
             f" {run.epochs:g} epochs in all."
         )
 

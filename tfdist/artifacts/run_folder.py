@@ -40,6 +40,6 @@ def run_folder(config: Config) -> Path:
         folder.mkdir(0o700 if is_url(config.run.run_dir) else 0o777, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{config.run.folder_flag} cannot be made ({error.strerror}): choose a folder that can be written."
+            f"{config.run.folder_flag} cannot be created ({error.strerror}): choose a folder that can be written."
         ) from None
     return folder

@@ -116,7 +116,7 @@ class ShardedCommit:
         if waited > _SAID_SECONDS:
             ranks = ", ".join(map(str, missing))
             raise StoreError(
-                f"the parts of ranks {ranks} of the snapshot of step {step} have not come in {waited:.0f} s"
+                f"the shards of ranks {ranks} of the snapshot of step {step} have not arrived in {waited:.0f} s"
             )
 
     def _is_over(self, step: int, dropped: bool) -> None:
@@ -184,7 +184,7 @@ class ShardedCommit:
             index = Path(f"{prefixes[-1]}.index")
             self._objects.fetch(f"{step_folder(step)}/{index_of(rank)}", index, note["index"]["bytes"])
             if not has_content(str(index), note["index"]):
-                raise CheckpointError(f"the table of contents of rank {rank}'s part is damaged.")
+                raise CheckpointError(f"the table of contents of rank {rank}'s shard is damaged.")
             # TensorFlow renames the data files; these stand-ins only show which one is whose.
             Path(f"{prefixes[-1]}.data-00000-of-00001").write_text(str(rank))
         try:
@@ -193,7 +193,7 @@ class ShardedCommit:
                 checkpoint_prefixes=prefixes, destination_prefix=prefix, delete_old_dirs=False
             )
         except tf.errors.OpError as error:
-            raise CheckpointError(f"the parts make no whole ({error.message}).") from None
+            raise CheckpointError(f"the shards do not form a snapshot ({error.message}).") from None
         for rank in range(len(notes)):
             assert (folder / data_file(step, rank, len(notes))).read_text() == str(rank), "they are in another order"
         return folder / f"state-{step}.index"

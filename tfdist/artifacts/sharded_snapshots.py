@@ -181,7 +181,7 @@ class ShardedSnapshotFolder(SnapshotFolder):
         files[f"state-{step}.index"] = measure(f"{prefix}.index", self.options.checksum, flush=True)
         if sorted(os.listdir(folder)) != sorted(files):
             raise OSError(
-                f"{folder} holds {', '.join(sorted(os.listdir(folder)))} instead of {', '.join(sorted(files))}."
+                f"{folder} contains {', '.join(sorted(os.listdir(folder)))} instead of {', '.join(sorted(files))}."
             )
         self._seal(folder, step, files, fields)
         self._point_to(step)
@@ -202,8 +202,8 @@ class ShardedSnapshotFolder(SnapshotFolder):
             if time.monotonic() > min(begun + self.patience, self.give_up_at):
                 missing = sorted(set(range(self.size)) - set(messages))
                 raise OSError(
-                    f"the parts of ranks {', '.join(map(str, missing))} did not come"
-                    f" in {time.monotonic() - begun:.0f} s"
+                    f"the shards of ranks {', '.join(map(str, missing))} did not arrive in"
+                    f" {time.monotonic() - begun:.0f} s"
                 )
             time.sleep(_POLL_SECONDS)
         return [messages[rank] for rank in range(self.size)]
@@ -218,4 +218,4 @@ def must_hold_all(values: Sequence[int], fields: Mapping[str, Any]) -> None:
     """Raises OSError if parts with these numbers of elements do not make up all of a manifest's variables."""
     expected = sum(math.prod(shape) for _, shape, _ in fields["variables"].values())
     if (written := sum(values)) != expected:
-        raise OSError(f"the parts hold {written} values instead of {expected}")
+        raise OSError(f"the shards contain {written} values instead of {expected}")

@@ -209,7 +209,7 @@ class SnapshotFolder:
         """Checks a snapshot file by file. Raises CheckpointError naming the file that is damaged."""
         path = self.path(step)
         if os.path.exists(f"{path}/{MANIFEST}") and not os.path.isfile(f"{path}/{MANIFEST}"):
-            raise CheckpointError(f"{path}/{MANIFEST} is no file.")  # a pipe would be waited for
+            raise CheckpointError(f"{path}/{MANIFEST} is not a file.")  # a pipe would be waited for
         try:
             with tf.io.gfile.GFile(f"{path}/{MANIFEST}") as file:
                 manifest = parse(file.read(), f"{path}/{MANIFEST}", step, self.options.required)
@@ -223,7 +223,7 @@ class SnapshotFolder:
         try:
             self.table(snapshot)
         except (tf.errors.OpError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{path} holds no checkpoint of TensorFlow ({type(error).__name__}).") from None
+            raise CheckpointError(f"{path} contains no TensorFlow checkpoint ({type(error).__name__}).") from None
         return snapshot
 
     def _check_file(self, file: str, entry: Mapping[str, Any]) -> None:
@@ -239,7 +239,7 @@ class SnapshotFolder:
         if found["bytes"] != entry["bytes"]:
             raise CheckpointError(f"{file} has {found['bytes']} bytes instead of {entry['bytes']}.")
         if not found.items() <= entry.items():
-            raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
+            raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest.")
 
     def newest_valid(self, scheduled: ScheduledSteps = ALL_STEPS) -> tuple[Snapshot | None, list[str]]:
         """The newest complete snapshot of the `scheduled` steps, and why newer ones were passed over."""

@@ -147,7 +147,7 @@ def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
         raise CheckpointError(
             f"--compression carries errors of gradients from step to step: there are {there} in the checkpoint, and"
             f" {here} here. Use the --compression of the run that wrote it"
-            + ("; --allow_config_change goes on without them." if unexpected else ".")
+            + ("; --allow_config_change continues without them." if unexpected else ".")
         )
     if missing or unexpected:
         raise CheckpointError(

@@ -107,7 +107,7 @@ class SnapshotWriter:
                     {
                         "message": (
                             f"SNAPSHOT NOT WRITTEN (failure number {self.stats.failures}), {self.last_failure}."
-                            f" Training goes on; the next save tries again. Free or repair {self.store.directory}."
+                            f" Training continues; the next save tries again. Free or repair {self.store.directory}."
                         ),
                         "failures": self.stats.failures,
                     },
@@ -131,8 +131,8 @@ class SnapshotWriter:
         )
         if self.store.not_pointed:
             message = (
-                f"{self.store.directory}/checkpoint, by which TensorFlow finds the newest snapshot, names an older one"
-                f" ({self.store.not_pointed}); the next save writes it again."
+                f"{self.store.directory}/checkpoint, with which TensorFlow finds the newest snapshot, names an older"
+                f" one ({self.store.not_pointed}); the next save writes it again."
             )
             self._messages.put(("warning", {"message": message}))
         if self.retention:

@@ -52,7 +52,7 @@ class CheckpointIndex:
             self._entries = dict(leveldb_table.entries(content))
             header = tensor_bundle_pb2.BundleHeaderProto.FromString(self._entries.pop(b""))
         except (IndexError, KeyError, DecodeError) as error:
-            raise ValueError(f"it is no index of a checkpoint ({type(error).__name__})") from None
+            raise ValueError(f"it is not an index of a checkpoint ({type(error).__name__})") from None
         self.files = header.num_shards
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class CheckpointIndex:
         try:
             return tensor_bundle_pb2.BundleEntryProto.FromString(self._entries[name])
         except DecodeError:
-            raise ValueError(f"what is said of {name!r} cannot be read") from None
+            raise ValueError(f"the entry of {name!r} cannot be read") from None
 
 
 @dataclass(frozen=True)

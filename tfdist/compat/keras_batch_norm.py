@@ -47,7 +47,7 @@ def replace_moments(with_mask: Callable[[Moments], Moments], synchronized: Momen
     """
     if not hasattr(nn, "_compute_moments_sync") or _of_keras is None:
         raise UnsupportedError(
-            f"Keras {keras.__version__} synchronises BatchNormalization in an unknown way: install keras~=3.15."
+            f"Keras {keras.__version__} synchronizes BatchNormalization in an unknown way: install keras~=3.15."
         )
     nn._compute_moments_sync = synchronized
     keras.layers.BatchNormalization._moments = with_mask(_of_keras)

@@ -48,7 +48,7 @@ def entries(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 def _read_block(content: bytes, start: int, size: int) -> Iterator[tuple[bytes, bytes]]:
     block, kind = content[start : start + size], content[start + size]
     if kind or len(block) != size or start + size + _TRAILER_BYTES > len(content):
-        raise ValueError("it is compressed, or cut short")
+        raise ValueError("it is compressed, or truncated")
     end, place, key = size - 4 - 4 * int.from_bytes(block[-4:], "little"), 0, b""
     while place < end:
         shared, place = _read_number(block, place)

@@ -53,9 +53,9 @@ def check_across_fields(config: Config) -> None:
 def _check_length(config: Config) -> None:
     run = config.run
     if run.steps and run.epochs:
-        raise ConfigError(f"--steps={run.steps} and --epochs={run.epochs:g} both say when to end: give one of them.")
+        raise ConfigError(f"--steps={run.steps} and --epochs={run.epochs:g} both set the end: give one of them.")
     if not run.steps and not run.epochs:
-        raise ConfigError("Neither --steps nor --epochs is given: say how long to train, for example --epochs=10.")
+        raise ConfigError("Neither --steps nor --epochs is given: set how long to train, for example --epochs=10.")
 
 
 def _check_model(config: Config) -> None:
@@ -151,15 +151,15 @@ def _check_artifacts(config: Config) -> None:
     stored = is_url(run_dir) and is_url(backup_dir)
     if stored and (is_below(run_dir, backup_dir) or is_below(backup_dir, run_dir)):
         raise ConfigError(
-            f"--backup_dir={config.checkpoint.backup_dir} lies in --run_dir={config.run.run_dir}, or the other way"
-            " round: name a place beside the run."
+            f"--backup_dir={config.checkpoint.backup_dir} is inside --run_dir={config.run.run_dir}, or the other way"
+            " round: use a place outside the run."
         )
     if backup_dir and is_below(backup_dir, run_dir) and is_below(run_dir, backup_dir):
-        raise ConfigError(f"--backup_dir={backup_dir} is that of --run_dir={run_dir}: name a folder of its own.")
+        raise ConfigError(f"--backup_dir={backup_dir} is the same as --run_dir={run_dir}: use a separate folder.")
     if backup_dir and not is_url(run_dir) and is_below(backup_dir, f"{run_dir}/{SNAPSHOTS}"):
         raise ConfigError(
-            f"--backup_dir={backup_dir} is where the snapshots of --run_dir={run_dir} lie, which would be removed as"
-            " old backups: name a folder of its own."
+            f"--backup_dir={backup_dir} is where the snapshots of --run_dir={run_dir} are, which would be removed as"
+            " old backups: use a separate folder."
         )
     _check_corpus(config)
     if is_url(config.run.cache_dir):
@@ -182,8 +182,8 @@ def _check_corpus(config: Config) -> None:
     for flag, place in {"run_dir": config.run.run_dir, "backup_dir": config.checkpoint.backup_dir}.items():
         if place and is_below(place, data_dir):
             raise ConfigError(
-                f"--{flag}={place} lies in --data_dir={data_dir}, of which --source=text reads all files, those of the"
-                " run, too: name a place beside the data."
+                f"--{flag}={place} is inside --data_dir={data_dir}, where --source=text reads all files, also those of"
+                " the run: use a place outside the data."
             )
 
 
@@ -227,7 +227,7 @@ def _check_parameter_server_run(config: Config) -> None:
         )
     if config.model.jit_compile or config.model.jit_tune:
         flag = "jit_compile" if config.model.jit_compile else "jit_tune"
-        raise ConfigError(f"--{flag}: XLA cannot compile what reads from parameter servers: drop it.")
+        raise ConfigError(f"--{flag}: XLA cannot compile reads from parameter servers: drop it.")
     if config.loop.on_nan == "rollback":
         raise ConfigError(
             "--on_nan=rollback is not available with --strategy=parameter_server: use --on_nan=stop or skip."
@@ -239,5 +239,6 @@ def _check_parameter_server_run(config: Config) -> None:
         )
     if config.run.deterministic and config.servers.ps_mode == "async":
         raise ConfigError(
-            "--deterministic cannot hold with --ps_mode=async, whose updates come in any order: use --ps_mode=sync."
+            "--deterministic cannot be guaranteed with --ps_mode=async, whose updates come in any order: use"
+            " --ps_mode=sync."
         )

@@ -14,17 +14,17 @@ class ClusterConfig:
 
     startup_timeout: float = option(300.0, "Seconds to wait for every peer to appear.", least=1, most=MOST_SECONDS)
     heartbeat_timeout: float = option(
-        10.0, "Seconds of silence after which a peer counts as dead.", least=1, most=MOST_SECONDS
+        10.0, "Seconds of silence after which a peer is considered dead.", least=1, most=MOST_SECONDS
     )
     job_token_file: str = option(
         "",
-        "File (of mode 0600) with the secret by which the workers of a job know each other; without it TFDIST_JOB_TOKEN"
-        " of the environment, which tfdist.launch sets.",
+        "File (mode 0600) with the secret that the workers of a job share; without it, TFDIST_JOB_TOKEN in the"
+        " environment, which tfdist.launch sets.",
     )
     step_timeout: float = option(
         600.0,
-        "Seconds that one call of the training function (at most 100 steps) may take before the run counts as stuck. 0:"
-        " no limit.",
+        "Seconds that one call of the training function (at most 100 steps) may take before the run is considered"
+        " stuck. 0: no limit.",
         least=0,
         most=MOST_SECONDS,
     )
@@ -37,24 +37,26 @@ class ClusterConfig:
     )
     grace_period: float = option(
         30.0,
-        "Seconds that the platform gives between SIGTERM and SIGKILL: within it all is saved, or the process says that"
-        " it is not.",
+        "Seconds that the platform gives between SIGTERM and SIGKILL: within it all is saved, or the process reports"
+        " that it is not.",
         least=1,
         most=MOST_SECONDS,
     )
     preemption_notice: str = option(
         "none",
-        "Where to ask whether this machine is about to be taken away, beside SIGTERM. gce: Google Compute Engine's"
-        " metadata server.",
+        "Where to ask whether this machine is about to be taken away, in addition to SIGTERM. gce: Google Compute"
+        " Engine's metadata server.",
         choices=("none", "gce"),
     )
     straggler_factor: float = option(
-        1.5, "A worker that computes this many times as long as the others is named. 0: none is.", least=0
+        1.5, "A worker that computes this many times as long as the others is reported. 0: none.", least=0
     )
     intra_op_threads: int = option(
         0, "Threads within one TensorFlow operation. 0: TensorFlow decides.", least=0, most=4096
     )
-    inter_op_threads: int = option(0, "Operations run at the same time. 0: TensorFlow decides.", least=0, most=4096)
+    inter_op_threads: int = option(
+        0, "Operations that run at the same time. 0: TensorFlow decides.", least=0, most=4096
+    )
     soft_placement: bool = option(
         True,
         "On GPUs: operations that no GPU can run are run on the host. --nosoft_placement: one for which a GPU was asked"
@@ -80,13 +82,13 @@ class StrategyConfig:
     communication: str = option(
         "auto",
         "How gradients travel between workers. socket: our own ring over TCP (CPU); ring: TensorFlow's, over gRPC;"
-        " nccl: NVIDIA's. auto: nccl on GPUs; on the CPU socket, with shared memory between neighbours on one host.",
+        " nccl: NVIDIA's. auto: nccl on GPUs; on the CPU socket, with shared memory between neighbors on one host.",
         choices=("auto", "socket", "ring", "nccl"),
     )
     pack_mb: float = option(
         1.0,
         "Gradients are reduced in packs of about this many MB, so that the first packs travel while the backward pass"
-        " goes on. 0: one pack per tensor.",
+        " is running. 0: one pack per tensor.",
         least=0,
     )
     collective_timeout: float = option(
@@ -103,11 +105,11 @@ class StrategyConfig:
         least=0,
     )
     horovod_cycle_ms: float = option(
-        1.0, "With --strategy=horovod: milliseconds between two looks for gradients that are ready.", least=0
+        1.0, "With --strategy=horovod: milliseconds between two checks for gradients that are ready.", least=0
     )
     horovod_compression: str = option(
         "none",
-        "With --strategy=horovod: what gradients are rounded to on their way. fp16: half the bytes.",
+        "With --strategy=horovod: the type that gradients are sent in. fp16: half the bytes.",
         choices=("none", "fp16"),
     )
 
@@ -124,14 +126,13 @@ class ParallelConfig:
     )
     zero: int = option(
         0,
-        "What the data axis shares out instead of holding copies of. 1: optimizer state; 2: gradients too; 3:"
-        " parameters too.",
+        "What the data axis shards instead of replicating. 1: optimizer state; 2: gradients too; 3: parameters too.",
         least=0,
         key=True,
     )
     pipe_schedule: str = option(
         "1f1b",
-        "Order of a pipeline's work. gpipe: all micro-batches forward, then all backward; 1f1b: in turn, which holds"
+        "Order of a pipeline's work. gpipe: all micro-batches forward, then all backward; 1f1b: in turn, which keeps"
         " fewer.",
         choices=("gpipe", "1f1b"),
     )
@@ -148,14 +149,14 @@ class ParallelConfig:
     )
     sequence_parallel: bool = option(
         False,
-        "Between the layers that are spread over the model axis, each worker holds only its share of the positions.",
+        "Between the layers that are spread over the model axis, each worker has only its share of the positions.",
     )
     offload: str = option(
         "none", "Keep optimizer state and master weights in host memory.", choices=("none", "optimizer")
     )
     recompute: str = option(
         "none",
-        "Activations that are computed again in the backward pass instead of kept.",
+        "Activations that are recomputed in the backward pass instead of kept.",
         choices=("none", "block", "attention"),
     )
     compression: str = option(
@@ -178,7 +179,7 @@ class ParallelConfig:
     )
     workers_per_host: int = option(
         0,
-        "With --all_reduce=hierarchical: so many consecutive workers count as one host. 0: hosts are told by the"
+        "With --all_reduce=hierarchical: so many consecutive workers count as one host. 0: hosts are taken from the"
         " workers' addresses.",
         least=0,
     )
@@ -195,8 +196,8 @@ class ParameterServerConfig:
     )
     max_staleness: int = option(
         -1,
-        "async: a gradient of weights that are more than this many updates old is dropped, and its batch done again."
-        " -1: none is.",
+        "async: a gradient of weights that are more than this many updates old is dropped, and its batch is repeated."
+        " -1: none.",
         least=-1,
     )
     staleness_scaling: bool = option(
@@ -205,12 +206,12 @@ class ParameterServerConfig:
     )
     backup_workers: int = option(
         0,
-        "sync: this many workers more than the parts of a step: they do the slowest parts again, and the first result"
+        "sync: this many workers more than the parts of a step: they repeat the slowest parts, and the first result"
         " counts.",
         least=0,
     )
     ps_piece_kb: float = option(
         256.0,
-        "A variable is cut into pieces, one a parameter server, if these have at least this many KB. 0: never.",
+        "A variable is cut into pieces, one per parameter server, if these have at least this many KB. 0: never.",
         least=0,
     )

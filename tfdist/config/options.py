@@ -64,16 +64,16 @@ def check_option(field: dataclasses.Field, value: Any) -> None:
 def check_utf8(given: str) -> None:
     """Raises ConfigError for bytes of another encoding, which no file can hold. given: a flag and its value."""
     if given.encode(errors="replace").decode() != given:
-        raise ConfigError(f"{ascii(given)} is not text in UTF-8: write it anew, or set LC_ALL=C.UTF-8 if it is.")
+        raise ConfigError(f"{ascii(given)} is not text in UTF-8: rewrite it, or set LC_ALL=C.UTF-8 if it is.")
 
 
 def _check_text(name: str, text: str) -> None:
     if text != text.rstrip() or len(text.splitlines()) > 1:
         raise ConfigError(
-            f"--{name}={text!r} ends with a space or holds a line break, which no flag file can hold: take it out."
+            f"--{name}={text!r} ends with a space or contains a line break, which no flag file can contain: remove it."
         )
     if "\0" in text:
-        raise ConfigError(f"--{name}={text!r} holds a byte of value 0, which no name can hold: take it out.")
+        raise ConfigError(f"--{name}={text!r} contains a byte of value 0, which no name can contain: remove it.")
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:

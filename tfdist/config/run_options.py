@@ -27,8 +27,8 @@ class RunConfig:
     )
     store_timeout: float = option(
         300.0,
-        "Seconds at the end of a run for which what could not be sent to an object store is tried again. Training"
-        " itself never waits for the store.",
+        "Seconds at the end of a run for which failed uploads to an object store are retried. Training itself never"
+        " waits for the store.",
         least=0,
         most=MOST_SECONDS,
     )
@@ -65,7 +65,7 @@ class LoopConfig:
     on_nan: str = option(
         "stop",
         "What a NaN or infinite loss or gradient does (float16 overflow is handled by the loss scale). skip: no update"
-        " in that step; rollback: back to the last snapshot, and past the batches since then.",
+        " in that step; rollback: back to the last snapshot, then skip the batches since then.",
         choices=("stop", "skip", "rollback"),
     )
     max_rollbacks: int = option(3, "Rollbacks of --on_nan=rollback after which the run stops.", least=0)
@@ -83,17 +83,17 @@ class CheckpointConfig:
     )
     save_final: bool = option(True, "Save when training ends.")
     keep: int = option(3, "Newest snapshots kept.", least=1)
-    keep_every: int = option(0, "Every snapshot whose step is a multiple of this is kept for ever. 0: none.", least=0)
+    keep_every: int = option(0, "Every snapshot whose step is a multiple of this is kept forever. 0: none.", least=0)
     keep_best: str = option(
-        "", "Keep also the snapshot that is best by this evaluation metric, for example min:loss or max:accuracy."
+        "", "Also keep the snapshot that is best by this evaluation metric, for example min:loss or max:accuracy."
     )
     async_save: bool = option(
         True, "Write snapshots in a background thread; training waits only for the copy to host memory."
     )
     backup_dir: str = option(
         "",
-        "Place of a short-lived backup beside the snapshots: a folder on a fast local disk or in memory, or a URL, such"
-        " as s3://BUCKET/FOLDER, where it is sent in the background; only the chief uses it. Empty: none.",
+        "Place of a short-lived backup in addition to the snapshots: a folder on a fast local disk or in memory, or a"
+        " URL, such as s3://BUCKET/FOLDER, to which it is sent in the background; only the chief uses it. Empty: none.",
     )
     backup_every: int = option(0, "Steps between two backups. 0: at the end of each epoch.", least=0)
     double_backup: bool = option(False, "Keep the backup before the last one as well.")
@@ -136,11 +136,11 @@ class TelemetryConfig:
     )
     trackers: str = option(
         "tensorboard",
-        "Where the chief tracks the run: some of tensorboard, csv, mlflow, wandb, or package.module:function; none.",
+        "Where the chief tracks the run: any of tensorboard, csv, mlflow, wandb, or package.module:function; none.",
     )
     phase_every: int = option(
         10,
-        "Of as many calls of the training function one measures the phases of its steps; on a CPU, without"
+        "One of this many calls of the training function measures the phases of its steps; on a CPU, without"
         " --deterministic, each does, which costs less. 0: none.",
         least=0,
     )
@@ -152,20 +152,20 @@ class TelemetryConfig:
     )
     scaling_baseline: str = option(
         "",
-        "What scaling efficiency is against: samples per second of one worker, or the folder of a run of one worker."
-        " Empty: none is told.",
+        "Baseline of the scaling efficiency: samples per second of one worker, or the folder of a run of one worker."
+        " Empty: none.",
     )
     histograms_every: int = option(
         0, "Steps between two histograms of the weights in TensorBoard, taken at log lines. 0: none.", least=0
     )
     prometheus_port: int = option(
         0,
-        "Every worker serves its numbers to Prometheus at this port + its rank on its machine. 0: not.",
+        "Every worker serves its numbers to Prometheus at this port + its rank on its machine. 0: off.",
         least=0,
         most=MOST_PORT,
     )
     opentelemetry: bool = option(
-        False, "Every worker sends spans by OpenTelemetry; the OTEL_ environment variables say where to."
+        False, "Every worker sends spans by OpenTelemetry; the OTEL_ environment variables set where to."
     )
     profile_steps: str = option(
         "",

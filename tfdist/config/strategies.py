@@ -97,7 +97,7 @@ def _own(name: str) -> Strategy:
     found = imported("strategy", name, name)
     if not isinstance(found, Strategy):
         raise ConfigError(
-            f"--strategy={name} is no entry of the registry: write {name.rpartition(':')[2]} ="
+            f"--strategy={name} is not an entry of the registry: write {name.rpartition(':')[2]} ="
             ' tfdist.config.strategies.Strategy("module:Class") in its file, as examples/own_runtime.py does.'
         )
     if "tensorflow" in sys.modules and not before:

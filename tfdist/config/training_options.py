@@ -37,8 +37,8 @@ class DataConfig:
     source_args: str = option("", "Options of the source, key=value,key=value.", identity=True, key=True)
     data_dir: str = option(
         "",
-        "Where the source finds its files, if it needs any: a folder; or a URL, such as s3://BUCKET/FOLDER, of which"
-        " copies are kept in --cache_dir.",
+        "Where the source finds its files, if it needs any: a folder; or a URL, such as s3://BUCKET/FOLDER, whose files"
+        " are copied to --cache_dir.",
         key=True,
     )
     cache_gb: float = option(
@@ -50,13 +50,13 @@ class DataConfig:
         " at random by byte ranges, when they are needed, and again in each epoch.",
     )
     sequence_length: int = option(128, "Tokens per sample of a text source.", identity=True, least=1)
-    shuffle: bool = option(True, "Permute the samples anew in each epoch.", identity=True)
+    shuffle: bool = option(True, "Shuffle the samples again in each epoch.", identity=True)
     augment: str = option(
         "none", "Augmentation of training samples: none, a registered name or package.module:function.", identity=True
     )
     eval_batch: int = option(0, "Samples per replica in one evaluation step. 0: the micro-batch.", least=0)
     eval_samples: int = option(0, "Evaluate on the first N samples only. 0: all.", least=0)
-    reader_threads: int = option(0, "Batches fetched at the same time. 0: one a thread, at most 16.", least=0)
+    reader_threads: int = option(0, "Batches fetched at the same time. 0: one per thread, at most 16.", least=0)
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,22 @@ class ModelConfig:
     sync_batchnorm: bool = option(True, "BatchNormalization takes its statistics over all replicas.", identity=True)
     row_mixing: str = option(
         "refuse",
-        "A model, an objective or an augmentation of your own, where what it gives for a row depends on other rows of"
-        " its batch: refuse it, or replica: each replica mixes the rows of its micro-batch, and with several workers or"
-        " replicas an evaluation those that fill its last batch, too.",
+        "What to do with your own model, objective or augmentation if its result for a row depends on other rows of its"
+        " batch: refuse it, or replica: each replica mixes the rows of its micro-batch, and with several workers or"
+        " replicas an evaluation also those that fill its last batch.",
         choices=("refuse", "replica"),
     )
     fused_batchnorm: bool = option(
         True,
-        "BatchNormalization of images is one operation of TensorFlow, where its statistics are a replica's own.",
+        "BatchNormalization of images is one operation of TensorFlow, if its statistics are a replica's own.",
     )
     jit_compile: bool | None = option(
-        None, "Compile the forward and backward pass with XLA; by default on GPUs, where it can, and not on CPUs."
+        None, "Compile the forward and backward pass with XLA; by default on GPUs, where possible, and not on CPUs."
     )
     jit_tune: bool = option(
         False,
-        "Measure at the start whether --jit_compile and --nofused_batchnorm make steps faster, and set them so; the run"
-        " remembers the answer.",
+        "Measure at the start whether --jit_compile and --nofused_batchnorm make steps faster, and set them"
+        " accordingly; the run remembers the result.",
     )
 
 
@@ -175,7 +175,7 @@ class ScheduleConfig:
         0, "Steps of linear warm-up: step k, from 1, has k / STEPS of the peak rate.", identity=True, least=0
     )
     decay_steps: int = option(0, "Step at which the decay ends. 0: the last step of the run.", identity=True, least=0)
-    decay_fraction: float = option(0.1, "Part of --decay_steps in which wsd decays.", identity=True, least=0)
+    decay_fraction: float = option(0.1, "Fraction of --decay_steps in which wsd decays.", identity=True, least=0)
     min_learning_rate_ratio: float = option(
-        0.0, "Learning rate at the end of the decay, as a part of the peak.", identity=True, least=0
+        0.0, "Learning rate at the end of the decay, as a fraction of the peak.", identity=True, least=0
     )

@@ -35,4 +35,4 @@ def check_used(config: Config, defaults: Config) -> None:
     for flag, other, has_other in ONLY_WITH:
         value = values[flag]
         if value != usual[flag] and not has_other(config):
-            raise ConfigError(f"--{flag}={value} does nothing without {other}: add that, or drop it.")
+            raise ConfigError(f"--{flag}={value} has no effect without {other}: add that, or drop it.")

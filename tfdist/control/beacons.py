@@ -137,7 +137,7 @@ class Beacons:
         """Returns a rank's name and its last known state, as part of a sentence."""
         report = self._all()[rank]
         ago = time.monotonic() - report.heard
-        heard = f", last heard of {ago:.1f} s ago" if ago > _SILENT_INTERVALS * self.interval else ""
+        heard = f", last heard from {ago:.1f} s ago" if ago > _SILENT_INTERVALS * self.interval else ""
         return (
             f'{self.cluster.name(rank)}{heard}, in section "{report.section}" for {report.seconds + ago:.1f} s'
             f"{f', at {report.at}' if report.at else ''}"

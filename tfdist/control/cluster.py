@@ -110,7 +110,7 @@ class Cluster:
     def describe(self) -> str:
         """Describes the cluster in one line, for logs."""
         if self.role == "evaluator":
-            return f"evaluator beside {self.size} worker{'s' if self.size > 1 else ''}"
+            return f"evaluator alongside {self.size} worker{'s' if self.size > 1 else ''}"
         if self.started_by:
             return f"rank {self.rank} of {self.size} workers, started by {self.started_by}"
         if not self.peers:

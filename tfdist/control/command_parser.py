@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
         """Parses as argparse does, but refuses `--flag=--`, whose value argparse turns into an empty list."""
         for arg in args or ():
             if re.fullmatch(r"--?[^=\s]+=--", arg):
-                self.error(f"{arg} gives the flag no value")
+                self.error(f"{arg} sets no value for the flag")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -73,7 +73,7 @@ def module_named_in(arguments: list[str]) -> str:
     if arguments[:1] != ["-m"]:
         return ""
     if not arguments[1:] or arguments[1].startswith("-"):
-        raise ConfigError("-m needs the name of a module behind it: write `-- -m tfdist.doctor`, for example.")
+        raise ConfigError("-m needs a module name after it: write `-- -m tfdist.doctor`, for example.")
     return arguments[1]
 
 
@@ -103,7 +103,7 @@ def program_command(program: list[str]) -> list[str]:
 def check_least(flag: str, value: float, least: float) -> None:
     """Raises ConfigError for a flag whose value is too small."""
     if not value >= least:
-        what = "no number" if value != value else "too small"
+        what = "not a number" if value != value else "too small"
         raise ConfigError(f"--{flag}={value} is {what}: it must be at least {least:g}.")
 
 

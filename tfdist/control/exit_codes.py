@@ -54,17 +54,17 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.CONFIG: "a flag, a flag file or their combination is wrong",
     ExitCode.CLUSTER: "TF_CONFIG or the cluster's environment is wrong",
     ExitCode.DATA: "the data source is missing, empty or malformed",
-    ExitCode.STARTUP: "a peer, an object store or what the data come from did not answer in time, or a port is in use",
-    ExitCode.PEER_LOST: "another worker died or left while training",
+    ExitCode.STARTUP: "a peer, an object store or a data source did not answer in time, or a port is in use",
+    ExitCode.PEER_LOST: "another worker died or left during training",
     ExitCode.HANG: "a watchdog found this or another worker stuck",
     ExitCode.DIVERGED: "the loss, a gradient or a weight became NaN or infinite, or the workers' weights differ",
-    ExitCode.CHECKPOINT: "a checkpoint cannot be used: none valid, or of another configuration",
+    ExitCode.CHECKPOINT: "a checkpoint cannot be used: none is valid, or it is from another configuration",
     ExitCode.UNSUPPORTED: "this Python, TensorFlow or Keras version is not supported, or a needed package is missing",
     ExitCode.CRASH_LOOP: "the supervisor gave up: the job failed again and again without progress",
-    ExitCode.MEMORY: "parameters, gradients and optimizer state, a step or the data do not fit the memory of a worker",
-    ExitCode.UNHEALTHY: "tfdist.doctor found what must be fixed before a job can run",
-    ExitCode.PREEMPTED: "stopped by a signal after saving: start again to go on",
-    ExitCode.INTERRUPTED: "stopped from the keyboard",
+    ExitCode.MEMORY: "parameters, gradients and optimizer state, a step or the data do not fit in a worker's memory",
+    ExitCode.UNHEALTHY: "tfdist.doctor found problems that must be fixed before a job can run",
+    ExitCode.PREEMPTED: "stopped by a signal after saving: start again to resume",
+    ExitCode.INTERRUPTED: "interrupted from the keyboard",
 }
 
 # After these codes, starting the same job again can help; after the others it fails in the same way.
@@ -173,8 +173,8 @@ def _say_who_holds_the_end(code: int) -> None:
         threads = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
         if threads:
             say_last_words(
-                f"tfdist: all is done, but the process waits for {', '.join(each.name for each in threads)}: end these"
-                " threads where code of your own has started them, or start them with daemon=True."
+                f"tfdist: all work is done, but the process is waiting for {', '.join(each.name for each in threads)}:"
+                " end these threads in your own code that started them, or start them with daemon=True."
             )
 
     threading.Thread(target=say, name="tfdist-held", daemon=True).start()

@@ -58,7 +58,9 @@ class Faults:
         for entry in filter(None, text.split(",")):
             pieces = entry.strip().split(":")
             if len(pieces) != 3 or not pieces[0].isdecimal() or not pieces[1].isdecimal() or pieces[2] not in KINDS:
-                raise ConfigError(f"{VARIABLE} has {entry!r}: write RANK:STEP:KIND with a KIND of {', '.join(KINDS)}.")
+                raise ConfigError(
+                    f"{VARIABLE} has {entry!r}: write RANK:STEP:KIND, with KIND one of {', '.join(KINDS)}."
+                )
             name = "-".join(pieces)
             if int(pieces[0]) == rank and not (run_dir / "faults" / name).exists():
                 planned[int(pieces[1]), pieces[2]] = name
@@ -71,7 +73,7 @@ class Faults:
             time.sleep(0.1)
         if self._writes_to_fail and place == "save":
             self._writes_to_fail -= 1
-            raise OSError(errno.ENOSPC, "No space left on device (on purpose)")
+            raise OSError(errno.ENOSPC, "No space left on device (injected)")
         if self.armed_rank is not None:
             self._at_armed(place, step)
         for (due, kind), name in sorted(self.planned.items()):
@@ -94,7 +96,7 @@ class Faults:
                 time.sleep(float((self.folder / "pace").read_text()))
 
     def _do(self, kind: str, step: int) -> None:
-        say_at_once(f"tfdist: fault on purpose: {kind} at step {step}.")
+        say_at_once(f"tfdist: injected fault: {kind} at step {step}.")
         if kind.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "term":
@@ -105,9 +107,9 @@ class Faults:
             while True:
                 time.sleep(1)
         elif kind == "error":
-            raise RuntimeError("an error on purpose")
+            raise RuntimeError("an injected error")
         elif kind == "slow":
             self._slow = True
         elif kind == "disk_full":
             self._writes_to_fail = _FAILED_WRITES - 1
-            raise OSError(errno.ENOSPC, "No space left on device (on purpose)")
+            raise OSError(errno.ENOSPC, "No space left on device (injected)")

@@ -59,9 +59,8 @@ def from_horovod(environ: Mapping[str, str]) -> Cluster | None:
     if environ.get("HOROVOD_ELASTIC"):
         raise ClusterError(
             "horovodrun started this process in its elastic mode (HOROVOD_ELASTIC=1; by --host-discovery-script or"
-            " --min-np), in which it would give out ranks anew that tfdist does not know of: use `python -m"
-            " tfdist.launch --elastic --workers=N --min_workers=M -- --strategy=horovod ...`, or drop these flags of"
-            " horovodrun."
+            " --min-np), in which it would reassign ranks without tfdist knowing: use `python -m tfdist.launch"
+            " --elastic --workers=N --min_workers=M -- --strategy=horovod ...`, or drop these flags of horovodrun."
         )
     for prefix, launcher in ((_HOROVOD, "horovodrun"), (_OPEN_MPI, "mpirun")):
         if f"{prefix}RANK" in environ and f"{prefix}SIZE" in environ:
@@ -82,7 +81,7 @@ def placement(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
         if cluster.size > 1 and ADDRESS not in environ:
             raise ClusterError(
                 f"HOROVOD_SIZE={cluster.size}, but {ADDRESS} is not set: start the job with horovodrun, which sets it,"
-                " or give TF_CONFIG."
+                " or set TF_CONFIG."
             )
         server = (environ[ADDRESS], _number(environ, PORT)) if cluster.size > 1 else None
         return Placement(
@@ -98,8 +97,8 @@ def _of_addresses(cluster: Cluster) -> Placement:
     hosts = cluster.hosts
     if hosts[0].startswith("["):
         raise ClusterError(
-            f"--strategy=horovod: {cluster.name(0)} has an IPv6 address, which Horovod's rendezvous cannot use: write a"
-            " name or an IPv4 address in TF_CONFIG."
+            f"--strategy=horovod: {cluster.name(0)} has an IPv6 address, which Horovod's rendezvous cannot use: use a"
+            " host name or an IPv4 address in TF_CONFIG."
         )
     server = (hosts[0], int(cluster.peers[0].rpartition(":")[2]))
     local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
@@ -124,8 +123,8 @@ def _of_mpi(cluster: Cluster, environ: Mapping[str, str]) -> Placement:
     local_rank, local_size = _number(environ, f"{_OPEN_MPI}LOCAL_RANK"), _number(environ, f"{_OPEN_MPI}LOCAL_SIZE")
     if ADDRESS not in environ and local_size != cluster.size:
         raise ClusterError(
-            f"mpirun started {cluster.size} processes on several machines, and {ADDRESS} is not set: add -x"
-            f" {ADDRESS}=HOST, with the machine of rank 0."
+            f"mpirun started {cluster.size} processes on several machines, but {ADDRESS} is not set: add -x"
+            f" {ADDRESS}=HOST, the machine of rank 0."
         )
     server = (environ.get(ADDRESS, "127.0.0.1"), _number(environ, PORT) if PORT in environ else _port(environ))
     # mpirun does not tell which ranks share a machine. So each rank counts as a separate machine; this would matter

@@ -50,7 +50,7 @@ def launch_parser(description: str, epilog: str = "") -> CommandParser:
     """Makes the parser of the flags before `--`."""
     parser = CommandParser(
         hint=(
-            "the launcher's own flags stand before `--`, the workers' flags after it; `python -m tfdist.launch --help`"
+            "the launcher's own flags go before `--`, the workers' flags after it; `python -m tfdist.launch --help`"
             " lists the first, `python -m tfdist.train --help` the second"
         ),
         prog="python -m tfdist.launch",
@@ -60,7 +60,7 @@ def launch_parser(description: str, epilog: str = "") -> CommandParser:
     )
     _add_workers(parser)
     _add_restarts(parser)
-    parser.add_argument("--helpfull", action="help", help="show this, and all flags of the workers")
+    parser.add_argument("--helpfull", action="help", help="show this help, and all flags of the workers")
     return parser
 
 
@@ -70,7 +70,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
         "--on",
         choices=("local", "ray"),
         default="local",
-        help="where: on this machine (default), or on the Ray cluster that it, or RAY_ADDRESS, belongs to",
+        help="where to run: this machine (default), or the Ray cluster that this machine or RAY_ADDRESS belongs to",
     )
     parser.add_argument("--workers", type=int, default=1, help="number of workers (default 1)")
     parser.add_argument(
@@ -78,40 +78,40 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         help=(
-            "number of parameter servers, for --strategy=parameter_server; with any, a chief is started as well"
-            " (default 0)"
+            "number of parameter servers, for --strategy=parameter_server; if any, a chief is started as well (default"
+            " 0)"
         ),
     )
     parser.add_argument(
         "--evaluator",
         action="store_true",
-        help="also start an evaluator that follows the checkpoints; if it fails, training goes on",
+        help="also start an evaluator that follows the checkpoints; if it fails, training continues",
     )
     parser.add_argument(
         "--show_ranks",
         default="all",
-        help="whose output is shown: all, or ranks such as 0,1 (logs are always complete)",
+        help="workers whose output is shown: all, or ranks such as 0,1 (logs are always complete)",
     )
     parser.add_argument(
         "--pin",
         choices=("auto", "none"),
         default="auto",
         help=(
-            "auto: each worker gets an equal part of the cores, and as many threads unless OMP_NUM_THREADS and the like"
-            " are set"
+            "auto: each worker gets an equal share of the cores, and as many threads unless OMP_NUM_THREADS or similar"
+            " is set"
         ),
     )
     parser.add_argument(
         "--gpus_per_worker",
         type=int,
         default=0,
-        help="GPUs of each worker (default 0: an equal part of those visible; with --on=ray none)",
+        help="GPUs of each worker (default 0: an equal share of those visible; with --on=ray none)",
     )
     parser.add_argument(
         "--cpus_per_worker",
         type=int,
         default=0,
-        help="with --on=ray: CPUs that Ray sets aside for each worker, and its threads (default 1)",
+        help="with --on=ray: CPUs that Ray reserves for each worker, and its threads (default 1)",
     )
     parser.add_argument(
         "--placement_timeout",
@@ -127,14 +127,14 @@ def _add_restarts(parser: argparse.ArgumentParser) -> None:
         "--grace",
         type=float,
         default=30.0,
-        help="seconds that a worker has to end after SIGTERM before it is killed (default 30)",
+        help="seconds that a worker has to exit after SIGTERM before it is killed (default 30)",
     )
     parser.add_argument(
         "--max_restarts",
         type=int,
         default=None,
         help=(
-            "failures without a new snapshot in between after which the launcher gives up (default 0: no restarts; with"
+            "failures in a row, without a new snapshot, after which the launcher gives up (default 0: no restarts; with"
             " --on=ray 3)"
         ),
     )
@@ -142,35 +142,35 @@ def _add_restarts(parser: argparse.ArgumentParser) -> None:
         "--min_workers",
         type=int,
         default=0,
-        help="go on with as few as this when a worker cannot be brought back (default 0: always with all)",
+        help="continue with as few workers as this when one cannot be restarted (default 0: always with all)",
     )
     parser.add_argument(
         "--discover",
         default="",
         help=(
-            "shell command that prints how many workers there is room for; asked every 5 s (default: a worker that"
-            " fails twice in a row counts as gone)"
+            "shell command that prints how many workers there is room for; run every 5 s (default: a worker that fails"
+            " twice in a row counts as lost)"
         ),
     )
     parser.add_argument(
         "--grow_after",
         type=float,
         default=300.0,
-        help="seconds after which a worker that was left out is tried again (default 300)",
+        help="seconds after which a worker that was left out is retried (default 300)",
     )
     parser.add_argument(
         "--standby",
         action="store_true",
         help=(
-            "keep a spare process per worker that has done its imports, for a faster restart; needs the memory of an"
-            " idle process each"
+            "keep a spare process per worker with its imports done, for a faster restart; each needs the memory of an"
+            " idle process"
         ),
     )
     parser.add_argument(
         "--elastic",
         action="store_true",
         help=(
-            "with --strategy=horovod: when a worker is lost the others go on in their processes, from copies of the"
+            "with --strategy=horovod: when a worker is lost, the others continue in their processes, from copies of the"
             " state in memory, while at least --min_workers (default 1) are left; a new process takes its place when it"
             " is ready"
         ),
@@ -179,10 +179,10 @@ def _add_restarts(parser: argparse.ArgumentParser) -> None:
 
 _NOT_ON_RAY = {
     "ps": "drop it, or start the launcher without --on",
-    "elastic": "drop it, a lost worker is placed anew and all go on from the newest snapshot",
+    "elastic": "drop it; a lost worker is placed again, and all resume from the newest snapshot",
     "evaluator": "start `python -m tfdist.evaluate --follow` beside it",
     "standby": "drop it",
-    "discover": "Ray tells how many workers there is room for, drop it",
+    "discover": "drop it; Ray reports how many workers there is room for",
 }
 
 
@@ -208,14 +208,14 @@ def _check_combinations(options: argparse.Namespace) -> None:
         raise ConfigError(f"--min_workers={options.min_workers} is more than --workers={options.workers}: lower it.")
     if options.discover and not options.min_workers:
         raise ConfigError(
-            f"--discover={options.discover!r} may ask for fewer workers, but --min_workers is not given: say how few"
-            " may go on, for example --min_workers=1."
+            f"--discover={options.discover!r} may ask for fewer workers, but --min_workers is not given: set how few"
+            " may continue, for example --min_workers=1."
         )
     for name in ("min_workers", "standby", "elastic") if options.ps else ():
         if getattr(options, name):
             raise ConfigError(
-                f"--{name} is not available with --ps={options.ps}: a worker that dies is started again alone, and"
-                " needs no restart of the job."
+                f"--{name} is not available with --ps={options.ps}: a worker that dies is restarted alone, without a"
+                " restart of the job."
             )
     for name, instead in _NOT_ON_RAY.items() if options.on == "ray" else ():
         if getattr(options, name):
@@ -223,5 +223,5 @@ def _check_combinations(options: argparse.Namespace) -> None:
     if options.on == "local" and options.cpus_per_worker:
         raise ConfigError(
             f"--cpus_per_worker={options.cpus_per_worker} is for --on=ray: drop it; on this machine each worker gets an"
-            " equal part of the cores."
+            " equal share of the cores."
         )

@@ -172,13 +172,13 @@ class Lease:
         while not self._released.wait(_RENEW_SECONDS):
             if not (has_warned or self._folder.exists()):
                 has_warned = True
-                say(f"{self._name} HAS BEEN REMOVED: what is written now is in a new folder, and what was is lost.")
+                say(f"{self._name} HAS BEEN REMOVED: new files go to a new folder, and the old ones are lost.")
             with contextlib.suppress(OSError):  # for example a full disk, or an unreachable file server: retried later
                 if not self._renew() and not self._released.is_set():
                     owner = Owner.read(_read(self._path) or "")
                     self._on_loss(
-                        f"{self._folder} has been taken over by {owner.describe() if owner else 'another job'}, since"
-                        " this process, which was stopped or cut off, seemed dead: it ends, the other goes on."
+                        f"{self._folder} has been taken over by {owner.describe() if owner else 'another job'}, because"
+                        " this process was stopped or cut off and seemed dead: it ends, the other continues."
                     )
                     return
 
@@ -240,7 +240,7 @@ def _write(descriptor: int, text: str) -> None:
 def _read(path: Path) -> str | None:
     """Reads a lease; None if there is none. Raises OSError."""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file", str(path))  # reading a pipe would block
+        raise OSError(errno.EINVAL, "it is not a file", str(path))  # reading a pipe would block
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(1 << 16)

@@ -111,8 +111,8 @@ class Watched:
         if not self._said:
             self._said = True
             say(
-                f"{self._place} names {owner.describe()}; looking for at most {self._patience.dead:g} s whether"
-                " it still lives."
+                f"{self._place} names {owner.describe()}; checking for at most {self._patience.dead:g} s whether it is"
+                " still alive."
             )
 
 

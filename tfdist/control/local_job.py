@@ -65,7 +65,7 @@ class LocalJob(Job[LocalWorker]):
     ):
         if workers + servers > _MOST_PROCESSES:
             asked = f"--workers={workers}" + (f" and --ps={servers}" if servers else "")
-            raise ConfigError(f"{asked}: one machine takes at most {_MOST_PROCESSES} processes; give a smaller number.")
+            raise ConfigError(f"{asked}: one machine takes at most {_MOST_PROCESSES} processes; use a smaller number.")
         self.tasks = local_tasks(workers + 1 + servers if servers else workers, servers)
         super().__init__(len(self.tasks), log_dir, JobOptions(**options))
         self.command, self.evaluator, self.servers, self._trainer_count = list(command), evaluator, servers, workers
@@ -125,7 +125,7 @@ class LocalJob(Job[LocalWorker]):
 
     def _restart_worker(self, worker: LocalWorker) -> None:
         """Restarts a dead worker of a job with parameter servers, in its place."""
-        self.say(f"tfdist: {describe(worker)}; it is started again")
+        self.say(f"tfdist: {describe(worker)}; it is restarted")
         before = len(self.workers)
         self._spawn(worker.name, worker.slot, self.command, self._divide_gpus()[0][worker.slot])
         if len(self.workers) > before:  # otherwise the job was asked to stop
@@ -145,8 +145,8 @@ class LocalJob(Job[LocalWorker]):
         except (OSError, subprocess.SubprocessError) as error:
             log.close()
             raise StartupError(
-                f"{name} cannot be started ({error}): check that {command[0]} can be run, and the limits of this"
-                " machine on processes."
+                f"{name} cannot be started ({error}): check that {command[0]} can be run, and this machine's limits on"
+                " processes."
             ) from None
         show = self.options.show
         worker = LocalWorker(name, rank, shown=rank is None or show is None or rank in show, process=process)
@@ -194,7 +194,7 @@ class LocalJob(Job[LocalWorker]):
             worker.killed |= self._kill_at == 0 and worker.code == -signal.SIGKILL
             worker.relay.join(timeout=2)  # for its last lines; a process that left its session may keep the pipe open
             if worker.rank is None and worker.code and self._kill_at is None:
-                self.say(f"tfdist: {describe(worker)}; training goes on")
+                self.say(f"tfdist: {describe(worker)}; training continues")
 
     def _handle_ends(self, now: float) -> None:
         """In a job with parameter servers, restarts dead workers, and ends all processes when the chief is gone."""

@@ -49,7 +49,10 @@ def divide_gpus(gpus: Sequence[str], workers: int, per_worker: int = 0) -> tuple
     if not share:
         some = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
         return [{}] * (workers + 1), (
-            f"{workers} workers share {some}, and each will want all of the memory: use --workers={len(gpus)} or fewer."
+            (
+                f"{workers} workers share {some}, and each will try to use all of the memory: use"
+                f" --workers={len(gpus)} or fewer."
+            )
             if gpus
             else ""
         )

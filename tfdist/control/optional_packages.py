@@ -32,7 +32,7 @@ def end_without_packages() -> None:
     def tell(_: list[str]) -> int:
         raise UnsupportedError(
             f"{sys.executable} has no package {missing[0]}, which tfdist needs: activate the environment that tfdist is"
-            ' installed in, or install what it needs with `pip install ".[digits,plots]"` in the folder of its'
+            ' installed in, or install its dependencies with `pip install ".[digits,plots]"` in the folder of its'
             " README.md."
         )
 

@@ -48,7 +48,8 @@ def reading_failed(sentence: str, error: BaseException | str, passes: bool = Fal
     if not (passes or (_text_may_pass(error) if isinstance(error, str) else may_pass(error))):
         return DataError(sentence)
     return StartupError(
-        f"{sentence.rstrip('.')}; this may pass: start the job again (the launcher does it with --max_restarts=N)."
+        f"{sentence.rstrip('.')}; this may be temporary: start the job again (the launcher does so with"
+        " --max_restarts=N)."
     )
 
 

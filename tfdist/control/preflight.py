@@ -181,7 +181,7 @@ def _listen(cluster: Cluster) -> socket.socket:
     """Opens a socket that answers probes at this worker's port. Raises StartupError."""
     host, _, port = cluster.address.rpartition(":")
     in_use = StartupError(
-        f"Port {port} of {cluster.name(cluster.rank)} is in use on this machine: stop the process that listens there,"
+        f"Port {port} of {cluster.name(cluster.rank)} is in use on this machine: stop the process that listens on it,"
         " or change the address in TF_CONFIG."
     )
     # If another server allows sharing, we could bind its port, and it would take some of our connections: so probe
@@ -195,8 +195,8 @@ def _listen(cluster: Cluster) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise in_use from None
         raise StartupError(
-            f"Port {port} of {cluster.name(cluster.rank)} cannot be opened ({error.strerror}): choose a port from 1024"
-            " on in TF_CONFIG."
+            f"Port {port} of {cluster.name(cluster.rank)} cannot be opened ({error.strerror}): choose a port of 1024 or"
+            " above in TF_CONFIG."
         ) from None
     listener.setblocking(False)
     return listener

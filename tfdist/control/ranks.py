@@ -26,6 +26,6 @@ def environment_number(environ: Mapping[str, str], name: str) -> int:
     """Returns a whole number from an environment variable that a job system has set. Raises ClusterError."""
     if not re.fullmatch("[0-9]{1,9}", environ[name]):
         raise ClusterError(
-            f"{name}={environ[name]} is no whole number from 0 on: leave it to the job system, or set TF_CONFIG."
+            f"{name}={environ[name]} is not a whole number of at least 0: leave it to the job system, or set TF_CONFIG."
         )
     return int(environ[name])

@@ -156,7 +156,7 @@ class RayJob(Job[ActorWorker]):
             else:
                 code, worker.lost = -signal.SIGTERM, "" if worker.host else "could not be started by Ray"
         except RayError:
-            worker.lost = f"was lost: Ray says that its node ({worker.host}) or its actor is gone"
+            worker.lost = f"was lost: Ray reports that its node ({worker.host}) or its actor is gone"
             code = ExitCode.PEER_LOST
         if worker.lost:
             code = ExitCode.PEER_LOST

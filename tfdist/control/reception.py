@@ -141,19 +141,19 @@ class Reception:
             stranger.rank, stranger.mine = hello.rank, self._key.hello(self._rank)
             stranger.connection.send(stranger.mine + self._key.proof_of_accepting(stranger.theirs, stranger.mine))
             if mismatch := self._key.token_mismatch(hello.token):
-                return f"somebody at {stranger.host} who says to be rank {stranger.rank} {mismatch}"
+                return f"a process at {stranger.host} that claims to be rank {stranger.rank} {mismatch}"
         elif stranger.length < 0:
             proof, length = (
                 stranger.data[wire.HELLO_BYTES : _FIXED_BYTES - wire.LENGTH.size],
                 stranger.data[-wire.LENGTH.size :],
             )
             if not hmac.compare_digest(proof, self._key.proof_of_connecting(stranger.theirs, stranger.mine)):
-                return f"somebody at {stranger.host} who says to be rank {stranger.rank} {wire.OTHER_TOKEN}"
+                return f"a process at {stranger.host} that claims to be rank {stranger.rank} {wire.OTHER_TOKEN}"
             (stranger.length,) = wire.LENGTH.unpack(length)
             if stranger.length > wire.LARGEST_MESSAGE or not self._admits(stranger.rank):
                 return (
-                    f"a worker at {stranger.host} says to be rank {stranger.rank}, which cannot be: give each worker"
-                    " its own place in the same cluster."
+                    f"a worker at {stranger.host} claims to be rank {stranger.rank}, which is impossible: give each"
+                    " worker its own place in the same cluster."
                 )
         return None
 

@@ -32,11 +32,11 @@ def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
     size, rank = environment_number(environ, "TFDIST_WORKERS"), environment_number(environ, "JOB_COMPLETION_INDEX")
     template = environ.get("TFDIST_ADDRESS", "")
     if "{index}" not in template:
-        raise ClusterError(f'TFDIST_ADDRESS="{template}" must hold {{index}}, as in digits-{{index}}.digits:2222.')
+        raise ClusterError(f'TFDIST_ADDRESS="{template}" must contain {{index}}, as in digits-{{index}}.digits:2222.')
     if not rank < size:
         raise ClusterError(
             f"JOB_COMPLETION_INDEX={rank}, but TFDIST_WORKERS={size}: give the Job as many completions as"
-            " TFDIST_WORKERS says."
+            " TFDIST_WORKERS."
         )
     addresses = [template.replace("{index}", str(index)) for index in range(size)]
     check_address(f"TFDIST_ADDRESS of worker {rank}", addresses[rank])

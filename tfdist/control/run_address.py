@@ -16,7 +16,7 @@ SNAPSHOTS = "checkpoints"  # name of the snapshots' folder in a run folder, and 
 _LONGEST_BYTES = 800  # of a URL without its scheme: S3 allows names of 1024 bytes, and file names are appended
 # scheme -> (package of its file system, description). pyproject.toml has extras for them.
 STORES = {
-    "s3": ("s3fs", "Amazon S3, and whatever speaks its protocol"),
+    "s3": ("s3fs", "Amazon S3, and stores with the same protocol"),
     "gs": ("gcsfs", "Google Cloud Storage"),
     "abfs": ("adlfs", "Azure"),
     "webhdfs": ("requests", "HDFS over HTTP"),
@@ -71,20 +71,20 @@ def check_address(flag: str, place: str) -> None:
     if mistyped := re.fullmatch(rf"({'|'.join(STORES)})(?::/?|//)([^/].*)", meant):
         meant = f"{mistyped[1]}://{mistyped[2]}"
     if is_url(meant) and meant != place:
-        raise ConfigError(f"--{flag}={ascii(place)[1:-1]} is no URL: write {meant}.")
+        raise ConfigError(f"--{flag}={ascii(place)[1:-1]} is not a URL: write {meant}.")
     if not is_url(place):
         return
     scheme, _, rest = place.partition("://")
     bucket = rest.partition("/")[0]
     if "@" in bucket and scheme != "abfs":  # abfs://container@account.dfs.core.windows.net/...
         raise ConfigError(
-            f"--{flag}: a user or password does not belong into the URL, where it would be logged: give the store's"
-            " own environment variables or files."
+            f"--{flag}: a user or password does not belong in the URL, where it would be logged: use the store's own"
+            " environment variables or files."
         )
     if scheme not in STORES:
         known = ", ".join(f"{name}:// ({what})" for name, (_, what) in STORES.items())
         raise ConfigError(
-            f"--{flag}={place}: {scheme}:// is no store that tfdist knows: use a folder, or one of {known}."
+            f"--{flag}={place}: {scheme}:// is not a store that tfdist knows: use a folder, or one of {known}."
         )
     if not bucket or not rest.partition("/")[2].strip("/"):
         raise ConfigError(f"--{flag}={place} names no place in a store: write {scheme}://BUCKET/FOLDER.")

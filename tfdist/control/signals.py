@@ -73,7 +73,7 @@ class SignalRequests:
         if self._signalled:
             return
         self._signalled = self.stop = True
-        what = "training is over; what is left of its end goes on"
+        what = "training is over; the run is being completed"
         if not self.all_saved:
             self.on_stop()
             what = "saving at the next boundary, if all workers answer, then ending with exit code"

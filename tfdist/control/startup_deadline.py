@@ -53,10 +53,10 @@ def too_late(cluster: Cluster, timeout: float) -> str:
         answered = list(probes.map(answers, [cluster.peers[rank] for rank in others]))
     silent = [rank for rank, answers_now in zip(others, answered, strict=True) if not answers_now]
     who = (
-        f"{', '.join(map(cluster.name, silent))} answered once, but not any more"
+        f"{', '.join(map(cluster.name, silent))} answered once, but not since"
         if silent
-        else "all ports answer, but a process behind one of them is stopped or stuck, is no worker of this"
-        " job, or was started with another --strategy or --communication"
+        else "all ports answer, but a process behind one of them is stopped or stuck, is not a worker of this job, or"
+        " was started with another --strategy or --communication"
     )
     return (
         f"The workers were not connected within --startup_timeout={timeout:g} s: {who}. Look at the logs of the others,"

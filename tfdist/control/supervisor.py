@@ -134,7 +134,7 @@ class Supervisor:
                     count = wanted
                     continue
                 resized = True
-                say(f"from {count} to {self.workers.count} workers: the job saves and is started again.")
+                say(f"from {count} to {self.workers.count} workers: the job saves and is restarted.")
                 job.request_stop()
             time.sleep(0.05)
         return result, resized

@@ -66,7 +66,7 @@ def _no_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
-            raise ClusterError(f'TF_CONFIG holds "{key}" twice in one object: join the two.')
+            raise ClusterError(f'TF_CONFIG has "{key}" twice in one object: merge the two.')
     return dict(pairs)
 
 
@@ -81,14 +81,14 @@ def _check_spec(spec: object) -> dict[str, list[str]]:
             raise ClusterError(f"TF_CONFIG: cluster.{role} is not a known role: use {', '.join(ROLES)}.")
         if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
             raise ClusterError(
-                f'TF_CONFIG: cluster.{role} must be a list of "host:port" texts, not {json.dumps(addresses)}.'
+                f'TF_CONFIG: cluster.{role} must be a list of "host:port" strings, not {json.dumps(addresses)}.'
             )
         for index, address in enumerate(addresses):
             check_address(f"TF_CONFIG: cluster.{role}[{index}]", address)
             if address in seen:
                 raise ClusterError(
-                    f"TF_CONFIG: {address} stands at both {seen[address]} and cluster.{role}[{index}]: give each"
-                    " process an address of its own."
+                    f"TF_CONFIG: {address} is listed at both {seen[address]} and cluster.{role}[{index}]: give each"
+                    " process its own address."
                 )
             seen[address] = f"cluster.{role}[{index}]"
     if len(spec.get("chief", ())) > 1:

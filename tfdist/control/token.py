@@ -66,7 +66,7 @@ def read(environment: MutableMapping[str, str], file: str = "") -> Secret:
     value = value.strip()
     if (file or value) and len(value) < _LEAST_CHARACTERS:
         raise ConfigError(
-            f"{source} holds {len(value)} characters, fewer than {_LEAST_CHARACTERS}, which could be guessed: make one"
+            f"{source} has {len(value)} characters, fewer than {_LEAST_CHARACTERS}, and could be guessed: create one"
             ' with `python -c "import secrets; print(secrets.token_hex(32))"`.'
         )
     return Secret(value.encode())
@@ -79,15 +79,15 @@ def _read_file(path: str) -> str:
         ) as file:  # opening a pipe would wait for its writer
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"--job_token_file={path} is not a plain file: name one that holds the token.")
+                raise ConfigError(f"--job_token_file={path} is not a plain file: name one that contains the token.")
             if status.st_uid != os.geteuid():
                 raise ConfigError(
-                    f"--job_token_file={path} belongs to another user: make a copy of your own, with mode 0600."
+                    f"--job_token_file={path} belongs to another user: make your own copy, with mode 0600."
                 )
             if status.st_mode & 0o077:
                 raise ConfigError(
                     f"--job_token_file={path} can be used by others (mode {stat.S_IMODE(status.st_mode):04o}): run"
-                    f" `chmod 600 {path}` if it holds the token alone."
+                    f" `chmod 600 {path}` if it contains only the token."
                 )
             return file.read(_MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -116,7 +116,7 @@ def with_token(cluster: Cluster, environment: MutableMapping[str, str], file: st
     secret, peers = read(environment, file), cluster.peers
     if cluster.is_chief and len(peers) > 1 and not secret and not all(is_loopback(host_of(peer)) for peer in peers):
         say(
-            f"warning: this job has no token, so whoever reaches {host_of(peers[0])} and the other workers can"
+            f"warning: this job has no token, so anyone who can reach {host_of(peers[0])} and the other workers can"
             f" join it: give all the same --job_token_file or {VARIABLE} (docs/security.md)."
         )
     return replace(cluster, secret=secret)

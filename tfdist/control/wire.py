@@ -36,8 +36,8 @@ HELLO_BYTES = _HELLO.size
 LENGTH = struct.Struct("!I")
 PROOF_BYTES = hashlib.sha256().digest_size
 ADMITTED = b"\x01"
-_CURE = f"give all workers the same token, by --job_token_file or {VARIABLE}"
-OTHER_TOKEN = f"has another job token, or is of another job: {_CURE}."  # the end of a sentence
+_CURE = f"give all workers the same token, with --job_token_file or {VARIABLE}"
+OTHER_TOKEN = f"has another job token, or belongs to another job: {_CURE}."  # the end of a sentence
 
 
 class OtherJobError(Exception):
@@ -111,7 +111,7 @@ def connect(
     connection = socket.create_connection(address_of(place), timeout=_left(deadline))
     try:
         if connection.getsockname() == connection.getpeername():  # the kernel connected the socket to itself
-            raise ConnectionError("nobody listens there")
+            raise ConnectionError("nothing is listening there")
         mine = key.hello(rank)
         connection.sendall(mine)
         theirs = read_exactly(connection, HELLO_BYTES, deadline)
@@ -131,7 +131,7 @@ def connect(
             raise OtherJobError(OTHER_TOKEN)
         connection.sendall(proof + LENGTH.pack(len(message)) + message)
         if read_exactly(connection, 1, deadline) != ADMITTED:
-            raise ConnectionError("it was not let in")
+            raise ConnectionError("it was rejected")
         return connection
     except BaseException:
         connection.close()

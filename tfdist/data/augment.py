@@ -47,8 +47,8 @@ def load_augmentation(name: str) -> Augmentation | None:
         name,
         function,
         ("x", "y", "seeds"),
-        "an augmentation is a function (x, y, seeds) of several samples that returns (x, y), "
-        "and draws from seeds, int32 [n, 2], one a sample (tfdist/data/augment.py)",
+        "an augmentation is a function (x, y, seeds) of several samples that returns (x, y), and draws from seeds,"
+        " int32 [n, 2], one per sample (tfdist/data/augment.py)",
     )
 
     def augmentation(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
@@ -72,8 +72,8 @@ def _without_variables(name: str) -> Iterator[None]:
         if "singleton tf.Variables" not in str(error):
             raise
         raise ConfigError(
-            f"--augment={name} makes a variable (of a Keras layer, perhaps) each time it is traced: make it outside"
-            " of the function, and draw from `seeds` alone, not by the layer."
+            f"--augment={name} creates a variable (of a Keras layer, perhaps) each time it is traced: create it outside"
+            " of the function, and draw from `seeds` only, not with the layer."
         ) from None
 
 
@@ -84,8 +84,8 @@ def _check_stateless(name: str, kinds: set[str]) -> None:
     if drawing or setting:
         does = f"draws by {drawing[0]}" if drawing else f"sets a variable ({setting[0]}, as keras.random does)"
         raise ConfigError(
-            f"--augment={name} {does}, so that a sample would be another one with another number of workers, or when"
-            " a run is resumed: draw from its `seeds` alone, as by tf.map_fn and tf.random.stateless_*(..., seed=seed)."
+            f"--augment={name} {does}, so samples would change with the number of workers, or when a run is resumed:"
+            " draw only from its `seeds`, as with tf.map_fn and tf.random.stateless_*(..., seed=seed)."
         )
 
 

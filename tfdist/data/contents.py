@@ -95,14 +95,14 @@ def must_be_same_data(runtime: Runtime, split: Split) -> None:
     # A stream is identified by what it yields: if no part of that is steady, its order may vary, too; compare all.
     if ranks := _others(_gathered(runtime, split, kept if steady or split.size is not None else found)):
         raise DataError(
-            f"Rank {', '.join(map(str, ranks))} and rank 0 hold different samples, or an order that differs, in"
+            f"Rank {', '.join(map(str, ranks))} and rank 0 have different samples, or a different order, in"
             f" {split.name}: {_FIX}."
         )
 
 
 _FIX = (
-    "all workers must hold the same data in the same order; seed what shuffles, draws or splits it, for example by "
-    "np.random.default_rng(0), and give all of them the same files and package versions"
+    "all workers must have the same data in the same order; seed all shuffling, drawing and splitting, for example with"
+    " np.random.default_rng(0), and give all of them the same files and package versions"
 )
 
 

@@ -34,7 +34,7 @@ class Choices(NamedTuple):
 
 def classes(count: int) -> Choices:
     """Returns the valid labels."""
-    return Choices(0, count - 1, f"which is no class of 0 to {count - 1}")
+    return Choices(0, count - 1, f"which is not a class of 0 to {count - 1}")
 
 
 def rows(count: int) -> Choices:

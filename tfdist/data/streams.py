@@ -46,10 +46,10 @@ def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int
     lengths = [stop - start for start, stop in bounds]
     if plan.global_batch % cut or split.stream_shards % cut:
         raise DataError(
-            f"{split.name}: this run has read the stream in {cut} parts, one for each worker that it began with, but"
+            f"{split.name}: this run has read the stream in {cut} parts, one for each worker that it started with, but"
             f" there are {split.stream_shards} files now and --global_batch={plan.global_batch}: both must be multiples"
-            " of it. Go on with the files, and the batch, that it began with; with --source=tfrecord, add by_file=True"
-            " to --source_args."
+            " of it. Resume with the files, and the batch, that it started with; with --source=tfrecord, add"
+            " by_file=True to --source_args."
         )
     if cut == plan.replicas and plan.even:
         numbered = _shard(split, reading, replica, cut, consumed // cut)

@@ -39,7 +39,7 @@ def run_folder(folder: Path, size: int = _BYTES) -> Finding:
             "choose a --run_dir that this user may write to and that is mounted for writing on every worker.",
         )
     if not same:
-        return wrong(_NAME, f"--run_dir={folder}: other bytes came back than were written.", "use another disk.")
+        return wrong(_NAME, f"--run_dir={folder}: the bytes read back differ from those written.", "use another disk.")
     free, speed = shutil.disk_usage(place).free, size / max(seconds, 1e-9)
     said = f"{place} takes {speed / 1e6:,.0f} MB/s, {free / 2**30:,.1f} GiB are free"
     if free < _LEAST_FREE:

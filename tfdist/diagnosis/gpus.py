@@ -58,10 +58,10 @@ def read_gpus(run: Callable[..., subprocess.CompletedProcess] = subprocess.run) 
             "GPUs", f"nvidia-smi did not answer within {_SECONDS:g} s: the driver hangs.", "reboot the machine."
         )
     except OSError as error:
-        return wrong("GPUs", f"nvidia-smi cannot be run ({error.strerror}).", "install the driver anew.")
+        return wrong("GPUs", f"nvidia-smi cannot be run ({error.strerror}).", "reinstall the driver.")
     if answer.returncode:
         words = (answer.stdout + answer.stderr).strip().splitlines()
-        return wrong("GPUs", f"nvidia-smi says: {words[0] if words else 'nothing'}", "load or install the driver anew.")
+        return wrong("GPUs", f"nvidia-smi reports: {words[0] if words else 'nothing'}", "load or reinstall the driver.")
     return [_parse(line) for line in answer.stdout.splitlines() if line.count(",") == len(_QUERY) - 1]
 
 
@@ -84,7 +84,7 @@ def gpus(found: Sequence[Gpu], build: Build, cudnn: str, visible: str | None) ->
             warning(
                 "GPUs",
                 f"they differ: {names}.",
-                "choose alike ones by CUDA_VISIBLE_DEVICES: the slowest sets the pace.",
+                "choose identical ones by CUDA_VISIBLE_DEVICES: the slowest sets the pace.",
             )
         )
     findings += [finding for gpu in dict.fromkeys(found) for finding in _of_one(gpu, build)]
@@ -95,7 +95,7 @@ def _seen(found: Sequence[Gpu], build: Build, visible: str | None) -> Finding | 
     if not build.cuda:
         return wrong(
             "GPUs",
-            f"{len(found)} are here, but this TensorFlow is a build for CPUs.",
+            f"{len(found)} were found, but this TensorFlow is a build for CPUs.",
             'pip install "tensorflow[and-cuda]~=2.21.0" in place of tensorflow-cpu.',
         )
     if build.devices:
@@ -104,8 +104,8 @@ def _seen(found: Sequence[Gpu], build: Build, visible: str | None) -> Finding | 
         return wrong("GPUs", f"CUDA_VISIBLE_DEVICES={visible!r} hides all.", "unset it.")
     return wrong(
         "GPUs",
-        f"{len(found)} are here, but TensorFlow sees none: it does not find CUDA's libraries, or they do not suit.",
-        'pip install "tensorflow[and-cuda]~=2.21.0"; python -c "import tensorflow" tells which library is missing.',
+        f"{len(found)} were found, but TensorFlow sees none: it does not find CUDA's libraries, or they do not match.",
+        'pip install "tensorflow[and-cuda]~=2.21.0"; python -c "import tensorflow" shows which library is missing.',
     )
 
 
@@ -126,7 +126,7 @@ def _of_one(gpu: Gpu, build: Build) -> list[Finding]:
         findings.append(
             warning(
                 f"memory of {gpu.name}",
-                f"{gpu.used:,} of {gpu.memory:,} MiB are taken by somebody.",
+                f"{gpu.used:,} of {gpu.memory:,} MiB are in use.",
                 "end what nvidia-smi lists, or choose another GPU by CUDA_VISIBLE_DEVICES.",
             )
         )
@@ -147,13 +147,16 @@ def _capability(gpu: Gpu, capabilities: Sequence[str]) -> Finding | None:
     if gpu.capability[0] >= 12:  # others have tried this with 2.21: CUDA_ERROR_INVALID_HANDLE and the like
         return wrong(
             name,
-            f"{number}, but TensorFlow has {', '.join(capabilities)}, and what drivers make of it fails there.",
+            (
+                f"{number}, but TensorFlow has {', '.join(capabilities)}, and the code that drivers compile from it"
+                " fails there."
+            ),
             "use TensorFlow built for it (NVIDIA's container, or from source).",
         )
     return warning(
         name,
         f"{number}, but TensorFlow has {', '.join(capabilities)}: the driver compiles at the first start (minutes).",
-        "let CUDA_CACHE_PATH be a folder that stays, and CUDA_CACHE_MAXSIZE=4294967296.",
+        "set CUDA_CACHE_PATH to a persistent folder, and CUDA_CACHE_MAXSIZE=4294967296.",
     )
 
 
@@ -166,8 +169,8 @@ def _cudnn(found: Sequence[Gpu], cudnn: str) -> Finding:
     if not cudnn:
         return warning(
             "cuDNN",
-            "none was loaded, and none is here as a package; its version is not known.",
-            f"see that it is {_LEAST_CUDNN[0]}.{_LEAST_CUDNN[1]} or newer.",
+            "none was loaded, and none is installed as a package; its version is not known.",
+            f"check that it is {_LEAST_CUDNN[0]}.{_LEAST_CUDNN[1]} or newer.",
         )
     version = tuple(int(part) for part in re.findall(r"\d+", cudnn)[:2])
     if any(gpu.capability == (7, 0) for gpu in found) and version > _LAST_CUDNN_OF_VOLTA:
@@ -179,8 +182,8 @@ def _cudnn(found: Sequence[Gpu], cudnn: str) -> Finding:
     if version < _LEAST_CUDNN and not any(gpu.capability == (7, 0) for gpu in found):
         return warning(
             "cuDNN",
-            f"{cudnn}: others saw convolutions fail under XLA (--jit_compile) with this TensorFlow; see whether those"
-            " tried here are right (arithmetic).",
+            f"{cudnn}: convolutions are known to fail under XLA (--jit_compile) with this TensorFlow; check whether"
+            " those tried here are right (arithmetic).",
             f'pip install -U "nvidia-cudnn-cu12>={_LEAST_CUDNN[0]}.{_LEAST_CUDNN[1]}".',
         )
     return fine("cuDNN", cudnn)

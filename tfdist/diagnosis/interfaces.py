@@ -53,7 +53,7 @@ def network(interfaces: Mapping[str, str], own_address: str, environment: Mappin
         return wrong(
             "network",
             f"{VARIABLE}={asked}, but this machine has {all_of_them or 'no interface with an address'}.",
-            f"set {VARIABLE} to the one by which workers reach each other, or unset it.",
+            f"set {VARIABLE} to the one that workers reach each other by, or unset it.",
         )
     of_address = [name for name, address in interfaces.items() if address == own_address]
     said = f"NCCL takes {', '.join(f'{name} ({interfaces[name]})' for name in chosen)}"
@@ -62,13 +62,13 @@ def network(interfaces: Mapping[str, str], own_address: str, environment: Mappin
     if of_address and of_address[0] not in chosen:
         return warning(
             "network",
-            f"{said}, but this worker's address {own_address} is that of {of_address[0]}.",
-            f"set {VARIABLE}={of_address[0]}, unless the other network is the quicker one and joins all workers.",
+            f"{said}, but this worker's address {own_address} belongs to {of_address[0]}.",
+            f"set {VARIABLE}={of_address[0]}, unless the other network is faster and connects all workers.",
         )
     if of_address and not asked and len(chosen) > 1 and of_address[0] != chosen[0]:
         return warning(
             "network",
-            f"{said} as it likes; this worker's address {own_address} is that of {of_address[0]}.",
-            f"set {VARIABLE}={of_address[0]}, or to the quickest one that joins all workers.",
+            f"{said} as it likes; this worker's address {own_address} belongs to {of_address[0]}.",
+            f"set {VARIABLE}={of_address[0]}, or to the fastest one that connects all workers.",
         )
     return fine("network", said)

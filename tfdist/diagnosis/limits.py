@@ -60,7 +60,7 @@ def _cores(found: Limits) -> Finding:
         if threads > found.cores:
             return warning(
                 "cores",
-                f"{name}={threads}, but this process may use {found.cores}: threads fight for them.",
+                f"{name}={threads}, but this process may use {found.cores}: threads compete for them.",
                 f"set {name}={found.cores}, or give the worker more cores (--cpus-per-task, resources.limits.cpu).",
             )
     return fine("cores", f"{found.cores}")
@@ -68,7 +68,7 @@ def _cores(found: Limits) -> Finding:
 
 def _memory_finding(found: Limits) -> Finding:
     if found.memory is None:
-        return fine("memory", "not told by this system")
+        return fine("memory", "not reported by this system")
     said = f"{found.memory / 2**30:.1f} GiB are free"
     if found.memory < _LEAST_MEMORY:
         return warning(
@@ -82,7 +82,7 @@ def _memory_finding(found: Limits) -> Finding:
 def _shared(found: Limits) -> Finding:
     if found.shared is None:
         return warning(
-            "/dev/shm", "is not there: workers of one machine exchange data by TCP.", "mount a tmpfs at /dev/shm."
+            "/dev/shm", "does not exist: workers of one machine exchange data by TCP.", "mount a tmpfs at /dev/shm."
         )
     said = f"{found.shared / 2**20:,.0f} MiB"
     if found.shared < _LEAST_SHARED:

@@ -68,7 +68,7 @@ def addresses(cluster: Cluster) -> list[Finding]:
         findings.append(
             warning(
                 "addresses",
-                f"{own_address}, this worker's in TF_CONFIG, is none of this machine.",
+                f"{own_address}, this worker's in TF_CONFIG, does not belong to this machine.",
                 "fix TF_CONFIG, unless a service in front of this machine has that address.",
             )
         )
@@ -112,9 +112,9 @@ def _clocks(cluster: Cluster, reports: Sequence[WorkerReport], uncertain: float)
     return [
         wrong(
             "clocks",
-            f"that of {cluster.name(rank)} is {abs(off[rank]):.0f} s {'ahead of' if off[rank] > 0 else 'behind'} the"
-            " chief's.",
-            "let chrony or systemd-timesyncd set the clocks (timedatectl).",
+            f"the clock of {cluster.name(rank)} is {abs(off[rank]):.0f} s {'ahead of' if off[rank] > 0 else 'behind'}"
+            " the chief's.",
+            "synchronize the clocks with chrony or systemd-timesyncd (timedatectl).",
         )
         for rank in late
     ]
@@ -132,15 +132,13 @@ def _alike(cluster: Cluster, reports: Sequence[WorkerReport]) -> list[Finding]:
         findings.append(
             wrong(
                 "GPUs",
-                f"{without} has none, the others have: all would wait for the CPU.",
+                f"{without} has none, but the others have: all would wait for the CPU.",
                 "ask for GPUs on every worker, or hide all by CUDA_VISIBLE_DEVICES=-1.",
             )
         )
     elif len({other.gpus for other in reports}) > 1:
         counts = ", ".join(f"rank {other.rank} has {other.gpus}" for other in reports)
-        findings.append(
-            warning("GPUs", f"{counts}: the workers are not alike.", "give every worker the same number of GPUs.")
-        )
+        findings.append(warning("GPUs", f"{counts}: the workers differ.", "give every worker the same number of GPUs."))
     return findings
 
 
@@ -158,7 +156,7 @@ def _all_reduce(ring: Any, cluster: Cluster) -> Finding:
             return wrong(
                 "all-reduce",
                 f"a sum came out as {float(array.min())} to {float(array.max())} and not {expected}.",
-                "look for a faulty network card or memory: this should not be.",
+                "look for a faulty network card or memory: this should not happen.",
             )
     rate = 4 * _NUMBERS * 2 * (cluster.size - 1) / cluster.size / max(min(seconds), 1e-9)
     return fine(

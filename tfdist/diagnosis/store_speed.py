@@ -53,7 +53,9 @@ def store(kind: str, url: str) -> Finding:
     except (StoreError, TfdistError, FileNotFoundError) as error:
         return _unusable(kind, flag, url, error)
     if not same:
-        return wrong(f"{kind} store", f"{flag}={url}: other bytes came back than were written.", "use another store.")
+        return wrong(
+            f"{kind} store", f"{flag}={url}: the bytes read back differ from those written.", "use another store."
+        )
     said = f"{url} takes {_BYTES / max(seconds, 1e-9) / 1e6:,.0f} MB/s"
     if _BYTES / max(seconds, 1e-9) < _SLOW:
         late = f"{said}: snapshots will take long to arrive."
@@ -71,10 +73,10 @@ def data_store(url: str) -> Finding:
     except (StoreError, TfdistError, FileNotFoundError) as error:
         return _unusable("data", "--data_dir", url, error)
     if not sizes:
-        return wrong("data store", f"--data_dir={url} holds no objects.", "put the data there, or correct the URL.")
-    return fine("data store", f"{url} holds {len(sizes):,} objects, {sum(sizes.values()) / 1e9:,.3g} GB")
+        return wrong("data store", f"--data_dir={url} contains no objects.", "put the data there, or correct the URL.")
+    return fine("data store", f"{url} contains {len(sizes):,} objects, {sum(sizes.values()) / 1e9:,.3g} GB")
 
 
 def _unusable(kind: str, flag: str, url: str, error: Exception) -> Finding:
     what = f"{flag}={url}: {error}.".replace("..", ".")
-    return wrong(f"{kind} store", what, "what it says; then run this again.")
+    return wrong(f"{kind} store", what, "fix that, then run this again.")

@@ -38,7 +38,7 @@ def arithmetic(command: Sequence[str] = TRIAL, seconds: float = SECONDS) -> tupl
         failed.append(
             wrong(
                 _NAME,
-                f"{end} after {last}. It last said: {words[-1][:200] if words else 'nothing'}",
+                f"{end} after {last}. Its last output: {words[-1][:200] if words else 'nothing'}",
                 "try `python -m tfdist.diagnosis.trial`; if a driver hangs, nvidia-smi -r or a reboot.",
             )
         )
@@ -59,7 +59,7 @@ def all_reduce(workers: int, communication: str = "nccl", seconds: float = SECON
         last = [line for line in output.splitlines() if line.strip()][-1:]
         return wrong(
             name,
-            f"{end}. It last said: {last[0][:300] if last else 'nothing'}",
+            f"{end}. Its last output: {last[0][:300] if last else 'nothing'}",
             "set NCCL_DEBUG=INFO and look for the interface that it takes (NCCL_SOCKET_IFNAME), and at /dev/shm.",
         )
     return fine(name, f"{workers} processes on this machine")

@@ -229,7 +229,7 @@ def spread(model: keras.Model, optimizer: keras.Optimizer | None = None) -> Iter
         return
     refuse_unsupported(model)
     if not model.built:
-        raise ConfigError("tfdist.spread needs a model that is built: give it an Input, or call it on a batch, before.")
+        raise ConfigError("tfdist.spread needs a built model: give it an Input, or call it on a batch, first.")
     with explained(runtime):
         _compare(runtime, model, {"the optimizer": optimizer or getattr(model, "optimizer", None)})
         with DistributedModel.of(model, runtime).installed(training=True, optimizer=optimizer):

@@ -57,7 +57,7 @@ class BackupContent:
         except TypeError:  # an entry that has no default is missing
             content = None
         if content is None or not content._has_its_kinds():
-            raise ValueError("it holds what no backup holds")
+            raise ValueError("it has unexpected contents")
         return content
 
     def to_dict(self) -> dict[str, Any]:

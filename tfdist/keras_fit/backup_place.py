@@ -138,8 +138,8 @@ class _Objects:
                 self._objects.send(file, name)
         except OSError as error:  # also from the local disk
             say(
-                f"THE BACKUP OF EPOCH {content.epoch} WAS NOT SENT: {error}. Training goes on; the next epoch"
-                " tries again."
+                f"THE BACKUP OF EPOCH {content.epoch} WAS NOT SENT: {error}. Training continues; the next epoch tries"
+                " again."
             )
             return False
         return True

@@ -71,7 +71,9 @@ class Batches:
             if self._from_chief is None:
                 self._compare(stamp)
                 if batch is END and not self._from_chief:
-                    raise DataError("The data hold not even one batch: give x, or the dataset, at least one sample.")
+                    raise DataError(
+                        "The data do not contain a single batch: give x, or the dataset, at least one sample."
+                    )
             if not self._from_chief:
                 _set_stamp(stamp)
                 return batch
@@ -82,8 +84,8 @@ class Batches:
         self._from_chief = bool((stamps != stamps[0]).any())
         if self._from_chief and self._runtime.rank == 0:
             say(
-                "the workers read different batches (a shuffle without a seed?): all take the chief's, over the"
-                " network. Call keras.utils.set_random_seed before the data is made to let each read for itself."
+                "the workers read different batches (a shuffle without a seed?): all use the chief's, over the network."
+                " Call keras.utils.set_random_seed before the data is created to let each worker read its own."
             )
 
     def _of_the_chief(self, batch: Any) -> Any:
@@ -104,8 +106,8 @@ class Batches:
             return END
         if self._like is END or len(keras.tree.flatten(self._like)) != len(message):
             raise DataError(
-                f"The batches of rank {self._runtime.rank} are not made like the chief's, which have {len(message)}"
-                " tensors: give all workers the same data."
+                f"The batches of rank {self._runtime.rank} differ in structure from the chief's, which have"
+                f" {len(message)} tensors: give all workers the same data."
             )
         received = [None if leaf is None else tf.io.parse_tensor(leaf[1].tobytes(), leaf[0]) for leaf in message]
         return keras.tree.pack_sequence_as(self._like, received)

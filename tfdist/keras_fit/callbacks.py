@@ -72,7 +72,7 @@ def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:
     given = keras.tree.flatten(callbacks) if callbacks else []
     if wrong := [one for one in given if not isinstance(one, keras.callbacks.Callback)]:
         raise ConfigError(
-            f"callbacks=[...] holds {wrong[0]!r:.80}, which is no keras.callbacks.Callback: give objects, such as"
+            f"callbacks=[...] contains {wrong[0]!r:.80}, which is not a keras.callbacks.Callback: give objects, such as"
             " keras.callbacks.EarlyStopping()."
         )
     return given

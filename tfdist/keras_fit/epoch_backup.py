@@ -51,10 +51,10 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> 
     if runtime.rank == 0:
         often, not_so = found[0].save_freq, ""
         if often != "epoch":
-            not_so = f" (save_freq={often} does not count: what is killed goes on from the last epoch)"
+            not_so = f" (save_freq={often} is ignored: a killed run resumes from the last epoch)"
         say(
-            f"BackupAndRestore is replaced by that of tfdist.fit: one file in {folder} after each epoch,"
-            f" written by the chief{not_so}."
+            f"BackupAndRestore is replaced by the one of tfdist.fit: one file in {folder} after each epoch, written by"
+            f" the chief{not_so}."
         )
     backup = EpochBackup(folder, runtime, others, delete=found[0].delete_checkpoint)
     if backup.epoch:
@@ -78,7 +78,7 @@ def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Ite
                 holding.enter_context(backup_place(folder).held(job_identity(os.environ, resolve_cluster(os.environ))))
             except OSError as error:
                 raise ConfigError(
-                    f"BackupAndRestore's folder {folder} cannot be made ({error.strerror or error}): choose another."
+                    f"BackupAndRestore's folder {folder} cannot be created ({error.strerror or error}): choose another."
                 ) from error
 
         if found:
@@ -115,7 +115,7 @@ class EpochBackup(FitCallback):
                 return self._place.read()
             except (OSError, ValueError) as error:
                 raise CheckpointError(
-                    f"{self._place.name} cannot be read ({error}): remove it to begin anew."
+                    f"{self._place.name} cannot be read ({error}): remove it to start from the beginning."
                 ) from error
 
         received = of_the_chief(self._runtime, read)
@@ -135,8 +135,9 @@ class EpochBackup(FitCallback):
             self._data = data_identity.identity_of(given)
             if changed := data_identity.what_changed(before, self._data):
                 raise CheckpointError(
-                    f"The data have changed since {self._place.name} was written ({changed}): give the fit its data"
-                    " again (seed what draws, shuffles or splits them), or remove the backup to begin anew."
+                    f"The data have changed since {self._place.name} was written ({changed}): restore the data of the"
+                    " fit (seed all drawing, shuffling and splitting), or remove the backup to start from the"
+                    " beginning."
                 )
 
         of_the_chief(self._runtime, compare)
@@ -148,7 +149,8 @@ class EpochBackup(FitCallback):
         if len(keras_trainer.optimizers_of(self.fitted)) > 1:
             raise ConfigError(
                 "BackupAndRestore keeps the optimizer that the model was compiled with, but"
-                f" {type(self.fitted).__name__} has others beside it, which would begin anew: train without it."
+                f" {type(self.fitted).__name__} has others beside it, which would start from the beginning: train"
+                " without it."
             )
         backup_checks.refuse_unbuilt(self.fitted)
         self._beside.begin(self.fitted)
@@ -161,7 +163,7 @@ class EpochBackup(FitCallback):
         shapes = [tuple(variable.shape) for variable in variables]
         if shapes != [value.shape for value in backup.variables]:
             raise CheckpointError(
-                f"{self._place.name} is of another model or optimizer: remove it, or give BackupAndRestore another"
+                f"{self._place.name} belongs to another model or optimizer: remove it, or give BackupAndRestore another"
                 " folder."
             )
         for variable, value in zip(variables, backup.variables, strict=True):
@@ -181,8 +183,8 @@ class EpochBackup(FitCallback):
         if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends):
             if self._runtime.rank == 0:
                 say(
-                    "the data of these epochs was read again, as what comes next may depend on it (repeat,"
-                    " cache, a PyDataset, a generator)."
+                    "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
+                    " PyDataset, a generator)."
                 )
         else:  # not after reading again, which has just advanced the process's generators
             host_state.restore_generator_states(backup.generators)

@@ -129,8 +129,8 @@ class Gradients:
         """Takes a gradient inside tf.vectorized_map, where every worker computes all rows (forward.py)."""
         if tape not in self._inside_vectorized:
             raise ConfigError(
-                "tape.gradient inside tf.vectorized_map, of a tape that was made outside of it, cannot be spread over"
-                " workers: take it in a Python loop, or with tf.map_fn(..., parallel_iterations=1)."
+                "tape.gradient inside tf.vectorized_map, with a tape that was created outside of it, cannot be spread"
+                " over workers: compute it in a Python loop, or with tf.map_fn(..., parallel_iterations=1)."
             )
         self.taken += 1
         return original(tape, *args)
@@ -149,7 +149,7 @@ class Gradients:
         if not self.of_own_rows.is_here and not tensorflow_vectorized.is_here():
             if any(map(_is_variable, tf.nest.flatten(sources))):
                 raise ConfigError(
-                    "tape.jacobian with respect to weights cannot be spread over workers: take tape.gradient of each"
+                    "tape.jacobian with respect to weights cannot be spread over workers: compute tape.gradient of each"
                     " element, or train in one process."
                 )
             # TensorFlow's pfor converts operations, and loses the gradients of ours. And messages between workers have

@@ -98,7 +98,7 @@ def has_joined() -> bool:
 
 def _check_option(name: str, value: Any) -> None:
     field = next(field for _, field in iter_options() if field.name == name)
-    kinds, words = (str, "a text") if isinstance(field.default, str) else ((int, float), "a number")
+    kinds, words = (str, "a string") if isinstance(field.default, str) else ((int, float), "a number")
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise ConfigError(f"tfdist.init({name}={value!r:.80}): give {words}.")
     check_option(field, value)

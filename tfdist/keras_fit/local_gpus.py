@@ -32,11 +32,11 @@ def use_all(choice: str) -> None:
         return
     argv = started_again(sys.modules["__main__"], sys.argv)
     if argv and not tensorflow_cluster.has_computed():
-        say(f"{count} GPUs are here: this script starts anew on a worker for each; local_gpus='one' takes one.")
+        say(f"{count} GPUs were found: this script is restarted with a worker for each; local_gpus='one' uses one.")
         _become_launcher(count, argv)
     early = "call tfdist.init() at the top of the script, or " if argv else ""
     script = Path(argv[0]).name if argv else "script.py"
-    say(f"{count} GPUs are here and one is used: {early}start it by `tfdist launch --workers={count} -- {script}`.")
+    say(f"{count} GPUs were found and one is used: {early}start it with `tfdist launch --workers={count} -- {script}`.")
 
 
 def started_again(main: object, argv: list[str]) -> list[str]:

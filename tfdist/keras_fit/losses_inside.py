@@ -54,9 +54,8 @@ class Reductions:
             if key not in known:
                 layer = keras_layers.all_layers(self._model)[key.layer]
                 raise ConfigError(
-                    f"The loss number {key.place + 1} that layer {layer.name} adds is not"
-                    " always there, so that nothing tells whether it is a mean or a sum over rows: add it in every"
-                    " call, or train in one process."
+                    f"The loss number {key.place + 1} that layer {layer.name} adds is not always present, so it is"
+                    " unknown whether it is a mean or a sum over rows: add it in every call, or train in one process."
                 )
         return [known[key] for key in keys]
 

@@ -59,6 +59,6 @@ def refuse_lists(purpose: str, model: keras.Model | None = None, **data: Any) ->
         if leaf is not value and isinstance(leaf, (bool, int, float, str)):
             wanted = "numpy.array(x), numpy.array(y)" if name == "validation_data" else f"numpy.array({name})"
             raise ConfigError(
-                f"tfdist.{purpose}: {name} holds its rows in a Python {type(value).__name__}, which Keras does not"
-                f" take: give {'arrays' if name == 'validation_data' else 'an array'}, {wanted}."
+                f"tfdist.{purpose}: {name} has its rows in a Python {type(value).__name__}, which Keras does not"
+                f" accept: give {'arrays' if name == 'validation_data' else 'an array'}, {wanted}."
             )

@@ -45,7 +45,7 @@ class OwnRows:
         batch = [tensor for tensor in tensors if id(tensor) not in self._others]
         if not batch:
             raise ConfigError(
-                "tfdist.fit cannot split a batch without a tensor in it: the model's first argument must hold the"
+                "tfdist.fit cannot split a batch without a tensor in it: the model's first argument must contain the"
                 " batch."
             )
         first = batch[0]

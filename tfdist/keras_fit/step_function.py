@@ -62,8 +62,8 @@ class _Traced:
 
 def _refuse_toggled(*_: Any) -> Any:
     raise ConfigError(
-        "A layer's `trainable` was changed after the model had been compiled and trained, which Keras leaves without"
-        " effect: call model.compile(...) again before tfdist.fit."
+        "A layer's `trainable` was changed after the model had been compiled and trained, which has no effect in Keras:"
+        " call model.compile(...) again before tfdist.fit."
     )
 
 

@@ -51,15 +51,15 @@ class _Backup:
         if found.unsaved:
             raise ConfigError(
                 f"Each step of this fit sets {found.unsaved[0]}, which was found neither in the model nor in its losses"
-                " and metrics before it (it is of a module or a class, or made in the first step), so that"
-                " BackupAndRestore does not hold it, and a fit that is resumed would compute something else: make it an"
+                " and metrics before it (it belongs to a module or a class, or is created in the first step), so"
+                " BackupAndRestore does not save it, and a resumed fit would compute something else: make it an"
                 " attribute of the model, a layer, or the loss, in its constructor, or train without BackupAndRestore."
             )
         if found.drawn and self._tells and not self._has_warned:
             self._has_warned = True
             say(
-                f"the step {found.drawn}: a fit that is resumed draws others than one that is not. If that"
-                f" matters, {unsaved_state_checks.DRAW}."
+                f"the step {found.drawn}: a resumed fit draws other numbers than an uninterrupted one. If that matters,"
+                f" {unsaved_state_checks.DRAW}."
             )
 
 
@@ -142,9 +142,9 @@ def refused_in_own_rows(models: Set[keras.Model], random_numbers: RandomNumbers)
     ]:
         raise keras_layers.keep_message(
             ConfigError(
-                f"The model sets the variable {names[0]!r} when it is called, which was not found in it (it is of a"
-                " module or a class, or made while a layer is called), so that each worker would have another value"
-                f" there, of its own rows: {unsaved_state_checks.MEND}."
+                f"The model sets the variable {names[0]!r} when it is called, which was not found in it (it belongs to"
+                " a module or a class, or is created while a layer is called), so each worker would have its own value"
+                f" there, from its own rows: {unsaved_state_checks.MEND}."
             )
         )
 

@@ -42,6 +42,6 @@ def reconcile(runtime: PeerRuntime, model: keras.Model) -> None:
         more = f" and {len(differed) - 3} more" if len(differed) > 3 else ""
         say(
             f"the workers' weights had drifted apart in this epoch ({', '.join(differed[:3])}{more}); all took the"
-            " chief's. Does a layer keep statistics of its rows? It sees its worker's only: compute them in train_step,"
-            " from the outputs of all rows. Or does a callback set weights to its own numbers?"
+            " chief's. Does a layer keep statistics of its rows? It sees only its worker's rows: compute them in"
+            " train_step, from the outputs of all rows. Or does a callback set weights to its own numbers?"
         )

@@ -66,7 +66,7 @@ def build_model(config: ModelConfig, x_spec: Any, num_outputs: int | None) -> ke
         built = model.built  # a class whose __init__ does not call super().__init__() lacks this attribute
     if not built:
         raise ConfigError(
-            f"--model={config.model} returned a model without variables: call its build(input_shape), or begin it with"
+            f"--model={config.model} returned a model without variables: call its build(input_shape), or start it with"
             " keras.Input."
         )
     if not model.trainable_variables:
@@ -83,8 +83,8 @@ def _check_names(name: str, model: keras.Model) -> None:
     for layer in keras_layers.all_layers(model):
         if not _NAME.fullmatch(layer.name):
             raise ConfigError(
-                f"--model={name} has a layer, or a model, called {layer.name!r}: give it a name of ASCII letters,"
-                " digits and _ . - alone, as TensorFlow wants."
+                f"--model={name} has a layer, or a model, called {layer.name!r}: give it a name of only ASCII letters,"
+                " digits and _ . -, as TensorFlow requires."
             )
 
 
@@ -95,8 +95,8 @@ def _build_users(config: ModelConfig, builder: Callable, arguments: dict[str, An
     except ConfigError as error:
         if "num_outputs" in arguments and arguments["num_outputs"] is None:
             raise ConfigError(
-                f"{error} (It was given num_outputs=None, because --source does not tell the number of classes, as"
-                " it does by integers of shape [n] from 0 on: make such of y, or add the number to the model's options,"
+                f"{error} (It was given num_outputs=None, because --source does not give the number of classes, as it"
+                " does with integers of shape [n] from 0: convert y to these, or add the number to the model's options,"
                 " for example --model_args=num_outputs=10.)"
             ) from error
         raise

@@ -73,8 +73,8 @@ def choose_experts(
         )
     if not found.capacity > 0:
         raise ConfigError(
-            f"--model={model} got capacity={found.capacity}: it must be above 0, and is 1 where every place is taken if"
-            " all experts are liked as much."
+            f"--model={model} got capacity={found.capacity}: it must be above 0, and at 1, every place is taken if all"
+            " experts are equally loaded."
         )
     if not found.balance >= 0:
         raise ConfigError(f"--model={model} got balance={found.balance}: it must be at least 0.")

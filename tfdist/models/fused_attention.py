@@ -142,7 +142,7 @@ def _is_right(
         wrong = f"fails: {first_line(error):.200}"
     if wrong:
         say(
-            f"warning: cuDNN's attention of {queries} x {keys} positions, {width} wide, in {dtype.name}"
-            f" {wrong}: the formula is taken, which is slower and takes more memory."
+            f"warning: cuDNN's attention of {queries} x {keys} positions, {width} wide, in {dtype.name} {wrong}: the"
+            " formula is used, which is slower and takes more memory."
         )
     return not wrong

@@ -41,7 +41,7 @@ def refuse_batch_norm(model: keras.Model) -> None:
         ):
             raise ConfigError(
                 f"The call of {type(layer).__name__} {layer.name} is a tf.function, and BatchNormalization in it cannot"
-                " take its moments over several workers: take @tf.function off, as the whole step is one anyway."
+                " take its moments over several workers: remove @tf.function, as the whole step is one anyway."
             )
 
 

@@ -72,8 +72,8 @@ def transformer(
     vocabulary = tokens if vocabulary is None else vocabulary
     if vocabulary < tokens:
         raise ConfigError(
-            f"--model=transformer got vocabulary={vocabulary}, but the source has {tokens} tokens: raise it, or leave"
-            " it out."
+            f"--model=transformer got vocabulary={vocabulary}, but the source has {tokens} tokens: raise it, or drop"
+            " it."
         )
     return _build(shape, length, context, vocabulary, tied, x_spec.dtype.name)
 

@@ -54,7 +54,8 @@ def read_run(folder: str) -> Measured:
         records = list(read_jsonl(log))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--calibrate={folder} is no run folder that can be read ({error}): give the --run_dir of a finished run."
+            f"--calibrate={folder} is not a run folder that can be read ({error}): give the --run_dir of a"
+            " finished run."
         ) from None
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
@@ -63,7 +64,7 @@ def read_run(folder: str) -> Measured:
     rates = [rate for rate in logged if isinstance(rate, int | float) and 0 < rate < math.inf][_WARM_UP:]
     if not rates or not all(type(start.get(name)) is int and start[name] > 0 for name in ("workers", "replicas")):
         raise ConfigError(
-            f"--calibrate={folder} holds fewer than two log lines of its last attempt: train for longer, or lower"
+            f"--calibrate={folder} contains fewer than two log lines of its last attempt: train for longer, or lower"
             " --log_every."
         )
     return Measured(folder, config, start["workers"], start["replicas"], 1 / statistics.median(rates))

@@ -187,12 +187,12 @@ def load_hardware(text: str) -> Hardware:
             values: dict[str, Any] = json.loads(Path(text).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ConfigError(
-                f"--hardware={text} cannot be read as JSON ({error}): give a file that holds one object, or a name of"
-                f" {', '.join(DEVICES)}."
+                f"--hardware={text} cannot be read as JSON ({error}): give a file that contains one object, or a name"
+                f" of {', '.join(DEVICES)}."
             ) from None
         if not isinstance(values, dict):
             raise ConfigError(
-                f'--hardware={text} holds no JSON object: write for example {{"base": "h100", "per_node": 4}}.'
+                f'--hardware={text} contains no JSON object: write for example {{"base": "h100", "per_node": 4}}.'
             )
         base = values.pop("base", None)
     else:
@@ -227,7 +227,7 @@ def _with(text: str, base: str | None, values: dict[str, Any]) -> Hardware:
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in values]
     if base is None and missing:
         raise ConfigError(
-            f"--hardware={text} lacks {', '.join(missing)}: add them, or begin with a name of the table, for example"
+            f"--hardware={text} lacks {', '.join(missing)}: add them, or start with a name of the table, for example"
             f" h100,{text}."
         )
     hardware = dataclasses.replace(DEVICES[base], **values) if base else Hardware(**values)

@@ -21,7 +21,7 @@ from tfdist.runtime.mesh import Mesh
 
 _ELEMENTWISE = f"{', '.join(ELEMENTWISE_OPTIMIZERS[:-1])} or {ELEMENTWISE_OPTIMIZERS[-1]}"
 
-_WHOLE = "it does not treat every element on its own, so it cannot work on"
+_WHOLE = "it does not treat each element separately, so it cannot work on"
 
 
 def of_mesh(model: ModelShape, mesh: Mesh) -> str:
@@ -30,17 +30,17 @@ def of_mesh(model: ModelShape, mesh: Mesh) -> str:
     tensor, pipe, expert = (mesh.degree(name) for name in ("model", "pipe", "expert"))
     if tensor > 1 and "model" not in model.axes:
         return (
-            f"{flag}: what model={tensor} would divide of {model.name} is not known here: it is of tfdist's"
-            " transformers only. Plan without model=, or train with it and look at the memory in the log."
+            f"{flag}: what model={tensor} would divide in {model.name} is known only for tfdist's transformers. Plan"
+            " without model=, or train with it and look at the memory in the log."
         )
     if tensor > 1 and model.heads % tensor:
         return (
-            f"{flag}: model={tensor} must divide the attention heads, of which {model.name} has {model.heads}: choose a"
-            " degree that does."
+            f"{flag}: model={tensor} must divide the {model.heads} attention heads of {model.name}: choose a degree"
+            " that does."
         )
     if pipe > 1 and model.experts:
         return (
-            f"{flag}: pipe={pipe}, but {model.name} has experts, which stages cannot hold yet: use data=, expert= or"
+            f"{flag}: pipe={pipe}, but {model.name} has experts, which stages do not support yet: use data=, expert= or"
             " model= instead."
         )
     if pipe > max(1, model.blocks):
@@ -50,8 +50,8 @@ def of_mesh(model: ModelShape, mesh: Mesh) -> str:
     for experts in model.experts:
         if experts % expert:
             return (
-                f"{flag}: expert={expert} must divide the experts, of which a layer of {model.name} has {experts}:"
-                " choose a degree that does."
+                f"{flag}: expert={expert} must divide the {experts} experts of a layer of {model.name}: choose a degree"
+                " that does."
             )
     return ""
 
@@ -85,8 +85,8 @@ def _optimizer(config: Config, layout: Layout) -> Iterator[str]:
         )
     if name == "adafactor" and layout.pipe > 1:
         yield (
-            f"--mesh has pipe={layout.pipe}, over which the state of --optimizer=adafactor cannot be spread, as it has"
-            " not the shapes of the variables: use another optimizer, or data= only."
+            f"--mesh has pipe={layout.pipe}, over which the state of --optimizer=adafactor cannot be spread, as it does"
+            " not have the shapes of the variables: use another optimizer, or data= only."
         )
 
 

@@ -139,8 +139,8 @@ def _cure(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]],
     mesh = "" if strategy_or_undecided(config.strategy.strategy).mesh else "--strategy=mesh "
     if config.optimizer.optimizer not in ELEMENTWISE_OPTIMIZERS:  # --zero cannot divide their state
         return (
-            "use an optimizer that --zero can share out (sgd, momentum, adam, adamw, lion) with --strategy=mesh"
-            " --zero=3 on more workers, or a smaller model"
+            "use an optimizer that --zero can shard (sgd, momentum, adam, adamw, lion) with --strategy=mesh --zero=3 on"
+            " more workers, or a smaller model"
         )
     for zero in range(layout.zero + 1, 4):
         total = least_states(config, dataclasses.replace(layout, zero=zero), weights).total

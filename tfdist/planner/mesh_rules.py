@@ -37,7 +37,7 @@ def _compression(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     if config.parallel.zero:
         yield (
             f"--compression={kind} is for gradients that are whole on all workers, but --zero={config.parallel.zero}"
-            " shares them out: use --zero=0, or drop --compression."
+            " shards them: use --zero=0, or drop --compression."
         )
     if mesh.degree("pipe", "expert", "model") > 1:
         yield f"--compression={kind} is for --mesh with data only, not {mesh.describe()}: drop one of them."
@@ -48,8 +48,8 @@ def _compression(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
 def _offload(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     if config.parallel.offload != "none" and config.parallel.zero not in (1, 2):
         yield (
-            f"--offload={config.parallel.offload} moves the optimizer's copy of the weights, which there is with"
-            f" --zero=1 or 2 only, not {config.parallel.zero}: add --zero=1."
+            f"--offload={config.parallel.offload} moves the optimizer's copy of the weights, which exists with --zero=1"
+            f" or 2 only, not {config.parallel.zero}: add --zero=1."
         )
 
 
@@ -61,7 +61,7 @@ def _batch(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
         f" {batch.replicas} replicas: change one of them"
     )
     if (degree := mesh.degree("expert")) > 1:
-        yield f"--mesh has expert={degree}, whose workers must have as many samples each, {parts}."
+        yield f"--mesh has expert={degree}, whose workers must have the same number of samples, {parts}."
     if (degree := mesh.degree("model")) > 1 and batch.accumulation > 2:
         # TensorFlow fixes the shape of a collective operation at its first use in a call, and the loop repeats it.
         yield (
@@ -77,17 +77,17 @@ def _sequence(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
         return
     if mesh.degree("model") == 1:
         yield (
-            f"--sequence_parallel spreads positions over model, of which --mesh={mesh.describe()} has none: add for"
+            f"--sequence_parallel spreads positions over model, which --mesh={mesh.describe()} does not have: add for"
             " example model=2, or drop it."
         )
     if mesh.degree("pipe") > 1 or config.parallel.zero == 3:
         other = "--zero=3" if config.parallel.zero == 3 else f"pipe={mesh.degree('pipe')}"
-        yield f"--sequence_parallel does not go with {other} yet: drop one of them."
+        yield f"--sequence_parallel does not work with {other} yet: drop one of them."
 
 
 def _recompute(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     if (degree := mesh.degree("pipe")) > 1 and config.parallel.recompute == "attention":
-        yield f"--recompute=attention does not go with pipe={degree}: use --recompute=block."
+        yield f"--recompute=attention does not work with pipe={degree}: use --recompute=block."
 
 
 _RULES: tuple[Callable[[Config, Mesh, BatchPlan], Iterator[str]], ...] = (

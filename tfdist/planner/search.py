@@ -43,7 +43,7 @@ def layouts(plan: Plan, wish: Wish) -> Iterator[Layout]:
     """Yields every layout that training would accept. Raises ConfigError if the user's choices leave none."""
     if wish.recompute and not plan.model.blocks:
         raise ConfigError(
-            f"--recompute=blocks, but no blocks of {plan.model.name} are known here that could be computed again: use"
+            f"--recompute=blocks, but no blocks of {plan.model.name} are known here that could be recomputed: use"
             " --recompute=none."
         )
     configs = [plan.config.replace(zero=zero) for zero in range(4)]
@@ -125,7 +125,7 @@ def search(plan: Plan, wish: Wish = Wish()) -> list[Proposal]:  # noqa: B008 - f
         batch = plan.config.batch
         if not (batch.global_batch or batch.micro_batch):
             raise ConfigError(
-                "Neither --global_batch nor --micro_batch is given, behind the `--`: say what is planned for."
+                "Neither --global_batch nor --micro_batch is given, after the `--`: set what is planned for."
             )
         raise ConfigError(
             f"No layout of --devices={plan.devices} suits the batch (--global_batch={batch.global_batch},"

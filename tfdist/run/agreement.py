@@ -94,7 +94,7 @@ def check_same_options(runtime: Runtime, config: Config) -> None:
     rank, names = _first_unlike(runtime, values, _TOGETHER)
     if names:
         raise ConfigError(
-            f"Rank {rank} has another --{names[0]} than rank 0: give all workers the same flags (rank"
+            f"Rank {rank} has a different --{names[0]} than rank 0: give all workers the same flags (rank"
             f" {runtime.rank} has {values[names[0]]!r})."
         )
 

@@ -38,7 +38,7 @@ class Announcement:
         """The "start" event, and further events about restoring and warnings."""
         runtime, parameters = job.runtime, job.parameters
         stored = f"{job.config.run.run_dir}, working copy " if is_url(job.config.run.run_dir) else ""
-        xla = self.xla or ("XLA compiles steps (--nojit_compile: not)" if job.config.model.jit_compile else "")
+        xla = self.xla or ("XLA compiles steps (--nojit_compile: off)" if job.config.model.jit_compile else "")
         message = (
             f"{cluster.describe()}; {runtime.name}; {job.plan.describe()}; {parameters:,} parameters;"
             f"{_gradient_path(job)} run folder {stored}{folder}{xla and '; '}{xla}"

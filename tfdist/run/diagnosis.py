@@ -74,7 +74,7 @@ class Diagnosis:
             self._report("the loss of the evaluation is not finite", lambda: self.flaws(evaluated=True))
         elif not means["samples"]:
             nothing = "its loss and metrics are shown as 0, as in Keras' evaluate."
-            self._report("all samples of the evaluation have the weight 0", lambda: nothing)
+            self._report("all samples of the evaluation have weight 0", lambda: nothing)
 
     def observed(self, event: Event) -> None:
         """Checks a train event, and warns if updates were skipped."""

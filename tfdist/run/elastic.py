@@ -57,7 +57,7 @@ def run(config: Config, command: str, secret: Secret) -> ExitCode:
             if in_a_row >= _MOST_IN_A_ROW and not memory.member.broken:
                 raise
             where = f"step {step}, which is in memory" if memory.checkpoint else "the newest snapshot"
-            say(f"{error} Going on from {where}, when there is a new group.")
+            say(f"{error} Continuing from {where}, once there is a new group.")
         _forget()
 
 

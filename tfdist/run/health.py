@@ -99,7 +99,7 @@ class HealthMonitor:
             return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
         if words and words.error_time < found_at:
             said = words.error.partition(" Look at")[0]
-            sentence += f" Before, {self.cluster.name(words.rank)} said: {said}"
+            sentence += f" Before that, {self.cluster.name(words.rank)} reported: {said}"
         if silent := beacons.silent():
             sentence += f" Silent: {'; '.join(map(beacons.describe, silent))}."
         return PeerLostError(sentence)
@@ -116,8 +116,8 @@ class HealthMonitor:
         ranks = self.beacons.culprits() if self.beacons else None
         if section == sections.STOPPING:
             sentence = (
-                f"Not saved within --grace_period={self.options.grace_period:g} s of SIGTERM: the run goes on from the"
-                " snapshot before. Raise the platform's limit and the flag, or make calls shorter with"
+                f"Not saved within --grace_period={self.options.grace_period:g} s of SIGTERM: the run resumes from the"
+                " previous snapshot. Raise the platform's limit and the flag, or make calls shorter with"
                 " --steps_per_loop."
             )
         else:
@@ -140,7 +140,7 @@ class HealthMonitor:
             return "the stack is above."
         if not ranks:
             return "no worker is behind the others; compare the stacks in their logs."
-        return f"the others wait for {'; '.join(map(self.beacons.describe, ranks))}."
+        return f"the others are waiting for {'; '.join(map(self.beacons.describe, ranks))}."
 
 
 def take_signals(options: ClusterConfig) -> SignalRequests:

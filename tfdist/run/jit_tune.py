@@ -89,7 +89,7 @@ def _measure(config: Config, runtime: Runtime, limits: MemoryLimits | None) -> d
     message = refused or _compared("XLA makes", given, _Way(True, given.fused), seconds, best.jit)
     if first.fused:
         message += "; " + _compared(
-            "BatchNormalization of several operations makes",
+            "BatchNormalization as several operations makes",
             _Way(best.jit, True),
             _Way(best.jit, False),
             seconds,
@@ -110,7 +110,7 @@ def _with(config: Config, way: _Way) -> Config:
 
 def _compared(what: str, without: _Way, changed: _Way, seconds: dict[_Way, float], used: bool) -> str:
     return (
-        f"{what} a step take {seconds[changed] * 1e3:.4g} ms in place of {seconds[without] * 1e3:.4g} ms:"
+        f"{what} a step take {seconds[changed] * 1e3:.4g} ms instead of {seconds[without] * 1e3:.4g} ms:"
         f" {'' if used else 'not '}used"
     )
 

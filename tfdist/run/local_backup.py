@@ -23,7 +23,7 @@ def folder(config: Config, writes: bool) -> BackupFolder:
     place = backup_folder(options.backup_dir, config.run.cache_dir)
     if writes:
         if os.path.exists(os.path.join(place, os.pardir, STATUS_FILE)) and os.path.basename(place) == SNAPSHOTS:
-            raise ConfigError(f"--backup_dir={place} holds the snapshots of a run: name a folder of its own.")
+            raise ConfigError(f"--backup_dir={place} contains the snapshots of a run: use a separate folder.")
         _make(place, options.backup_dir)
     return BackupFolder(
         place,

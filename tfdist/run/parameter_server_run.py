@@ -81,8 +81,8 @@ class ServerTrainer(Trainer):
             getattr(layer, "synchronized", False) for layer in keras_layers.all_layers(job.model)
         ):
             message = (
-                "BatchNormalization takes its statistics from what one worker has: parameter servers cannot synchronise"
-                " it (--nosync_batchnorm says so)."
+                "BatchNormalization uses the statistics of one worker's rows: parameter servers cannot synchronize it"
+                " (--nosync_batchnorm states this)."
             )
             yield Event("warning", first_step, {"message": message})
 

@@ -111,7 +111,7 @@ class Recovery:
                 break
             if not (damage := self.files.read_part(found.manifest, self._own_parts)):
                 break
-            messages[-1] = f"passed over the snapshot of step {found.manifest['step']}: {damage}"
+            messages[-1] = f"skipped the snapshot of step {found.manifest['step']}: {damage}"
         return messages + self._adopt(found.manifest), found.manifest["step"]
 
     def _picked_by_chief(self, checkpoint: InMemoryCheckpoint | None, back: bool) -> _Found:
@@ -138,7 +138,7 @@ class Recovery:
         """The chief's choice, from memory. Raises the errors of a failing store."""
         self.files.begin_to_send()
         message = (
-            f"went on from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
+            f"resumed from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
             f" {checkpoint.manifest['workers']} workers before, now {self.runtime.size}"
         )
         return _Found([message], {**checkpoint.manifest, "must_be_saved": True}, arrays=checkpoint.arrays)
@@ -157,7 +157,7 @@ class Recovery:
             self._samples.check(snapshot)
         if left_out:
             arrays = sum(state.CARRIED in key for key in left_out)
-            messages.append(f"left out what --compression carried on: gradients of {arrays} arrays, not sent yet")
+            messages.append(f"dropped gradients of {arrays} arrays that --compression had not sent yet")
         self.state.check({key: each for key, each in table.items() if key not in left_out})
         in_parts = files.is_shared(snapshot)
         manifest, size = dict(snapshot.manifest) | {"must_be_saved": not files.is_own(snapshot)}, self.runtime.size
@@ -185,9 +185,9 @@ class Recovery:
         self.interval_sums.restore(same.get("interval_sums", {}))
         self._saved_scores = manifest.get("metrics", {})
         self.evaluated, self._saved_step = (step, self._saved_scores), -1 if manifest.get("must_be_saved") else step
-        kept = (
-            self.stream_cut != self.job.stream_cut
-            and f"{split.name} is read in {self.stream_cut} parts, as the run began, and all of it by every worker"
+        kept = self.stream_cut != self.job.stream_cut and (
+            f"{split.name} is read in {self.stream_cut} parts, as at the start of the run, and every worker"
+            " reads all of it"
         )
         return [message for message in (warning, kept) if message]
 
@@ -206,13 +206,13 @@ class Recovery:
         messages, restored = self.restore(back=True)
         if not self.has_gone_on:
             place = self.files.store.directory
-            raise DivergedError(f"{bad}, and {place} has no snapshot to go back to: make room there, or repair it.")
+            raise DivergedError(f"{bad}, and {place} has no snapshot to roll back to: make room there, or repair it.")
         passed = position - self.progress.consumed(restored)
         self.progress.pass_over(passed)
         # A snapshot or copy made of this step so far would lead back to the bad batches.
         self._saved_step = self._copied_step = -1
         messages.append(
-            f"NaN or infinite values before step {step}: went back to step {restored} and past {passed:,} samples,"
+            f"NaN or infinite values before step {step}: rolled back to step {restored} and skipped {passed:,} samples,"
             f" which are not trained on (rollback {self._rollbacks} of {limit})"
         )
         return messages, restored

@@ -65,7 +65,7 @@ class RemoteBackup:
                 on_failure.callback(self._give_back)
                 # The snapshots of a run must not be removed as old backups.
                 if self._objects.text(STATUS_FILE) is not None:
-                    raise ConfigError(f"--backup_dir={self._url} holds a run: name a place of its own for the backup.")
+                    raise ConfigError(f"--backup_dir={self._url} contains a run: use a separate place for the backup.")
                 self._store.clean()
                 self._forget_other_runs()
                 messages = self._remote.bring_newest()
@@ -116,7 +116,7 @@ class RemoteBackup:
             self._objects.patience = min(self._timeout, _GIVE_BACK_SECONDS)
             for_at_most(self._timeout, remove)
             if failed:
-                say(f"THE BACKUP WAS NOT DELETED ({failed[0]}); the run has finished, and needs it no more.")
+                say(f"THE BACKUP WAS NOT DELETED ({failed[0]}); the run has finished, and no longer needs it.")
 
     def close(self) -> None:
         """Stops sending, and gives back the lease."""

@@ -105,7 +105,7 @@ class RemoteRun:
                     entry.rename(aside / entry.name)
             what = "another run" if there else "no run"
             say(
-                f"{self.objects.url} holds {what}: what its working copy {self.folder} held is set aside in"
+                f"{self.objects.url} contains {what}: the contents of its working copy {self.folder} are set aside in"
                 f" {aside.name} there."
             )
 
@@ -114,8 +114,8 @@ class RemoteRun:
         for name in self.objects.names():
             if name != LEASE and not name.startswith(_WITHOUT_STATUS):
                 raise ConfigError(
-                    f"--run_dir={self.objects.url} holds {name}, which is of no run: choose a place that is empty,"
-                    " or in which a run lies."
+                    f"--run_dir={self.objects.url} contains {name}, which is not part of a run: choose an empty place,"
+                    " or one with a run."
                 )
 
     def bring_own(self) -> None:

@@ -128,8 +128,8 @@ class RemoteShards:
         for rank, (verdict, sentence) in enumerate(verdicts):
             if verdict == _AWAY:
                 raise StartupError(
-                    f"Rank {rank} could not bring its part of {snapshot.path} ({sentence}): look whether the store"
-                    " can be reached from there, and --cache_dir be written."
+                    f"Rank {rank} could not fetch its part of {snapshot.path} ({sentence}): check that it can reach the"
+                    " store, and write to --cache_dir."
                 )
         damaged = [
             f"rank {rank}: {sentence}" for rank, (verdict, sentence) in enumerate(verdicts) if verdict == _DAMAGED

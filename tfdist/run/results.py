@@ -135,8 +135,8 @@ def exportable(job: Job) -> Job:
     if not hidden:
         return job
     warning = (
-        f"--export=keras leaves out the tf.Variable {hidden[0].name!r} of a layer, of which Keras does not know: the"
-        " exported model begins with its first value. Make it with self.add_weight(trainable=False), or use"
+        f"--export=keras leaves out the tf.Variable {hidden[0].name!r} of a layer, which Keras does not track: the"
+        " exported model starts with its initial value. Create it with self.add_weight(trainable=False), or use"
         " --export=saved_model."
     )
     return dataclasses.replace(job, warnings=[*job.warnings, warning])

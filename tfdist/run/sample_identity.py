@@ -32,6 +32,6 @@ class SampleIdentity:
         """Raises CheckpointError if the snapshot was made with other data."""
         for change in self.changes(snapshot):
             raise CheckpointError(
-                f"{change}: give the run its data again, choose another --run_dir, or go on with other data by"
+                f"{change}: restore the data of the run, choose another --run_dir, or continue with other data by"
                 " --allow_config_change."
             )

@@ -258,7 +258,7 @@ class Session:
         if unwritten:
             raise CheckpointError(
                 f"The last snapshot could not be written ({unwritten}): free or repair"
-                f" {self.recovery.files.store.directory}, then start again to go on from the one before."
+                f" {self.recovery.files.store.directory}, then start again to resume from the one before."
             )
         return ExitCode.PREEMPTED if result.stopped else ExitCode.OK
 
@@ -278,7 +278,7 @@ class Session:
             self.recovery.copy(step, memory, now=True)
             self.recovery.files.finish()
             self.hooks.report_saves(step)
-            self.observer(Event("regroup", step, {"message": f"another group of workers is formed at step {step}"}))
+            self.observer(Event("regroup", step, {"message": f"a new group of workers is formed at step {step}"}))
             self.runtime.barrier()
         self._close_together()
         raise GroupChange(f"step {step}")

@@ -133,4 +133,4 @@ def _never_best(config: CheckpointConfig, scores: Mapping[str, float]) -> str:
     score = scores.get(metric, 0.0)
     if math.isfinite(score):
         return ""
-    return f"--keep_best={keep_best}: {metric} came to {score}, so the snapshot of this step does not count as the best"
+    return f"--keep_best={keep_best}: {metric} is {score}, so the snapshot of this step does not count as the best"

@@ -82,10 +82,10 @@ def _evaluate(config: Config, options: EvaluateOptions, run: ReadRun) -> None:
             _show(values, store.directory)
             return
     raise CheckpointError(
-        f"--at_step={step}: the run has removed {store.path(step)} before it was read: take a newer one, or let the run"
-        " keep it by --keep_every."
+        f"--at_step={step}: the run has removed {store.path(step)} before it was read: use a newer one, or have the run"
+        " keep it with --keep_every."
         if step >= 0
-        else f"The run has removed {_CHOICES} snapshots in {store.directory} before they were read: let it keep more by"
+        else f"The run has removed {_CHOICES} snapshots in {store.directory} before they were read: keep more with"
         " --keep, or save less often."
     )
 
@@ -99,11 +99,11 @@ def _check_folder(folder: Path, given: flags.Parsed) -> None:
         what = (
             "has no snapshots yet"
             if (folder / flags.FLAGS_FILE).exists()
-            else "holds no run (no flags.txt, no checkpoints)"
+            else "contains no run (no flags.txt, no checkpoints)"
             if folder.is_dir()
             else "is a file"
             if folder.exists()
-            else "is not there"
+            else "does not exist"
         )
         raise ConfigError(f"--run_dir={place} {what}: give the folder of a run, or a --model_file.")
 
@@ -141,7 +141,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         # Read the status before searching: later snapshots are found next time.
         found = _status(run)
         if (other := found.get("run_id", "")) and run_id and other != run_id:
-            raise CheckpointError(f"--run_dir={run.place} holds another run by now: start to follow it anew.")
+            raise CheckpointError(f"--run_dir={run.place} now contains another run: start again to follow it.")
         status = found.get("status")
         was_running |= status == "running"
         # The status of a run that will be resumed is "finished" until it has started again.
@@ -163,7 +163,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         else:
             if status == "finished" and not (was_running or has_warned):
                 has_warned = True
-                say(f"The run is finished: waiting {config.cluster.startup_timeout:g} s whether it goes on.")
+                say(f"The run is finished: waiting {config.cluster.startup_timeout:g} s in case it continues.")
             time.sleep(_POLL_SECONDS)
     if done < 0:
         say(f"{store.directory} has no valid snapshot: nothing was evaluated.")
@@ -199,7 +199,7 @@ def _compose(config: Config) -> Job:
     alone = config.in_one_process()
     job = build.compose(alone, build.start_runtime(alone, Cluster()))
     if job.eval_split is None:
-        raise ConfigError(f"--source={config.data.source} has no evaluation split: give one that has.")
+        raise ConfigError(f"--source={config.data.source} has no evaluation split: use one that has.")
     return job
 
 
@@ -228,7 +228,7 @@ def _choose(store: SnapshotFolder, step: int) -> Snapshot | None:
     there = store.steps()
     damaged = [reason for at, reason in zip(store.damaged, passed_over, strict=True) if at in there]
     for reason in damaged:
-        print(f"passed over a snapshot: {reason}", file=sys.stderr)
+        print(f"skipped a snapshot: {reason}", file=sys.stderr)
     if snapshot is None and len(damaged) == len(passed_over):
         raise CheckpointError(f"{store.directory} has no valid snapshot: check --run_dir.")
     return snapshot

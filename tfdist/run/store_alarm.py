@@ -24,4 +24,4 @@ class StoreAlarm:
             self._said = None
         elif self._said is None or time.monotonic() - self._said > _SAID_AGAIN_SECONDS:
             self._said = time.monotonic()
-            yield f"NOT SENT: {self._what}{trouble}. Training goes on; what is missing in the store is sent later."
+            yield f"NOT SENT: {self._what}{trouble}. Training continues; the missing files are sent later."

@@ -92,7 +92,7 @@ class ControlRing:
             if _is_closed(connection):
                 return f"{MARK}lost contact with rank {rank} (it closed the connection)."
             if not self.is_alive(rank):
-                return f"{MARK}rank {rank} does not answer any more: it is stopped, or its machine or network is gone."
+                return f"{MARK}rank {rank} no longer answers: it is stopped, or its machine or network is down."
         return None
 
     def say_goodbye(self) -> None:

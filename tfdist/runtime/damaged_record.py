@@ -37,7 +37,7 @@ def damaged_file(message: str) -> str:
         except (OSError, ValueError):  # gone, of an object store, or empty
             continue
         if begin is not None:
-            return f"{os.path.abspath(path)} is damaged: the record at byte {begin} is not whole; restore the file."
+            return f"{os.path.abspath(path)} is damaged: the record at byte {begin} is incomplete; restore the file."
     return ""
 
 

@@ -51,8 +51,8 @@ class RuntimeDefaults:
             found = decode(self._broadcast_bytes(data, name))
         except Malformed as error:
             raise PeerLostError(
-                f"What rank 0 has sent as {name} cannot be read ({printable(str(error))}): give all workers the same"
-                " version of tfdist."
+                f"The value of {name} that rank 0 sent cannot be read ({printable(str(error))}): give all workers the"
+                " same version of tfdist."
             ) from None
         if isinstance(found, str):
             raise problem or ConfigError(printable(found))

@@ -84,8 +84,8 @@ def _to_tree(value: Any, blocks: list[bytes], depth: int) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return _array_to_tree(value, blocks, depth)
     raise ConfigError(
-        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to the other workers: use numbers, texts, arrays, and"
-        " lists, tuples and dicts of them."
+        f"A {kind.__module__}.{kind.__qualname__} cannot be sent to the other workers: use numbers, strings, arrays,"
+        " and lists, tuples and dicts of them."
     )
 
 
@@ -99,7 +99,7 @@ def _array_to_tree(value: np.ndarray | np.generic, blocks: list[bytes], depth: i
     elif array.dtype.name in _MORE_TYPES:
         name = array.dtype.name
     else:
-        raise ConfigError(f"An array of {array.dtype} cannot be sent to the other workers: use numbers or texts.")
+        raise ConfigError(f"An array of {array.dtype} cannot be sent to the other workers: use numbers or strings.")
     if not array.dtype.itemsize:  # texts without characters
         array = array.astype(f"{array.dtype.kind}1")
         name = array.dtype.str
@@ -133,13 +133,13 @@ class _Reader:
 
     def _bytes(self, length: int) -> bytes:
         if type(length) is not int or not 0 <= length <= len(self.blocks) - self.offset:
-            raise Malformed(f"{length} bytes, of which {len(self.blocks) - self.offset} are there")
+            raise Malformed(f"{length} bytes, but only {len(self.blocks) - self.offset} are there")
         start, self.offset = self.offset, self.offset + length
         return bytes(self.blocks[start : self.offset])
 
     def _array(self, name: str, shape: list[int]) -> np.ndarray:
         if not isinstance(name, str):
-            raise Malformed("a type that is no text")
+            raise Malformed("a type that is not text")
         dtype = _MORE_TYPES.get(name) or np.dtype(name)
         if dtype.kind not in _NUMPY_KINDS and dtype.name not in _MORE_TYPES or not dtype.itemsize:
             raise Malformed(f"an array of {name}")

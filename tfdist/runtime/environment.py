@@ -16,7 +16,7 @@ def prepare_environment(config: Config) -> None:
     tf.get_logger().setLevel("ERROR")  # its warnings concern retracing and packing, which are intended
     for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
         if (value := os.environ.get(name, "")) and not value.isdecimal():  # TensorFlow would abort
-            raise ClusterError(f"{name}={value} in the environment is no number of threads: unset it, or fix it.")
+            raise ClusterError(f"{name}={value} in the environment is not a number of threads: unset it, or fix it.")
     if config.cluster.intra_op_threads:
         tf.config.threading.set_intra_op_parallelism_threads(config.cluster.intra_op_threads)
     if config.cluster.inter_op_threads:

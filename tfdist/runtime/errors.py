@@ -72,8 +72,8 @@ class BadLabel:
     def sentence(self) -> str:
         return (
             f"A label is {self.value}, but the model has outputs for the classes 0 to {self.classes - 1}: fix it, give"
-            " the model more outputs (tfdist's own: num_outputs in --model_args), or leave the sample or token out by a"
-            " weight of 0 (and any valid label)."
+            " the model more outputs (tfdist's own: num_outputs in --model_args), or leave out the sample or token with"
+            " a weight of 0 (and any valid label)."
         )
 
 
@@ -91,7 +91,8 @@ def missing_row(error: BaseException) -> str:
     if not found:
         return ""
     return (
-        f"A row is looked up that is not there ({found[0]}): fix the numbers in the data, or give the table more rows."
+        f"A row is looked up that does not exist ({found[0]}): fix the indices in the data, or give the table"
+        " more rows."
     )
 
 
@@ -103,7 +104,7 @@ def message_of(error: tf.errors.OpError) -> str:
 def explain_own_code(error: BaseException) -> ConfigError | None:
     """Returns a ConfigError that names the failing line of the user's own code, as in a layer's first call, or None."""
     failure = "" if isinstance(error, (TfdistError, tf.errors.OpError)) else failure_of_own(error)
-    return ConfigError(f"Code of your own {failure}") if failure else None
+    return ConfigError(f"Your own code {failure}") if failure else None
 
 
 def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
@@ -125,12 +126,14 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
             " then start all workers again."
         )
     if isinstance(error, tf.errors.ResourceExhaustedError) and "No space left on device" in text:
-        return ConfigError(f"The disk is full: make room, or choose another --run_dir. TensorFlow says: {cause(text)}")
+        return ConfigError(
+            f"The disk is full: make room, or choose another --run_dir. TensorFlow reports: {cause(text)}"
+        )
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return MemoryShortError(
             "Out of memory: lower --micro_batch (and raise --accumulation by as much), or use --precision=bfloat16"
             " (tfdist.fit: a smaller batch_size, with the optimizer's gradient_accumulation_steps raised by as much, or"
-            f' keras.config.set_dtype_policy("mixed_bfloat16")). TensorFlow says: {_first_line(text)}'
+            f' keras.config.set_dtype_policy("mixed_bfloat16")). TensorFlow reports: {_first_line(text)}'
         )
     if MARK in text:
         return user_error(text)
@@ -150,16 +153,16 @@ def explain(error: BaseException, cluster: Cluster) -> TfdistError | None:
     if sentence := missing_row(error):
         return DataError(sentence)
     if reason := failure_in_text(text):  # raised by the user's own code, inside tf.data or the step
-        return reading_failed(f"A function of your own, which TensorFlow called, {reason}", text)
+        return reading_failed(f"Your own function, called by TensorFlow, {reason}", text)
     if _KERAS_DATA.search(text):
         return DataError(
             "The data given to tfdist.fit cannot be read; each batch must be a tuple (x, y) or (x, y, weights) of the"
-            f" same structure and types. Keras says: {without_internals(what_in_text(text))}"
+            f" same structure and types. Keras reports: {without_internals(what_in_text(text))}"
         )
     # Reading is also cancelled when something else has failed.
     if _READING.search(text) or (_READING_IN_STEP.search(text) and not isinstance(error, _PEER_ERRORS)):
         passes = isinstance(error, (tf.errors.UnavailableError, tf.errors.DeadlineExceededError))
-        return reading_failed(f"The data cannot be read, look at --source and --augment: {cause(text)}", text, passes)
+        return reading_failed(f"The data cannot be read, check --source and --augment: {cause(text)}", text, passes)
     if cluster.size > 1 and (isinstance(error, _PEER_ERRORS) or "ollective" in text):
         return _lost_peer(error, text, cluster)
     return None
@@ -170,7 +173,7 @@ def _refused_by_gpus(text: str) -> str:
     if found := _NOT_COMPILED.search(text):
         return (
             f"XLA cannot compile the operation {found[1]}: train with --nojit_compile (tfdist.fit: compile the model"
-            " with jit_compile=False), take jit_compile=True off functions of your own, or replace it in the model or"
+            " with jit_compile=False), remove jit_compile=True from your own functions, or replace it in the model or"
             " objective."
         )
     if found := _XLA_WANTS.search(text):
@@ -185,9 +188,9 @@ def _refused_by_gpus(text: str) -> str:
         )
     if "NCCL: invalid usage" in text:
         return (
-            "NCCL refuses these GPUs, most often because two workers share one: start one worker for each GPU, and see"
-            " that CUDA_VISIBLE_DEVICES names another to each; or let them share it with --strategy=sockets"
-            ' --communication=socket (tfdist.fit: tfdist.init(communication="socket")). TensorFlow says:'
+            "NCCL rejects these GPUs, most often because two workers share one: start one worker for each GPU, with a"
+            " different one in the CUDA_VISIBLE_DEVICES of each; or let them share it with --strategy=sockets"
+            ' --communication=socket (tfdist.fit: tfdist.init(communication="socket")). TensorFlow reports:'
             f" {_first_line(text)}"
         )
     return ""
@@ -199,16 +202,16 @@ def _lost_peer(error: tf.errors.OpError, text: str, cluster: Cluster) -> PeerLos
             ranks = group["ranks"].replace("_to_", " to ").replace("_", ", ")
             return PeerLostError(
                 f"The {group['kind']} of ranks {ranks} did not end within --collective_timeout, or one of them was"
-                " silent for --heartbeat_timeout: it is stopped, stuck, much slower, or does not count itself to that"
-                " group. Look at their logs, then start all workers again."
+                " silent for --heartbeat_timeout: it is stopped, stuck, much slower, or does not consider itself part"
+                " of that group. Look at their logs, then start all workers again."
             )
         return PeerLostError(
-            "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the time-out"
-            f" is shorter than its longest save or evaluation. TensorFlow says: {_first_line(text)}"
+            "A collective did not end within --collective_timeout: a peer is stuck or much slower, or the timeout is"
+            f" shorter than its longest save or evaluation. TensorFlow reports: {_first_line(text)}"
         )
     return PeerLostError(
         f"Lost contact with {_peer(text, cluster)}: look at its log for the cause, then start all workers again."
-        f" TensorFlow says: {_first_line(text)}"
+        f" TensorFlow reports: {_first_line(text)}"
     )
 
 

@@ -63,7 +63,7 @@ def create_runtime(config: Config, cluster: Cluster, began: float | None) -> Run
     strategy = strategy_named(name)
     if cluster.started_by and not strategy.finds_workers:
         raise ConfigError(
-            f"--strategy={name}, but {cluster.started_by} started this process and tells no addresses: use"
+            f"--strategy={name}, but {cluster.started_by} started this process and gives no addresses: use"
             " --strategy=horovod, or start with tfdist.launch or TF_CONFIG."
         )
     if cluster.size > 1 and not strategy.several_workers:
@@ -89,8 +89,8 @@ def create_runtime(config: Config, cluster: Cluster, began: float | None) -> Run
         _check_complete(name, runtime)
         if (runtime.rank, runtime.size) != (cluster.rank, cluster.size):
             raise ConfigError(
-                f"--strategy={name}: its runtime says that it is rank {runtime.rank} of {runtime.size}, but this is"
-                f" rank {cluster.rank} of {cluster.size} workers: take rank and size from the cluster, or say"
+                f"--strategy={name}: its runtime reports that it is rank {runtime.rank} of {runtime.size}, but this is"
+                f" rank {cluster.rank} of {cluster.size} workers: take rank and size from the cluster, or set"
                 " Strategy(..., several_workers=False)."
             )
     global _has_started
@@ -125,6 +125,6 @@ def _check_complete(name: str, what: Any, more: Sequence[str] = ()) -> None:
     if lacking := sorted(each for each in wanted if not hasattr(what, each)):
         raise ConfigError(
             f"--strategy={name}: {what.__name__ if isinstance(what, type) else type(what).__name__} lacks"
-            f" {', '.join(lacking)}, which tfdist/runtime/base.py describes: add them, or inherit from"
-            " tfdist.runtime.single_replica.SingleReplica what suits."
+            f" {', '.join(lacking)}, which tfdist/runtime/base.py describes: add them, or inherit them from"
+            " tfdist.runtime.single_replica.SingleReplica."
         )

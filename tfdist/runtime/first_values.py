@@ -67,8 +67,8 @@ def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> list
     waiting = [variable for variable, is_alike in zip(variables, are_alike, strict=True) if not is_alike]
     if strings := [variable.name for variable in waiting if variable.dtype == tf.string]:
         raise ConfigError(
-            f"The workers begin with different strings in {strings[0]}: make the same on all of them, for example not"
-            " from names of hosts, times or what is drawn at random."
+            f"The workers start with different strings in {strings[0]}: create the same on all of them, not from host"
+            " names, times or random numbers, for example."
         )
     while waiting:
         some, size = [], 0

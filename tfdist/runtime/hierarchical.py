@@ -33,8 +33,8 @@ def levels(ranks: Sequence[int], rank: int, hosts: Sequence[str]) -> tuple[tuple
     if len({len(members) for members in by_host.values()}) > 1:
         counts = ", ".join(f"{host} has {len(members)}" for host, members in by_host.items())
         raise ConfigError(
-            "--all_reduce=hierarchical needs as many workers of a group on each host, but of ranks"
-            f" {', '.join(map(str, ranks))} {counts}: start as many on each, or use --all_reduce=flat."
+            "--all_reduce=hierarchical needs the same number of workers of a group on each host, but of ranks"
+            f" {', '.join(map(str, ranks))} {counts}: start the same number on each, or use --all_reduce=flat."
         )
     own_host = by_host[hosts[rank]]
     place = own_host.index(rank)

@@ -47,7 +47,7 @@ def load() -> ModuleType:
         raise UnsupportedError(
             "--strategy=horovod: the installed Horovod does not fit this TensorFlow"
             f" ({(first_line(error) or type(error).__name__)[:200]}): run scripts/install_horovod.sh --force, which"
-            " builds it anew."
+            " rebuilds it."
         ) from None
     return hvd
 

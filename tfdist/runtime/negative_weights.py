@@ -47,6 +47,6 @@ def sentence_of(text: str) -> str:
 
 def _sentence(name: str, number: Any, value: Any) -> str:
     return (
-        f"--source: sample {number} of {name} has the weight {float(value):.6g}, but losses are means by weights from 0"
-        " on: hand an advantage over in y, and multiply the losses by it in an --objective of your own."
+        f"--source: sample {number} of {name} has the weight {float(value):.6g}, but losses are means with weights of"
+        " at least 0: pass an advantage in y, and multiply the losses by it in your own --objective."
     )

@@ -100,7 +100,7 @@ class ParameterServer(OneDevice):
         if "/job:ps" in text or isinstance(error, tf.errors.UnavailableError):
             return PeerLostError(
                 "Lost contact with a parameter server: look at their logs for the cause, then start all again."
-                f" TensorFlow says: {next(iter(text.strip().splitlines()), type(error).__name__)[:300]}"
+                f" TensorFlow reports: {next(iter(text.strip().splitlines()), type(error).__name__)[:300]}"
             )
         return None
 

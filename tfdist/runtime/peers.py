@@ -98,7 +98,8 @@ class Peers(SingleReplica):
             if ALIKE in str(error):
                 raise
             raise ConfigError(
-                f"{error} {ALIKE[0].upper()}{ALIKE[1:]}, also evaluate and predict in a callback, not the chief alone."
+                f"{error} {ALIKE[0].upper()}{ALIKE[1:]}, including evaluate and predict in a callback, not only"
+                " the chief."
             ) from None
 
     def end_call(self) -> None:

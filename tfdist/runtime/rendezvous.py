@@ -48,7 +48,7 @@ def _listen(cluster: Cluster) -> socket.socket:
             "is in use on this machine" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         )
         raise StartupError(
-            f"Port {port} of {cluster.name(cluster.rank)} {reason}: stop the process that listens there, or change the"
+            f"Port {port} of {cluster.name(cluster.rank)} {reason}: stop the process that listens on it, or change the"
             " address in TF_CONFIG."
         ) from None
     return listener
@@ -74,7 +74,7 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
                                 f"{names} did not appear within {timeout:g} s: start all workers, check that"
                                 f" {cluster.address} can be reached from each, or raise --startup_timeout."
                             ),
-                            *(f"Turned away: {note}" for note in reception.notes),
+                            *(f"Rejected: {note}" for note in reception.notes),
                         ]
                     )
                 )
@@ -89,7 +89,7 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
                         {arrival.rank: connections[arrival.rank]},
                         {
                             "error": (
-                                f"Another process says that it is rank {arrival.rank}, too: give each worker its own"
+                                f"Another process claims to be rank {arrival.rank}, too: give each worker its own"
                                 " task.index in TF_CONFIG."
                             )
                         },
@@ -98,8 +98,8 @@ def _collect(cluster: Cluster, listener: socket.socket, endpoint: str, timeout: 
                 connections[arrival.rank] = connection
                 if peers != list(cluster.peers):
                     problem = (
-                        f"TF_CONFIG of rank {arrival.rank} lists {printable(', '.join(peers))}, that of the chief"
-                        f" {', '.join(cluster.peers)}: give all workers the same cluster."
+                        f"TF_CONFIG of rank {arrival.rank} lists {printable(', '.join(peers))}, but the one of the"
+                        f" chief lists {', '.join(cluster.peers)}: give all workers the same cluster."
                     )
                     _answer(connections, {"error": problem})
                     raise ClusterError(problem)

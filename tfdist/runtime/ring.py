@@ -63,7 +63,7 @@ class Ring(ArrayMeeting):
         if not self.link:
             return GradientPath("go over TCP")
         way = f"go over TCP, up to {self.link.doubled_bytes >> 10} KiB by doubling, else in a ring"
-        return GradientPath(f"{way}{', in place where neighbours share a host' if self.shares else ''}", self.link)
+        return GradientPath(f"{way}{', in place where neighbors share a host' if self.shares else ''}", self.link)
 
     def all_reduce(
         self,

@@ -131,8 +131,8 @@ class RingConnections:
             raise RingError(self.farewell_of_left(name, distance))
         if length > _LARGEST_BLOCK:
             raise RingError(
-                f"{MARK}rank {(self.rank - distance) % self.size} announces {length} bytes of {name}, which cannot be:"
-                " the workers do not run the same program."
+                f"{MARK}rank {(self.rank - distance) % self.size} announces {length} bytes of {name}, which is"
+                " impossible: the workers do not run the same program."
             )
         return length
 
@@ -164,9 +164,9 @@ class RingConnections:
     def farewell_of_left(self, at: str = "a step", distance: int = 1) -> str:
         """The text of a RingError: the rank at `distance` to the left has left while this one is `at` something."""
         return (
-            f"{MARK}ConfigError: Rank {(self.rank - distance) % self.size} has come to the end of its script, while"
-            f" rank {self.rank} is at {at!r}: all workers must make the same calls of tfdist, also evaluate and"
-            " predict, not the chief alone."
+            f"{MARK}ConfigError: Rank {(self.rank - distance) % self.size} has reached the end of its script, while"
+            f" rank {self.rank} is at {at!r}: all workers must make the same calls of tfdist, including evaluate and"
+            " predict, not only the chief."
         )
 
     def _pass_on(
@@ -235,7 +235,7 @@ class RingConnections:
                 raise RingError(f"{MARK}rank {silent} was silent for {timeout:g} s (--collective_timeout).")
             if not self.patience.is_alive(silent):
                 raise RingError(
-                    f"{MARK}rank {silent} does not answer any more: it is stopped, or its machine or network is gone."
+                    f"{MARK}rank {silent} no longer answers: it is stopped, or its machine or network is down."
                 )
         self.waiting_for = None
 

@@ -36,6 +36,6 @@ def overdue(rank: int, size: int, timeout: float) -> str:
 def held_differently(rank: int, other: int, what: str) -> RingError:
     """The error for data that should be the same on all ranks but differs."""
     return RingError(
-        f"{MARK}DataError: Rank {rank} and rank {other} hold different {what}: the data must come in the same order on"
-        " all workers; seed what shuffles it."
+        f"{MARK}DataError: Rank {rank} and rank {other} have different {what}: the data must come in the same order on"
+        " all workers; seed all shuffling."
     )

@@ -83,7 +83,7 @@ def _accept(
             return found
     for connection in found.values():
         connection.close()
-    notes = "".join(f" Turned away: {note}" for note in reception.notes)
+    notes = "".join(f" Rejected: {note}" for note in reception.notes)
     raise RingError(
         f"{MARK}rank {min(expected - found.keys())} did not connect within {_MEETING_SECONDS:g} s: open the ephemeral"
         f" ports between workers, or use --communication=ring.{notes}"

@@ -106,7 +106,7 @@ class OthersArrays:
         """Opens a file. Raises OSError unless it is a tfdist array: opening others may block, or have side effects."""
         path = f"/proc/{self._pid}/fd/{descriptor}"
         if not os.readlink(path).startswith("/memfd:tfdist-"):
-            raise OSError(f"{path} is no array of tfdist")
+            raise OSError(f"{path} is not an array of tfdist")
         return open(path, "rb")
 
     def get(self, serial: int, descriptor: int, length: int) -> np.ndarray:

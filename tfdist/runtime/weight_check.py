@@ -68,13 +68,13 @@ def check_weights(runtime: Runtime, held: Sequence[Held], when: str) -> None:
         raise DivergedError(
             f"The weights of {kind} {', '.join(map(str, sorted(set.union(*different.values()))))} differ from"
             f" {_reference(runtime, found[:, min(different), 0])} {when} ({len(different)} of {len(held)} variables,"
-            f" the first is {named.name}): model and gradients must be the same on all workers, and so must what layers"
-            f" keep of their batch;{fix} look for code that runs on some of them only, then go on from the last"
-            " snapshot."
+            f" the first is {named.name}): model and gradients must be the same on all workers, and so must the state"
+            f" that layers keep of their batch;{fix} look for code that runs on some of them only, then resume from the"
+            " last snapshot."
         )
 
 
 def _reference(runtime: Runtime, pieces: np.ndarray) -> str:
     if runtime.local_replicas > 1:
         return "those of the first"
-    return "the chief's" if (pieces == pieces[0]).all() else "those of the first rank that holds the same"
+    return "the chief's" if (pieces == pieces[0]).all() else "those of the first rank that has the same"

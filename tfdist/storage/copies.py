@@ -75,7 +75,7 @@ def make_room(folder: Path, size: int, limit: float, url: str, coming: int) -> N
             taken -= each.size
     if size > (free := shutil.disk_usage(folder).free):
         raise ConfigError(
-            f"{folder} has {free / 1e9:.3g} GB left, too few for a copy of {size / 1e9:.3g} GB of --data_dir={url}:"
+            f"{folder} has {free / 1e9:.3g} GB left, not enough for a copy of {size / 1e9:.3g} GB of --data_dir={url}:"
             " make room, or choose another --cache_dir."
         )
 

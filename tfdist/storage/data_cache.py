@@ -85,7 +85,7 @@ class DataCache:
 
     def named_copy(self, path: str) -> str:
         """The name in messages of data that is read from the copy."""
-        return f"{self.named(path)}, or its copy {path} (remove it, and it is brought again),"
+        return f"{self.named(path)}, or its copy {path} (remove it, and it is fetched again),"
 
     def copy(self, path: str) -> ObjectCopy:
         """The copy that is at `path`, or will be."""
@@ -124,13 +124,14 @@ class DataCache:
         """
         names = [self._name(path) for path in paths]
         if missing := [name for name in names if name not in self.entries]:
-            raise DataError(f"--data_dir={self.url}: {missing[0]} is not there: restore it, or prepare the data again.")
+            raise DataError(f"--data_dir={self.url}: {missing[0]} is missing: restore it, or prepare the data again.")
         self._needed.update(names)
         needed = sum(self.entries[name].size for name in self._needed)
         if self._limit and needed > self._limit:
             raise ConfigError(
-                f"--cache_gb={self._limit / _GB:g}, but what is read of --data_dir={self.url} takes {needed / _GB:.3g}"
-                " GB: raise it, or read the files from front to back (--source=tfrecord, --source_args=stream=True)."
+                f"--cache_gb={self._limit / _GB:g}, but the data read from --data_dir={self.url} take"
+                f" {needed / _GB:.3g} GB: raise it, or read the files from front to back (--source=tfrecord,"
+                " --source_args=stream=True)."
             )
         if self._in_use is None:
             self._in_use = locked(self._state / IN_USE, fcntl.LOCK_SH)
@@ -180,7 +181,7 @@ class _Progress:
             self._said, self._fetched = time.monotonic(), False
             total = sum(self._sizes.values())
             say(
-                f"bringing {self._url}: {len(self._sizes) - len(self._left)} of {len(self._sizes)} objects,"
+                f"fetching {self._url}: {len(self._sizes) - len(self._left)} of {len(self._sizes)} objects,"
                 f" {(total - sum(self._left.values())) / _GB:.3g} of {total / _GB:.3g} GB"
             )
 

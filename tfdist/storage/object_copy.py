@@ -51,8 +51,8 @@ class ObjectCopy:
                 return "there"
             if (stored := self._record_there()) and stored != self.record:
                 raise DataError(
-                    f"--data_dir={self._objects.url}: {self._name} has been changed, and another job on this machine"
-                    " still reads what it was: end that job, or choose another --cache_dir."
+                    f"--data_dir={self._objects.url}: {self._name} has been changed, but another job on this machine"
+                    " still reads the old version: end that job, or choose another --cache_dir."
                 )
             self.check_same()
             self._record_file.unlink(missing_ok=True)
@@ -91,7 +91,7 @@ class ObjectCopy:
         """Raises DataError if the object is no longer the listed one."""
         now = self._objects.entry(self._name)
         if now != self._entry:
-            what = "is not there any more" if now is None else "has been changed"
+            what = "no longer exists" if now is None else "has been changed"
             raise DataError(
                 f"--data_dir={self._objects.url}: {self._name} {what} since this run began to read: restore it, or"
                 " start again with the data as they are now."

@@ -46,9 +46,9 @@ def explained(error: BaseException) -> tuple[str, bool]:
     said = name if said in ("", "None") else said  # Ceph gives no reason
     words = re.sub(r"\S*[/%]\S*", " ", said).lower()  # without the names of buckets and objects
     if isinstance(error, FileNotFoundError) or status == 404:
-        return f"the bucket or folder is not there ({said}): create it, or correct the URL", True
+        return f"the bucket or folder does not exist ({said}): create it, or correct the URL", True
     if "encoded in url" in said.lower():
-        return "a user or password stands in the URL of the store's server (AWS_ENDPOINT_URL): take it out there", True
+        return "the URL of the store's server (AWS_ENDPOINT_URL) contains a user or password: remove it", True
     if "Invalid endpoint" in said:
         return f"{said}: correct AWS_ENDPOINT_URL, which begins with http:// or https://", True
     if name in ("ProfileNotFound", "ConfigParseError", "InvalidConfigError"):
@@ -86,7 +86,7 @@ def as_sentence(flag: str = "run_dir") -> Iterator[None]:
     except StoreError as error:
         if error.refused:
             raise ConfigError(f"--{flag}: {error}.") from None
-        raise StartupError(f"--{flag}: {error}: look whether the store can be reached from here.") from None
+        raise StartupError(f"--{flag}: {error}: check whether the store can be reached from here.") from None
     except TfdistError:
         raise
     except OSError as error:

@@ -72,8 +72,8 @@ class StoreLease:
             return True
         who = f"taken over by {owner.describe()}" if owner else "taken over by another job which has ended, or emptied"
         self._on_loss(
-            f"{self._objects.url} has been {who}, since this process, which was stopped or cut off, seemed dead: it"
-            " ends, and changes nothing there."
+            f"{self._objects.url} has been {who}, because this process was stopped or cut off and seemed dead: it ends,"
+            " and changes nothing there."
         )
         return False
 
@@ -104,10 +104,10 @@ class FollowedLease:
             return
         owner = Owner.read(self._objects.text(FILE) or "")
         if owner is None:
-            raise StoreError(f"{self._objects.url}: the chief of this job has given back its lease")
+            raise StoreError(f"{self._objects.url}: the chief of this job has released its lease")
         if owner.id != self._id:
             self._on_loss(
-                f"{self._objects.url} has been taken over by {owner.describe()}, since the chief of this job seemed"
+                f"{self._objects.url} has been taken over by {owner.describe()}, because the chief of this job seemed"
                 " dead: this worker ends, and changes nothing there."
             )
         self._confirmed = time.monotonic()

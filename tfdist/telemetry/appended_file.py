@@ -60,7 +60,7 @@ class AppendedFile:
             why = f"cannot be written ({error.strerror}): its events are kept in memory until it can."
             _tell(f"WARNING: {self.path} {why}")
         elif self._fails and not error:
-            lost = f" {self._dropped:,} events are lost: they were too many for the memory." if self._dropped else ""
+            lost = f" {self._dropped:,} events are lost: there were too many for the memory." if self._dropped else ""
             _tell(f"{self.path} can be written again.{lost}")
             self._dropped = 0
         self._fails = bool(error)
@@ -93,7 +93,7 @@ class AppendedFile:
         self._file = self._opened()
         with contextlib.suppress(OSError):
             before.close()
-        _tell(f"WARNING: {gone} was removed or renamed: it is opened anew.")
+        _tell(f"WARNING: {gone} was removed or renamed: it is reopened.")
 
     def _is_gone(self) -> bool:
         """Whether the name belongs to another file by now, or to none."""

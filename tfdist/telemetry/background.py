@@ -32,7 +32,7 @@ class Background(Observer):
             raise self._error
         if self._events.qsize() >= _MOST_WAITING:
             self._last_seconds = 0.0  # the run continues without it, and does not wait for it at the end
-            raise TimeoutError(f"{self._events.qsize():,} events wait to be passed on")
+            raise TimeoutError(f"{self._events.qsize():,} events are waiting to be passed on")
         self._events.put(event)
 
     def close(self) -> None:

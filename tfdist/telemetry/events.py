@@ -150,4 +150,4 @@ class FanOut(Observer):
 def _report_failure(observer: Observer, error: BaseException) -> None:
     name = observer.name or type(observer).__name__
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
-        say(f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training goes on.")
+        say(f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training continues.")

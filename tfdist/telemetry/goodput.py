@@ -200,7 +200,7 @@ class _Attempt:
         self.reason = {
             "failed": str(ends[-1]["values"].get("message", "an error")) if ends else "",
             "stopped": "stopped on request, after saving",
-            "running or killed": "no last word: it was killed",
+            "running or killed": "no final event: it was killed",
         }.get(self.state, "")
         saves = [
             int(record["values"].get("save/step", record["step"]))

@@ -53,7 +53,7 @@ class _Log(AppendedFile):
             return
         for record in last:
             if record.get("run_id") != self._run_id:
-                raise ConfigError(f"{self.path} belongs to another run by now: this one no longer has a log.")
+                raise ConfigError(f"{self.path} now belongs to another run: this one no longer has a log.")
 
     def beginning(self) -> bytes:
         """After half a line that a killed process left: ends that line, which would else take the next one with it."""

@@ -87,7 +87,7 @@ class Profiler(Observer):
                 step,
                 {
                     "message": (
-                        f"steps {since} to {step} traced; to see it: pip install tensorboard-plugin-profile;"
+                        f"steps {since} to {step} traced; to view the trace: pip install tensorboard-plugin-profile;"
                         f" tensorboard --logdir={self.folder}"
                     ),
                     "trace/first_step": since,

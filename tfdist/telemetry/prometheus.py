@@ -47,7 +47,7 @@ class PrometheusEndpoint(Observer):
             "tfdist_section_active", "1 for the section that the worker is in.", ["section", "rank"], **labels
         )
         self._info = self._client.Gauge(
-            "tfdist_run_info", "What is run.", ["run_id", "config_digest", "rank"], **labels
+            "tfdist_run_info", "Identity of the run.", ["run_id", "config_digest", "rank"], **labels
         )
         self._entered: list[float] = []
         try:
@@ -64,9 +64,7 @@ class PrometheusEndpoint(Observer):
     def _set(self, name: str, value: float) -> None:
         name = "tfdist_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
         if name not in self._gauges:
-            self._gauges[name] = self._client.Gauge(
-                name, "The last value that was told.", ["rank"], registry=self._registry
-            )
+            self._gauges[name] = self._client.Gauge(name, "The last reported value.", ["rank"], registry=self._registry)
         self._gauges[name].labels(self._rank).set(value)
 
     def __call__(self, event: Event) -> None:

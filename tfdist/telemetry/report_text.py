@@ -11,15 +11,15 @@ WORDS = {
     "lost": ("lost steps", "done again, or never kept"),
     "restart": ("restarts", "from the last event before a death to the first new step"),
     "startup": ("start-up", "imports, building, restoring, opening the data"),
-    "trace": ("first steps", "what tracing and compiling took"),
+    "trace": ("first steps", "time for tracing and compiling"),
     "evaluation": ("evaluation", "training stood still"),
     "saving": ("saving", "training stood still"),
     "results": ("results", "export, picture, summary"),
-    "idle": ("idle", "after a finished training, until somebody trained on"),
+    "idle": ("idle", "after finished training, until it was resumed"),
     "other": ("other", "not explained by the log"),
 }
 _RESTART_WORDS = {
-    "failure": "waiting for what had failed",
+    "failure": "waiting for what failed",
     "down": "down",
     "startup": "start-up",
     "trace": "first steps",

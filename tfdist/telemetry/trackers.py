@@ -74,7 +74,7 @@ def make_trackers(names: str, run: Run) -> list[Observer]:
 
 def _made(name: str, run: Run) -> Observer:
     function = resolve("trackers", name, TRACKERS)
-    what = "a tracker is a function (run) that returns another one, of an Event (tfdist/telemetry/trackers.py)"
+    what = "a tracker is a function (run) that returns a function of an Event (tfdist/telemetry/trackers.py)"
     check_takes("trackers", name, function, ("run",), what)
     with own_code("trackers", name):
         observer = function(replace(run, flags=dict(run.flags)))  # its own copy, which it may change

@@ -101,12 +101,12 @@ _ADVICE = {
     "input": (
         "input-bound: {percent} waiting for data",
         (
-            "Raise --reader_threads, give the workers more processor cores, bring the data nearer (--data_dir on a"
-            " local disk), or make reading and --augment cheaper."
+            "Raise --reader_threads, give the workers more processor cores, move the data closer (--data_dir on a local"
+            " disk), or make reading and --augment cheaper."
         ),
     ),
     "communication": (
-        "communication-bound: {percent} in gradient synchronisation that nothing hides",
+        "communication-bound: {percent} in gradient synchronization that nothing hides",
         "Raise --accumulation or --micro_batch, try --pack_mb, use a faster network or fewer, larger workers.",
     ),
     "compute": (
@@ -115,14 +115,14 @@ _ADVICE = {
     ),
     "nothing": (
         (
-            "nothing in particular holds the run up: {percent} is computing (forward pass, backward pass and"
+            "nothing in particular slows the run down: {percent} is computing (forward pass, backward pass and"
             " optimizer), {beside}"
         ),
-        "No single one of these is worth much; a larger batch makes all but the computing smaller.",
+        "No single one of these matters much; a larger batch reduces all but the computing.",
     ),
     "host": (
-        "held up between the steps: {percent} outside of the training function",
-        "Raise --log_every and --steps_per_loop, or the batch: the steps are too short for what is done between them.",
+        "slowed down between the steps: {percent} outside of the training function",
+        "Raise --log_every and --steps_per_loop, or the batch: the steps are too short for the work between them.",
     ),
 }
 
@@ -149,7 +149,7 @@ def judge(by_rank: np.ndarray) -> Finding:
             small_shares = {
                 "between the steps": rest["host"],
                 "waiting for data": losses["input"],
-                "gradient synchronisation": losses["communication"],
+                "gradient synchronization": losses["communication"],
                 "waiting for snapshots": losses["storage"],
             }
             beside = ", ".join(

@@ -94,7 +94,7 @@ def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None
     frozen one has none."""
     if config.model.jit_compile and _is_synchronized(model) and runtime.replicas > 1:
         raise ConfigError(
-            "--jit_compile cannot compile synchronised BatchNormalization over several replicas: add"
+            "--jit_compile cannot compile synchronized BatchNormalization over several replicas: add"
             " --nosync_batchnorm, or drop --jit_compile."
         )
 
@@ -119,8 +119,8 @@ def check_added(runtime: Runtime, model: keras.Model, weighted: bool, x: Any) ->
         tf.function(call, autograph=False).get_concrete_function(x)
     if any(found):
         raise ConfigError(
-            "Losses that layers add, and regularizers, do not go with weighted samples, or an --objective of your"
-            " own, on a mesh with pipe= yet, whose stages differentiate once: drop one of them."
+            "Losses that layers add, and regularizers, do not work with weighted samples, or your own --objective, on a"
+            " mesh with pipe= yet, whose stages differentiate once: drop one of them."
         )
 
 

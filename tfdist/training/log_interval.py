@@ -128,8 +128,8 @@ class Interval:
         elif not self.sums.weight and not self._has_warned_of_no_weight:
             self._has_warned_of_no_weight = True
             message = (
-                "All samples since the last log line have the weight 0: nothing was learned from them, and their loss"
-                " is shown as 0, as in Keras' fit."
+                "All samples since the last log line have weight 0: nothing was learned from them, and their loss is"
+                " shown as 0, as in Keras' fit."
             )
             watched.append(Event("warning", step, {"message": message}))
         return [*watched, self.event(step, extra_values)]

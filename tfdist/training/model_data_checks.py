@@ -75,8 +75,8 @@ def check(
         _check_labels(config, split, outputs[-1])
     if _ends_in_softmax(model, train.element_spec[0]):
         warnings.append(
-            f"--model={config.model} ends in a softmax, but the loss takes logits and makes a softmax of its own:"
-            " training would be slow and the loss wrong; drop the activation of the last layer."
+            f"--model={config.model} ends in a softmax, but the loss takes logits and applies its own softmax: training"
+            " would be slow and the loss wrong; drop the activation of the last layer."
         )
     return warnings
 
@@ -138,7 +138,7 @@ def output_shape(flag: str, model: keras.Model, x_spec: Any) -> tuple[int | None
     output = outputs_of(model, x_spec)
     if isinstance(output, dict | list | tuple):
         raise ConfigError(
-            f"{flag} returns a {type(output).__name__} of {len(output)}, but losses of ours take one tensor: give"
+            f"{flag} returns a {type(output).__name__} of {len(output)}, but tfdist's losses take one tensor: give"
             " --objective=package.module:function."
         )
     return tuple(output.shape[1:])
@@ -154,7 +154,7 @@ def _check_regression(config: ModelConfig, split: Split, outputs: tuple) -> None
         )
         raise ConfigError(
             f"--model={config.model} returns {list(outputs)} for a sample, but y of {split.name} is"
-            f" {split.element_spec[1].dtype.name} {list(y)}, which is regressed on value by value: use {wanted}; for"
+            f" {split.element_spec[1].dtype.name} {list(y)}, which is regressed value by value: use {wanted}; for"
             " classes make y a whole number."
         )
 
@@ -163,14 +163,14 @@ def _check_classes(config: ModelConfig, split: Split, outputs: tuple) -> None:
     y = tuple(split.element_spec[1].shape)
     if split.element_spec[1].dtype.is_floating:
         raise ConfigError(
-            f"--objective={config.objective} takes whole numbers of classes, but y of {split.name} is"
+            f"--objective={config.objective} takes class numbers, but y of {split.name} is"
             f" {split.element_spec[1].dtype.name}: make it int32, or use --objective=regression."
         )
     if len(outputs) != len(y) + 1 or any(a not in (None, b) for a, b in zip(outputs, y, strict=False)):
         raise ConfigError(
             f"--model={config.model} returns {list(outputs)} for a sample, but y of {split.name} is"
-            f" {split.element_spec[1].dtype.name} {list(y)}: classification takes one number of a class, from 0 on, for"
-            f" each {f'place of {list(outputs[:-1])}' if outputs[:-1] else 'sample'}{_labels_fix(y, outputs)}."
+            f" {split.element_spec[1].dtype.name} {list(y)}: classification takes one class number, from 0, for each"
+            f" {f'place of {list(outputs[:-1])}' if outputs[:-1] else 'sample'}{_labels_fix(y, outputs)}."
         )
     if split.num_classes and outputs[-1] is not None and outputs[-1] < split.num_classes:
         raise ConfigError(
@@ -219,11 +219,11 @@ def _check_labels(config: ModelConfig, split: Split, classes: int | None) -> Non
     if low >= 0 and (classes is None or high < classes):
         return
     wrong = np.argwhere((labels < 0) | (labels >= (classes if classes is not None else high + 1)))
-    known = "from 0 on" if classes is None else f"0 to {classes - 1}"
+    known = "from 0" if classes is None else f"0 to {classes - 1}"
     raise DataError(
         f"Sample {wrong[0][0]} of {split.name} has the label {labels[tuple(wrong[0])]}, but --model={config.model} has"
-        f" outputs for the classes {known} (labels that are none of these: {len(wrong):,}): fix them, raise"
-        " num_outputs in --model_args, or leave samples and tokens out by a weight of 0 (and any valid label)."
+        f" outputs for the classes {known} (labels that are none of these: {len(wrong):,}): fix them, raise num_outputs"
+        " in --model_args, or leave out samples and tokens with a weight of 0 (and any valid label)."
     )
 
 

@@ -87,7 +87,7 @@ def baseline(text: str) -> float:
     if workers != 1:
         raise ConfigError(
             f"--scaling_baseline={text} was trained by {workers} workers: give a run of one worker, which the"
-            " efficiency is against."
+            " efficiency is measured against."
         )
     return speed
 

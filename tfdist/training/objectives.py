@@ -60,7 +60,7 @@ def regression() -> Objective:
         if not _fit(w.shape, outputs.shape[: w.shape.rank]):
             raise ConfigError(
                 f"--objective=regression got outputs of shape {outputs.shape} and weights of shape {w.shape}: give one"
-                " weight a sample, or weights with the dims with which the outputs begin."
+                " weight per sample, or weights with the leading dims of the outputs."
             )
         errors = tf.reshape(
             outputs - tf.reshape(tf.cast(y, tf.float32), tf.shape(outputs)),
@@ -115,8 +115,8 @@ def weights_like(w: tf.Tensor, losses: tf.Tensor) -> tf.Tensor:
     """Returns sample weights [n] in the shape of the losses: unchanged, or repeated over tokens [n, T]."""
     if not _fit(w.shape, losses.shape[: w.shape.rank]):
         raise ConfigError(
-            f"The losses have shape {losses.shape}, but the weights {w.shape}: give one weight a sample, or weights"
-            " with the dims with which the losses begin."
+            f"The losses have shape {losses.shape}, but the weights {w.shape}: give one weight per sample, or weights"
+            " with the leading dims of the losses."
         )
     if w.shape.rank == losses.shape.rank:
         return w
@@ -151,7 +151,7 @@ def scores_spec(model: keras.Model, objective: Objective, batch_spec: Any) -> Sc
     scores = tf.function(objective, autograph=False).get_concrete_function(output, y, w).structured_outputs
     if not _fit(scores.weights.shape, scores.losses.shape):
         raise ConfigError(
-            f"The objective gave losses of shape {scores.losses.shape} and weights of shape {scores.weights.shape}:"
+            f"The objective returned losses of shape {scores.losses.shape} and weights of shape {scores.weights.shape}:"
             " they must be the same."
         )
     return scores

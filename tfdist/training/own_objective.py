@@ -50,8 +50,8 @@ def own_objective(name: str, function: Callable) -> Callable[[Any, Any, tf.Tenso
                 raise ConfigError(f"--objective={name} has a metric called {metric!r}: give each a name.")
             if metric in _TAKEN:
                 raise ConfigError(
-                    f"--objective={name} has a metric called {metric!r}, under which tfdist tells something of its own:"
-                    " give it another name."
+                    f"--objective={name} has a metric called {metric!r}, a name that tfdist uses itself: give it"
+                    " another name."
                 )
         scores = Scores(
             _numbers(name, "losses", scores[0], learnable=True),

@@ -65,9 +65,10 @@ def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
         if not any(generator.state is state for state in _states(model)):
             raise keep_message(
                 ConfigError(
-                    "Something is drawn from a keras.random.SeedGenerator that no layer holds (of a module, a function,"
-                    " or an object inside a layer), so that no snapshot would: make it an attribute of the layer"
-                    " (self.seed = keras.random.SeedGenerator(...)), or draw without one (keras.random.normal(shape))."
+                    "Something is drawn from a keras.random.SeedGenerator that no layer tracks (of a module, a"
+                    " function, or an object inside a layer), so no snapshot would contain it: make it an attribute of"
+                    " the layer (self.seed = keras.random.SeedGenerator(...)), or draw without one"
+                    " (keras.random.normal(shape))."
                 )
             )
 
@@ -86,7 +87,7 @@ def updating() -> Iterator[None]:
 
     def refuse(_: keras.random.SeedGenerator) -> None:
         raise ConfigError(
-            "A constraint of weights draws by keras.random, where all replicas must do the same: let a layer draw, or"
+            "A constraint of weights draws with keras.random, where all replicas must do the same: let a layer draw, or"
             " give the constraint numbers of its own (keras.random.normal(shape, seed=3))."
         )
 

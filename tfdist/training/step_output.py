@@ -58,8 +58,8 @@ class StepOutput:
         """Returns a message about the steps since step `before`. on_nan: the value of --on_nan in this run."""
         if self.weight < 0:
             return (
-                f"--objective gave negative weights between step {before} and {self.step}: losses are means by weights"
-                " from 0 on; multiply the losses by an advantage."
+                f"--objective gave negative weights between step {before} and {self.step}: losses are means with"
+                " weights of at least 0; multiply the losses by an advantage."
             )
         loss = self.means["loss"]
         what = "A gradient or a weight, though not the loss," if math.isfinite(loss) else "Loss, gradients or weights"

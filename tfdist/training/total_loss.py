@@ -43,7 +43,7 @@ def expected_weight(plan: BatchPlan, scores: Scores) -> float:
     of_a_sample = scores.weights.shape[1:].num_elements()
     if of_a_sample is None:
         raise ConfigError(
-            f"The objective gives weights of shape {scores.weights.shape}, of which only the first dim may be unknown:"
+            f"The objective returns weights of shape {scores.weights.shape}, but only the first dim may be unknown:"
             " give samples of one shape."
         )
     return float(plan.global_batch * of_a_sample)

@@ -23,7 +23,7 @@ MEND = (
     "make it an attribute of a layer of your own, in its constructor or its build, best with"
     " self.add_weight(trainable=False)"
 )
-DRAW = "draw by keras.random, as keras.random.normal(shape) for tf.random.normal(shape)"
+DRAW = "draw with keras.random, as keras.random.normal(shape) instead of tf.random.normal(shape)"
 _OF_A_GENERATOR = re.compile("Rng|Stateful")  # operations of a tf.random.Generator, whose state is a variable
 
 
@@ -38,15 +38,15 @@ def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list
     kinds = kinds_here()
     if names := unsaved(kinds, [*known, *variables_of_metrics(metrics_held(model))]):
         raise ConfigError(
-            f"Each step sets {names[0]}, which was not found in the model before it (it is of a module, a class or an"
-            " --objective, or made while a layer is called), so that no snapshot holds it, and a run that is resumed"
+            f"Each step sets {names[0]}, which was not found in the model before it (it belongs to a module, a class or"
+            " an --objective, or is created while a layer is called), so no snapshot contains it, and a resumed run"
             f" would compute something else: {MEND}."
         )
     if not (what := drawn(kinds)):
         return []
     if deterministic:
-        raise ConfigError(f"--deterministic promises that runs which are resumed repeat, but the step {what}: {DRAW}.")
-    return [f"The step {what}: a run that is resumed draws others than one that is not. If that matters, {DRAW}."]
+        raise ConfigError(f"--deterministic guarantees that resumed runs repeat, but the step {what}: {DRAW}.")
+    return [f"The step {what}: a resumed run draws other numbers than an uninterrupted one. If that matters, {DRAW}."]
 
 
 def check_on_servers(model: keras.Model, counter: tf.Variable) -> None:
@@ -55,7 +55,7 @@ def check_on_servers(model: keras.Model, counter: tf.Variable) -> None:
     if names := unsaved(kinds_here(), [counter, *variables_of_metrics(metrics_held(model))]):
         raise ConfigError(
             f"--strategy=parameter_server: each step sets {names[0]}, which a worker would set in its own copy only,"
-            " not on the servers: use another strategy, such as multi_worker, or make it no part of the step."
+            " not on the servers: use another strategy, such as multi_worker, or keep it out of the step."
         )
 
 
@@ -94,7 +94,7 @@ def drawn(kinds: set[str]) -> str:
     """Returns a part of a sentence if the traced function draws random numbers whose generator state is not saved,
     else ""."""
     drawing = sorted(kind for kind in kinds if tensorflow_graphs.draws_anew(kind) and not _OF_A_GENERATOR.match(kind))
-    return f"draws by tf.random ({', '.join(drawing)}), whose numbers no snapshot holds" if drawing else ""
+    return f"draws by tf.random ({', '.join(drawing)}), whose numbers no snapshot contains" if drawing else ""
 
 
 def _handles(variable: Any) -> list[tf.Tensor]:

@@ -98,5 +98,5 @@ def test_boxes_of_arrays(tmp_path, seed):
 
 
 def test_objects_that_are_no_texts_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="holds a int"):
+    with pytest.raises(TypeError, match="contains a int"):
         write_files(f"{tmp_path}/ours", [Entry("x", np.array([1, 2], object))], True)

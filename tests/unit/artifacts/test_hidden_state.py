@@ -119,7 +119,7 @@ def test_a_fit_goes_on_where_it_was_killed(kind, tmp_path):
 
 def test_what_nobody_would_save_is_refused():
     step = make_step(model=keras.Sequential([keras.Input((6,)), DrawsBeside(), keras.layers.Dense(4)]))
-    with pytest.raises(ConfigError, match="SeedGenerator that no layer holds"):
+    with pytest.raises(ConfigError, match="SeedGenerator that no layer tracks"):
         step(batches(16), 1)
     keras.random.normal([2], seed=BESIDE)  # elsewhere it may be drawn from
 

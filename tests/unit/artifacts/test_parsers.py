@@ -145,9 +145,9 @@ def test_names_stay_in_the_folder(name):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "it is not JSON, or was cut short"),
-        ("[]", "it holds no checksum of its own"),
-        ("{}", "it holds no checksum of its own"),
+        ("{", "it is not JSON, or is truncated"),
+        ("[]", "it has no checksum"),
+        ("{}", "it has no checksum"),
         (sealed_with().replace('"step": 7', '"step": 8'), "its checksum does not match its contents"),
     ],
 )
@@ -215,7 +215,7 @@ def test_an_index_that_is_none(store):
         files = json.load(file)["files"]
     forge(store, files={**files, "state-2.index": entry})
     snapshot, passed_over = store.newest_valid()
-    assert snapshot.step == 1 and "no checkpoint of TensorFlow" in passed_over[0]
+    assert snapshot.step == 1 and "contains no TensorFlow checkpoint" in passed_over[0]
 
 
 def test_a_link_out_of_the_folder(store, tmp_path):

@@ -63,10 +63,10 @@ def test_a_resumed_fit_continues_with_what_a_callback_has_changed(tmp_path, epoc
 
 def test_a_compiled_step_that_does_not_see_the_change_is_told_of_once(tmp_path, capsys):
     fitted([keras.callbacks.BackupAndRestore(tmp_path)], eagerly=False)
-    told = [line for line in capsys.readouterr().err.splitlines() if "changed while the fit runs" in line]
+    told = [line for line in capsys.readouterr().err.splitlines() if "changed during the fit" in line]
     assert len(told) == 1 and "Annealed.beta, Dense.scale, Shifted.shift" in told[0], told
     fitted([keras.callbacks.BackupAndRestore(tmp_path)])
-    assert "changed while" not in capsys.readouterr().err
+    assert "changed during" not in capsys.readouterr().err
 
 
 def test_what_keras_loop_sets_does_not_count():

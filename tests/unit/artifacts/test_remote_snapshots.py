@@ -338,7 +338,7 @@ def test_an_evaluator_is_told_of_damaged_snapshots(s3, tmp_path, capfd):
     name = next(name for name in s3.names(f"{FOLDER}/step-00000020") if "data-00000" in name)
     s3.change(name, bytes(len(s3.content(name))))
     bring_for_reading(ObjectStore(URL), local(tmp_path, "there"))
-    assert "passed over a snapshot of s3://" in capfd.readouterr().err
+    assert "skipped a snapshot of s3://" in capfd.readouterr().err
 
 
 def test_an_evaluator_brings_the_step_that_it_is_asked_for(s3, tmp_path):

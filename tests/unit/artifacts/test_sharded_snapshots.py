@@ -118,7 +118,7 @@ def test_a_part_that_fails_or_does_not_come_leaves_no_snapshot(tmp_path):
     for name, (hooks, patience) in cases.items():
         if name == "late":
             late = ShardedSnapshotFolder(str(tmp_path / name), lambda step: None, 0, 2, "token", patience)
-            with pytest.raises(OSError, match="the parts of ranks 1 did not come"):
+            with pytest.raises(OSError, match="the shards of ranks 1 did not arrive"):
                 late.write(12, shards(0, 2), FIELDS)
         else:
             _, results = write(tmp_path / name, 3, hooks, patience)
@@ -129,7 +129,7 @@ def test_a_part_that_fails_or_does_not_come_leaves_no_snapshot(tmp_path):
 def test_what_a_slow_worker_leaves_of_a_failed_snapshot_goes_with_the_next(tmp_path):
     """It makes the folder anew that the chief has removed."""
     chief, slow = (ShardedSnapshotFolder(str(tmp_path), lambda step: None, rank, 2, "token", 0.1) for rank in range(2))
-    with pytest.raises(OSError, match="did not come"):
+    with pytest.raises(OSError, match="did not arrive"):
         chief.write(11, shards(0, 2), FIELDS)
     slow.write(11, shards(1, 2), FIELDS)
     assert [path.name for path in tmp_path.iterdir()] == [".writing-step-00000011-token-1"]
@@ -140,10 +140,10 @@ def test_what_a_slow_worker_leaves_of_a_failed_snapshot_goes_with_the_next(tmp_p
 def test_a_late_part_of_the_first_write_of_a_step_is_none_of_the_second(tmp_path):
     """As after bad numbers, which lead back to before a snapshot that failed."""
     chief, slow = (ShardedSnapshotFolder(str(tmp_path), lambda step: None, rank, 2, "token", 0.1) for rank in range(2))
-    with pytest.raises(OSError, match="did not come"):
+    with pytest.raises(OSError, match="did not arrive"):
         chief.write(12, shards(0, 2), FIELDS)
     slow.write(12, shards(1, 2), FIELDS)
-    with pytest.raises(OSError, match="did not come"):
+    with pytest.raises(OSError, match="did not arrive"):
         chief.write(12, shards(0, 2), FIELDS)
     assert chief.steps() == []
 

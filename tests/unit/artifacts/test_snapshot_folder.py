@@ -215,7 +215,7 @@ def test_a_pipe_is_not_waited_for(store):
     manifest = Path(store.path(10)) / MANIFEST
     manifest.unlink()
     os.mkfifo(manifest)
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is not a file"):
         store.verify(10)
 
 

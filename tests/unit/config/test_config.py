@@ -34,12 +34,18 @@ def test_option_names_are_unique_and_documented():
         ({"keep_best": "accuracy"}, ["--keep_best=accuracy", "max:"]),
         ({"keep_best": "max:accuracy", "eval_every": -1}, ["--keep_best", "--eval_every=-1"]),
         ({"export": "onnx"}, ["--export=onnx"]),
-        ({"cache_gb": float("nan")}, ["--cache_gb=nan is no number"]),
-        ({"source": "text", "data_dir": "a", "run_dir": "a/b"}, ["--run_dir=a/b", "--data_dir=a,", "beside"]),
-        ({"source": "text", "data_dir": "s3://a/b", "backup_dir": "s3://a/b/c"}, ["--backup_dir=s3://a/b/c", "beside"]),
-        ({"run_dir": "a", "backup_dir": "a/checkpoints"}, ["--backup_dir=a/checkpoints", "--run_dir=a", "of its own"]),
+        ({"cache_gb": float("nan")}, ["--cache_gb=nan is not a number"]),
+        ({"source": "text", "data_dir": "a", "run_dir": "a/b"}, ["--run_dir=a/b", "--data_dir=a,", "outside"]),
+        (
+            {"source": "text", "data_dir": "s3://a/b", "backup_dir": "s3://a/b/c"},
+            ["--backup_dir=s3://a/b/c", "outside"],
+        ),
+        (
+            {"run_dir": "a", "backup_dir": "a/checkpoints"},
+            ["--backup_dir=a/checkpoints", "--run_dir=a", "separate folder"],
+        ),
         ({"model_args": "size:tiny"}, ["--model_args=size:tiny", "key=value"]),
-        ({"run_dir": "a", "backup_dir": "./a/"}, ["--backup_dir=./a/", "--run_dir=a", "of its own"]),
+        ({"run_dir": "a", "backup_dir": "./a/"}, ["--backup_dir=./a/", "--run_dir=a", "separate folder"]),
         ({"ema": 1.0}, ["--ema=1"]),
         ({"seed": 2**32}, ["--seed=4294967296", "at most 4294967295"]),
         ({"prometheus_port": 70000}, ["--prometheus_port=70000", "at most 65535"]),
@@ -91,8 +97,8 @@ def test_a_working_folder_whose_name_is_no_text_here_is_told(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "sentence", "other"),
     [
-        ({"pipe_schedule": "gpipe"}, "--pipe_schedule=gpipe does", {"strategy": "mesh", "mesh": "pipe=2"}),
-        ({"max_rollbacks": 5}, "--max_rollbacks=5 does nothing without --on_nan=rollback", {"on_nan": "rollback"}),
+        ({"pipe_schedule": "gpipe"}, "--pipe_schedule=gpipe has no effect", {"strategy": "mesh", "mesh": "pipe=2"}),
+        ({"max_rollbacks": 5}, "--max_rollbacks=5 has no effect without --on_nan=rollback", {"on_nan": "rollback"}),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_refused_where_a_training_starts(changes, sentence, other):

@@ -10,5 +10,5 @@ from tfdist.control.exit_codes import ConfigError
 def test_two_dashes_are_no_value(kind):
     parser = CommandParser("see --help", prog="tool")
     parser.add_argument("--devices", type=kind, default=1)
-    with pytest.raises(ConfigError, match="--devices=-- gives the flag no value: see --help"):
+    with pytest.raises(ConfigError, match="--devices=-- sets no value for the flag: see --help"):
         parser.parse_args(["--devices=4", "--devices=--"])

@@ -230,7 +230,7 @@ def test_a_thread_that_is_left_behind_is_named_and_holds_no_signal_up():
     process = subprocess.Popen([sys.executable, "-c", body], stderr=subprocess.PIPE, text=True)
     try:
         said = process.stderr.readline()
-        assert "all is done, but the process waits for left-behind: end these threads" in said
+        assert "all work is done, but the process is waiting for left-behind: end these threads" in said
         process.terminate()
         assert process.wait(20) == 0
     finally:

@@ -378,7 +378,7 @@ def test_an_evaluator_that_fails_is_told_and_stops_nobody(tmp_path):
     )
     result = run(made)
     assert result.exit_codes == {"worker 0": 0, "worker 1": 0, "evaluator": 8} and result.code == 8
-    assert "evaluator ended with exit code 8" in result.cause and "training goes on" in output.getvalue()
+    assert "evaluator ended with exit code 8" in result.cause and "training continues" in output.getvalue()
 
 
 def test_an_evaluator_that_is_stopped_with_the_job_is_no_failure(tmp_path):
@@ -720,7 +720,7 @@ sys.exit(6 if role == 'ps' else 0)
     made, output = job(tmp_path, code, servers=2)
     result = run(made)
     assert result.code == 0, output.getvalue()  # the chief ended well; what became of the others does not matter
-    assert "worker 1 was killed by signal 9 (SIGKILL); it is started again" in output.getvalue()
+    assert "worker 1 was killed by signal 9 (SIGKILL); it is restarted" in output.getvalue()
     assert list(result.exit_codes) == ["chief", "worker 0", "worker 1", "ps 0", "ps 1"]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
         "chief.log",
@@ -759,12 +759,12 @@ def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path, monkeypatc
     assert (
         result.code == 1
         and result.cause.startswith("worker 0 ended with exit code 1")
-        and output.getvalue().count("it is started again") == 2
+        and output.getvalue().count("it is restarted") == 2
     )
     made, output = job(
         tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(2)\ntime.sleep(60)\n", workers=1, servers=1
     )
-    assert run(made).code == ExitCode.CONFIG and "started again" not in output.getvalue()
+    assert run(made).code == ExitCode.CONFIG and "restarted" not in output.getvalue()
 
 
 def test_gpus_go_to_the_workers_of_parameter_servers(tmp_path):
@@ -793,7 +793,7 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
         (["--elastic", "--ps=1", "--", "--steps=1"], "--elastic is not available with --ps=1"),
         (["--elastic", "--", "script.py"], "--elastic are for flags of tfdist.train"),
         (["--elastic", "--", "-m", "tfdist.doctor"], "drop them, or tfdist.doctor"),
-        (["--", "-m"], "-m needs the name of a module"),
+        (["--", "-m"], "-m needs a module name"),
         (["--", "-m", "nowhere.to.be.found"], "-m nowhere.to.be.found: there is no such module"),
     ],
 )

@@ -60,12 +60,12 @@ def test_which_errors_may_pass(error, kind, form):
     text = f'{name}: {error}\nTraceback (most recent call last):\n\n  File "a.py", line 1, in f\n\n{name}: {error}\n\n'
     found = reading_failed("It cannot be read.", error if form == "raised" else text)
     assert type(found) is kind
-    told = "It cannot be read; this may pass: start the job again (the launcher does it with --max_restarts=N)."
+    told = "It cannot be read; this may be temporary: start the job again (the launcher does so with --max_restarts=N)."
     assert str(found) == (told if kind is StartupError else "It cannot be read.")
 
 
 def test_what_a_source_raises_may_pass_also_if_it_is_no_error_of_the_system():
-    with pytest.raises(StartupError, match="this may pass"), own_code("source", "mine:data"):
+    with pytest.raises(StartupError, match="this may be temporary"), own_code("source", "mine:data"):
         raise http.client.IncompleteRead(b"half", 8)
     with pytest.raises(ConfigError), own_code("model", "mine:model"):
         raise http.client.IncompleteRead(b"half", 8)

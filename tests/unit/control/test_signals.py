@@ -65,7 +65,7 @@ def test_once_all_is_saved_no_signal_says_that_something_is_not(requests, clock,
     requests._on_stop(signal.SIGTERM)
     assert not requests.told and clock.ended == [128 + signal.SIGTERM]
     assert said == [
-        "tfdist: SIGTERM: training is over; what is left of its end goes on.",
+        "tfdist: SIGTERM: training is over; the run is being completed.",
         "tfdist: second SIGTERM: ending at once; training was over.",
     ]
 

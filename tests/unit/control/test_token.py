@@ -57,8 +57,8 @@ def test_a_file_of_ones_own_is_read(tmp_path):
         (0o640, GOOD, "can be used by others (mode 0640): run `chmod 600"),
         (0o604, GOOD, "mode 0604"),
         (0o620, GOOD, "mode 0620"),
-        (0o600, "short", "holds 5 characters"),
-        (0o600, "", "holds 0 characters"),
+        (0o600, "short", "has 5 characters"),
+        (0o600, "", "has 0 characters"),
         (0o600, "\udcff" * 20, "not a text file"),
     ],
 )
@@ -89,7 +89,7 @@ def test_what_is_no_file_of_ones_own_is_refused(tmp_path):
 
 
 def test_a_token_that_can_be_guessed_is_refused():
-    with pytest.raises(ConfigError, match=f"{token.VARIABLE} in the environment holds 6 characters"):
+    with pytest.raises(ConfigError, match=f"{token.VARIABLE} in the environment has 6 characters"):
         token.read({token.VARIABLE: "secret"})
 
 

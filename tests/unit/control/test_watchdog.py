@@ -213,7 +213,7 @@ def test_a_silent_worker_is_named():
     beacons, _ = crowd(3)
     beacons[1].close()
     until(lambda: beacons[0].culprits() == [1] and beacons[2].silent() == [1])
-    assert "last heard of" in beacons[0].describe(1)
+    assert "last heard from" in beacons[0].describe(1)
 
 
 def test_the_words_of_the_first_failure_reach_all():

@@ -101,13 +101,13 @@ def test_a_split_that_is_drawn_without_a_seed(kind):
     assert compared(make(*shuffled(1)), make(*shuffled(1)), make(*shuffled(1))) == ""
     sentence = compared(make(*shuffled(1)), make(*shuffled(1)), make(*shuffled(2)))
     assert (
-        sentence.startswith("Rank 2 and rank 0 hold different samples")
+        sentence.startswith("Rank 2 and rank 0 have different samples")
         and "in mine:data/train" in sentence
         and "np.random.default_rng(0)" in sentence
     )
     assert compared(*[make(*shuffled(seed)) for seed in (1, 2, 3)]).startswith("Rank 1, 2 and rank 0")
     labels = compared(make(X, Y), make(X, Y[::-1].copy()))  # the same x
-    assert labels.startswith("Rank 1 and rank 0 hold different samples")
+    assert labels.startswith("Rank 1 and rank 0 have different samples")
 
 
 def test_sizes_and_types():
@@ -115,8 +115,8 @@ def test_sizes_and_types():
     assert compared(make(X, Y), make(X[:299], Y[:299])).startswith(
         "Rank 1 has 299 samples in mine:data/train, rank 0 has 300"
     )
-    assert "hold different samples" in compared(make(X, Y), make(X, Y.astype(np.float32)))
-    assert "hold different samples" in compared(make(X, Y), array_split("mine:data/train", (X, Y, np.ones(300))))
+    assert "have different samples" in compared(make(X, Y), make(X, Y.astype(np.float32)))
+    assert "have different samples" in compared(make(X, Y), array_split("mine:data/train", (X, Y, np.ones(300))))
 
 
 def test_streams_whose_sizes_are_known():

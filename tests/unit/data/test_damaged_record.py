@@ -43,7 +43,7 @@ def test_the_damaged_file_of_a_stream_is_named(folder, byte):
     path.write_bytes(data)
     sentence = failure_of(folder)
     assert sentence.startswith("A record of the data cannot be read: ")
-    assert sentence.endswith(f". {path} is damaged: the record at byte {begin} is not whole; restore the file.")
+    assert sentence.endswith(f". {path} is damaged: the record at byte {begin} is incomplete; restore the file.")
 
 
 @pytest.mark.parametrize("left", [1, 11])
@@ -57,7 +57,7 @@ def test_a_file_that_ends_in_the_header_of_a_record(folder, left):
         list(load(folder, source_args=f"{SPEC},stream=True").stream(0, 1))
     found = explain(raised.value, Cluster())
     assert isinstance(found, DataError)
-    assert str(found) == f"{path} ends within a record at byte {begin}: it was cut short; write it again."
+    assert str(found) == f"{path} ends within a record at byte {begin}: it was truncated; write it again."
 
 
 def test_a_file_that_grows_while_it_is_read(folder):

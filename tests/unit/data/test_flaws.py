@@ -57,7 +57,7 @@ def test_only_what_was_trained_on():
 def test_labels_and_parts():
     labels = with_value([3, 4, 8, 9], [-1, 4, 5, -7], np.arange(50) % 4)
     assert flaws.find_evaluated(split(y=labels), choices={"y": flaws.classes(4)}) == " ".join(
-        f"Sample {number} of mine:data/train has {label} in y, which is no class of 0 to 3."
+        f"Sample {number} of mine:data/train has {label} in y, which is not a class of 0 to 3."
         for number, label in ((3, -1), (4, 4), (8, 5))
     )
     assert flaws.find_evaluated(split(y=labels)) == ""

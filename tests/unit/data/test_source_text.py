@@ -112,7 +112,7 @@ def test_default_corpus_is_the_standard_library():
     ("make", "options", "error", "message"),
     [
         (lambda p: p / "nowhere", "", DataError, "nowhere does not exist"),
-        (lambda p: p, "", DataError, "holds no readable text"),
+        (lambda p: p, "", DataError, "contains no readable text"),
         (lambda p: (p / "a.txt").write_text("short"), "", DataError, "too few for --sequence_length=8"),
         (lambda p: (p / "a.txt").write_text("x" * 99), "eval_pattern=b*", DataError, "0 bytes of text for eval"),
         (lambda p: p, "pattern=3", ConfigError, "must be a file name pattern"),
@@ -181,7 +181,7 @@ def test_a_pipe_is_left_out(folder):
     os.mkfifo(folder / "part0" / "pipe.txt")
     (folder / "part0" / "link.txt").symlink_to("pipe.txt")
     assert found_bytes(folder) == before
-    with pytest.raises(DataError, match="pipe.txt is no plain file"):
+    with pytest.raises(DataError, match="pipe.txt is not a plain file"):
         load(folder / "part0" / "pipe.txt")
 
 

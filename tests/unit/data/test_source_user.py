@@ -194,7 +194,7 @@ def test_split():
         ("batches", "is a Keras PyDataset, which yields batches"),
         ("batched", "not batches"),
         ("triple_dataset", "must be (x, y) or (x, y, w)"),
-        ("shuffled_dataset", "first samples are others at a second look"),
+        ("shuffled_dataset", "first samples differ at a second look"),
         ("nothing_at_0", "item 0 of user_data_module:nothing_at_0/train has y = None"),
         ("mixed_text", "have text for y, others numbers"),
         ("empty_dataset", "is an empty tf.data.Dataset"),
@@ -205,18 +205,18 @@ def test_split():
         ("python_lists", "x of user_data_module:python_lists/train is a Python list: return an array"),
         ("ragged_tensor", "x of user_data_module:ragged_tensor/train is a RaggedTensor: return an array"),
         ("without_y", "y of user_data_module:without_y/train is None: return an array"),
-        ("complex_numbers", "holds complex numbers"),
+        ("complex_numbers", "contains complex numbers"),
         ("labels_below_0", "the labels in y go up to -3"),
         ("labels_above_all", "the labels in y go up to 1000000000000"),
         ("no_rows", "is an empty Rows"),
         ("not_pairs", "item 0 of user_data_module:not_pairs/train is a int"),
-        ("no_columns", "has samples of shape (0,), which hold nothing"),
+        ("no_columns", "has samples of shape (0,), which are empty"),
         ("broken_length", "the length of user_data_module:broken_length/train, a BrokenLength, failed"),
         (
             "other_shape",
             "user_data_module:other_shape/train, a tf.data.Dataset, cannot be read: TypeError: `generator`",
         ),
-        ("heavy", "whose weights are no numbers"),
+        ("heavy", "whose weights are not numbers"),
         ("sparse", "is a tf.data.Dataset with a SparseTensor: make dense tensors of it, of one shape."),
         ("ragged_tensors", "is a tf.data.Dataset with a RaggedTensor: make dense tensors of it, of one shape."),
         ("pair_list", "user_data_module:pair_list/train is a list of 2 arrays: return a tuple, (x, y) or (x, y, w)."),
@@ -250,7 +250,9 @@ def test_bad_functions(source, source_args, message):
 
 @pytest.mark.parametrize("function", ["away", "item_away", "dataset_away"])
 def test_a_server_that_does_not_answer_may_do_so_again(function):
-    with pytest.raises(StartupError, match="ConnectionRefusedError: no answer; this|TimeoutError: nfs; this may pass"):
+    with pytest.raises(
+        StartupError, match="ConnectionRefusedError: no answer; this|TimeoutError: nfs; this may be temporary"
+    ):
         load(function)
 
 

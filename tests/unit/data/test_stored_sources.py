@@ -123,7 +123,7 @@ def test_what_is_no_longer_as_it_was_is_named_without_copies(s3, records, tmp_pa
     found = explain(failure.value, Cluster())
     how = {
         "changed": "has been changed",
-        "gone": "is not there any more",
+        "gone": "no longer exists",
         "damaged": "is damaged: the record at byte 0",
     }
     assert isinstance(found, DataError)
@@ -198,7 +198,7 @@ def test_an_object_that_is_gone_ends_reading_with_a_sentence(s3, records, tmp_pa
         list(split.stream(0, 1))
     found = explain(failure.value, Cluster())
     assert isinstance(found, DataError)
-    assert str(found).startswith(f"--data_dir={URL}: train-29.tfrecord is not there any more")
+    assert str(found).startswith(f"--data_dir={URL}: train-29.tfrecord no longer exists")
 
 
 def test_a_split_without_files_is_told_with_the_url(records, tmp_path):
@@ -218,7 +218,7 @@ def test_text(s3, tmp_path):
     assert not list((tmp_path / "cache").rglob("*.bin"))
     s3.empty()
     data_cache.data_cache.cache_clear()
-    with pytest.raises(DataError, match=f"--data_dir={URL} holds no readable text"):
+    with pytest.raises(DataError, match=f"--data_dir={URL} contains no readable text"):
         split_of(config(tmp_path, source="text", sequence_length=17))
 
 

@@ -181,7 +181,7 @@ def test_what_changes_while_it_comes_is_named_and_none_of_it_is_read(s3, tmp_pat
     with through_proxy(draw):
         found, error = failure_of(stored(tmp_path / "cache"), begun)
     assert found == expected[: len(found)] and len(found) >= 4
-    how = "is not there any more" if change == "gone" else "has been changed"
+    how = "no longer exists" if change == "gone" else "has been changed"
     assert isinstance(error, DataError) and str(error).startswith(f"--data_dir={URL}: train-01 {how}"), error
 
 
@@ -207,9 +207,9 @@ def test_a_store_that_goes_away_is_told(s3, tmp_path, through_proxy, monkeypatch
     ("damage", "sentence"),
     [
         (lambda whole: whole[:-6] + bytes([whole[-6] ^ 1]) + whole[-5:], "is damaged: the record at byte 2844"),
-        (lambda whole: whole[:-20], "ends within a record at byte 2844: it was cut short"),
-        (lambda whole: whole[:-310], "ends within a record at byte 2844: it was cut short"),
-        (lambda whole: b"x" * 999, "is no TFRecord file, or is damaged at byte 0"),
+        (lambda whole: whole[:-20], "ends within a record at byte 2844: it was truncated"),
+        (lambda whole: whole[:-310], "ends within a record at byte 2844: it was truncated"),
+        (lambda whole: b"x" * 999, "is not a TFRecord file, or is damaged at byte 0"),
     ],
     ids=["a bit", "within the data", "within the header", "no records"],
 )

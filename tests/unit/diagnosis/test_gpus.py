@@ -29,7 +29,7 @@ def bad(*arguments):
         ),
         ([H100], Build(WHEEL.cuda, WHEEL.capabilities, 1, "9.10.2"), "9.24.0.43", None, ["cuDNN: 9.10.2"]),
         ([V100], WHEEL, "9.24.0.43", None, ["no convolutions for the V100", "<9.11"]),
-        ([H100], WHEEL, "", None, ["cuDNN: none was loaded, and none is here as a package"]),
+        ([H100], WHEEL, "", None, ["cuDNN: none was loaded, and none is installed as a package"]),
         ([H100], Build(), "9.24.0.43", None, ["a build for CPUs", "tensorflow[and-cuda]"]),
         ([H100], Build("12.5.1", WHEEL.capabilities, 0), "9.24.0.43", "", ["CUDA_VISIBLE_DEVICES='' hides all"]),
         ([H100], Build("12.5.1", WHEEL.capabilities, 0), "9.24.0.43", "-1", ["CUDA_VISIBLE_DEVICES='-1' hides all"]),
@@ -39,7 +39,7 @@ def bad(*arguments):
         ([Gpu("B200", "570.1", (10, 0), 1, 0)], WHEEL, "9.24.0.43", None, ["10.0", "compiles at the first start"]),
         ([Gpu("Tesla K80", "470.1", (3, 7), 1, 0)], WHEEL, "9.24.0.43", None, ["470.1 is too old for CUDA 12.5.1"]),
         ([H100, V100], WHEEL, "9.10.1", None, ["they differ", "NVIDIA H100 (80 GiB), Tesla V100 (16 GiB)"]),
-        ([Gpu("NVIDIA H100", "550.1", (9, 0), 81559, 40000)], WHEEL, "9.24", None, ["40,000 of 81,559 MiB are taken"]),
+        ([Gpu("NVIDIA H100", "550.1", (9, 0), 81559, 40000)], WHEEL, "9.24", None, ["40,000 of 81,559 MiB are in use"]),
     ],
 )
 def test_what_is_wrong(found, build, cudnn, visible, words):

@@ -33,8 +33,8 @@ def test_nccl_s_rule(names, asked, expected):
         ("10.0.0.5", None, State.FINE, "NCCL takes eth0 (10.0.0.5), eth1 (10.1.0.5)"),
         ("10.0.0.5", "eth0", State.FINE, "NCCL takes eth0 (10.0.0.5)"),
         ("10.0.0.5", "bond0", State.WRONG, "NCCL_SOCKET_IFNAME=bond0, but this machine has lo (127.0.0.1), docker0"),
-        ("10.0.0.5", "eth1", State.WARNING, "set NCCL_SOCKET_IFNAME=eth0, unless the other network is the quicker"),
-        ("10.1.0.5", None, State.WARNING, "as it likes; this worker's address 10.1.0.5 is that of eth1"),
+        ("10.0.0.5", "eth1", State.WARNING, "set NCCL_SOCKET_IFNAME=eth0, unless the other network is faster"),
+        ("10.1.0.5", None, State.WARNING, "as it likes; this worker's address 10.1.0.5 belongs to eth1"),
         ("127.0.0.1", None, State.FINE, "NCCL takes eth0"),  # a job on one machine
         ("10.9.0.5", None, State.FINE, "NCCL takes eth0"),  # a service in front of the machine
     ],

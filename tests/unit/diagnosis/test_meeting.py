@@ -54,7 +54,7 @@ def test_healthy_ones(count):
             ["worker 1 (rank 1, 127.0.0.1:", "60 s ahead of the chief's", "chrony"],
         ),
         ({"clock": lambda: time.time() - 60.0}, ["60 s behind the chief's"]),
-        ({"gpus": 8}, ["worker 0 (rank 0, ", "has none, the others have"]),
+        ({"gpus": 8}, ["worker 0 (rank 0, ", "has none, but the others have"]),
         ({"versions": "Python 3.12"}, ["they differ: rank 0 Python 3.11, keras 3.15; rank 1 Python 3.12"]),
     ],
 )

@@ -28,7 +28,7 @@ def test_every_store_in_the_flags_is_tried_and_left_as_it_was(s3, tmp_path):
     said = found(**places)
     assert said["run store"].startswith(f"fine     run store: s3://{BUCKET}/run takes ")
     assert said["backup store"].startswith(f"fine     backup store: s3://{BUCKET}/backup takes ")
-    assert said["data store"].startswith(f"fine     data store: s3://{BUCKET}/data holds 1 objects")
+    assert said["data store"].startswith(f"fine     data store: s3://{BUCKET}/data contains 1 objects")
     assert s3.names() == ["data/train"]
     assert found(run_dir=str(tmp_path), backup_dir=str(tmp_path / "backup")) == {}
 
@@ -39,7 +39,7 @@ def test_a_store_that_cannot_be_used_is_named_with_its_flag(s3, through_proxy, t
     flags = {"run_dir": str(tmp_path), f"{kind}_dir": "s3://nowhere/at-all"}
     (sentence,) = found(**flags).values()
     assert sentence.startswith(f"{State.WRONG.value}    {kind} store: --{kind}_dir=s3://nowhere/at-all: ")
-    assert "the bucket or folder is not there" in sentence
+    assert "the bucket or folder does not exist" in sentence
     with through_proxy(lambda method, path: "403"):
         (sentence,) = found(**{**flags, f"{kind}_dir": f"s3://{BUCKET}/runs"}).values()
     assert f"--{kind}_dir=s3://{BUCKET}/runs" in sentence and "it is not permitted" in sentence
@@ -47,4 +47,4 @@ def test_a_store_that_cannot_be_used_is_named_with_its_flag(s3, through_proxy, t
 
 def test_data_that_are_not_there(s3, tmp_path):
     (sentence,) = found(run_dir=str(tmp_path), data_dir=f"s3://{BUCKET}/none").values()
-    assert "--data_dir=s3://bucket/none holds no objects" in sentence
+    assert "--data_dir=s3://bucket/none contains no objects" in sentence

@@ -39,7 +39,7 @@ def test_a_wrong_result():
 def test_one_that_dies():
     _, said, states = tried(GOOD + "import os; print('a word', flush=True); os.kill(os.getpid(), 11)")
     assert states == {State.WRONG} and "killed by signal 11 (SIGSEGV) after matrix product, float32" in said
-    assert "It last said: a word" in said
+    assert "Its last output: a word" in said
     build, said, _ = tried("raise ImportError('libcudart.so')")
     assert build is None and "exit code 1 after the import of TensorFlow" in said and "libcudart.so" in said
 

@@ -80,7 +80,7 @@ def test_a_fit_goes_on_from_a_file_of_an_earlier_version(tmp_path):
     ],
 )
 def test_what_is_no_backup_is_refused(entries):
-    with pytest.raises(ValueError, match="it holds what no backup holds"):
+    with pytest.raises(ValueError, match="it has unexpected contents"):
         BackupContent.from_dict(entries)
 
 

@@ -290,7 +290,7 @@ def test_a_backup_of_a_later_fit_of_the_program_is_not_taken(tmp_path):
     with pytest.raises(Ended):
         fitted_in_turn(tmp_path, 4, end_at=3)
     backup_checks._ended.clear()  # as in a new process
-    with pytest.raises(CheckpointError, match="fit number 3 of a program with this folder, and this is number 1"):
+    with pytest.raises(CheckpointError, match="fit number 3 of a program with this folder, but this is number 1"):
         fitted_in_turn(tmp_path, 2)
 
 

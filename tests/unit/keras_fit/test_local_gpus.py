@@ -50,7 +50,7 @@ def ran(folder, options="", before="", *, gpus=2, **environment):
 @pytest.mark.slow
 def test_a_worker_for_each(tmp_path):
     output, code = ran(tmp_path)
-    assert code == 0 and "2 GPUs are here: this script starts anew on a worker for each" in output, output
+    assert code == 0 and "2 GPUs were found: this script is restarted with a worker for each" in output, output
     for rank, gpu in enumerate(("GPU-00", "GPU-11")):
         assert f"rank {rank} of 2 with {gpu} a b c" in output, output
 
@@ -64,7 +64,7 @@ def test_a_worker_for_each(tmp_path):
             "",
             "import tensorflow as tf; tf.ones(1)",
             {},
-            "init() at the top of the script, or start it by `tfdist launch --workers=2",
+            "init() at the top of the script, or start it with `tfdist launch --workers=2",
         ),
         ("", "", {"CUDA_VISIBLE_DEVICES": "1"}, ""),
         ("", "", {"TFDIST_JOB_ID": "of a launcher"}, ""),

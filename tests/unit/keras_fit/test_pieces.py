@@ -83,7 +83,7 @@ def test_a_backup_without_some_of_the_optimizers_is_refused(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.other = keras.optimizers.Adam()
-    with pytest.raises(ConfigError, match="Sequential has others beside it, which would begin anew"):
+    with pytest.raises(ConfigError, match="Sequential has others beside it, which would start from the beginning"):
         tfdist.fit(model, np.ones([4, 2]), np.ones(4), callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
 
 
@@ -324,7 +324,7 @@ def test_a_model_that_is_not_compiled_is_refused():
 
 def test_data_without_a_batch_are_refused_and_data_that_have_come_to_their_end_are_not():
     with pytest.raises(
-        DataError, match="^The data hold not even one batch: give x, or the dataset, at least one sample"
+        DataError, match="^The data do not contain a single batch: give x, or the dataset, at least one sample"
     ):
         Batches(Two(), "fit").next(iter([]))
     batches, rows = Batches(Two(), "fit"), iter([np.ones([2, 3])])
@@ -358,7 +358,7 @@ def test_workers_tell_each_other_which_loop_they_begin():
 @pytest.mark.parametrize(
     "said, more",
     [
-        ("Rank 0 is at 'predict', rank 1 at 'batches'.", " All workers .* in a callback, not the chief alone."),
+        ("Rank 0 is at 'predict', rank 1 at 'batches'.", " All workers .* in a callback, not only the chief."),
         (ALIKE, ""),
     ],
 )
@@ -380,15 +380,18 @@ def test_rows_in_python_lists_are_refused_and_lists_of_arrays_are_not():
     for call, words in (
         (
             lambda: tfdist.fit(model, rows, [0.0, 1.0]),
-            r"tfdist.fit: x holds its rows in a Python list, .*numpy.array\(x",
+            r"tfdist.fit: x has its rows in a Python list, .*numpy.array\(x",
         ),
-        (lambda: tfdist.fit(model, array, [0.0, 1.0]), r"tfdist.fit: y holds .*give an array, numpy.array\(y\)\.$"),
+        (
+            lambda: tfdist.fit(model, array, [0.0, 1.0]),
+            r"tfdist.fit: y has its rows .*give an array, numpy.array\(y\)\.$",
+        ),
         (
             lambda: tfdist.fit(model, array, array, validation_data=(rows, [0, 1])),
             r"validation_data .*numpy.array\(x\), ",
         ),
-        (lambda: tfdist.evaluate(model, array, ("a", "b")), r"tfdist.evaluate: y holds its rows in a Python tuple"),
-        (lambda: tfdist.predict(model, rows), r"tfdist.predict: x holds"),
+        (lambda: tfdist.evaluate(model, array, ("a", "b")), r"tfdist.evaluate: y has its rows in a Python tuple"),
+        (lambda: tfdist.predict(model, rows), r"tfdist.predict: x has its rows"),
     ):
         with pytest.raises(ConfigError, match=words):
             call()
@@ -413,7 +416,7 @@ def test_a_model_with_a_fit_of_its_own_may_be_given_lists_of_texts():
     model.compile("sgd", "mse")
     found = tfdist.fit(model, ["a", "bb", "ccc"], [1.0, 2.0, 3.0], verbose=0)
     assert np.isfinite(found.history["loss"][0])
-    with pytest.raises(ConfigError, match=r"tfdist.evaluate: x holds its rows in a Python list"):
+    with pytest.raises(ConfigError, match=r"tfdist.evaluate: x has its rows in a Python list"):
         tfdist.evaluate(model, ["a"], np.ones([1]))
 
 

@@ -289,12 +289,12 @@ def test_what_is_known_of_datasets():
 
 @pytest.mark.parametrize("kind", [keras.callbacks.BackupAndRestore, BackupAndRestore])
 def test_a_backup_every_few_batches_is_told_to_be_one_of_epochs(tmp_path, capsys, kind):
-    for often, said in ((5, "(save_freq=5 does not count: what is killed goes on from the last epoch)"), ("epoch", "")):
+    for often, said in ((5, "(save_freq=5 is ignored: a killed run resumes from the last epoch)"), ("epoch", "")):
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         tfdist.fit(model, np.ones([8, 4]), np.ones([8, 1]), verbose=0, callbacks=[kind(str(tmp_path), often)])
         told = capsys.readouterr().err
-        assert "BackupAndRestore is replaced by that of tfdist.fit" in told and ("save_freq" in told) == bool(said)
+        assert "BackupAndRestore is replaced by the one of tfdist.fit" in told and ("save_freq" in told) == bool(said)
         assert said in told
 
 
@@ -344,6 +344,8 @@ def test_a_fit_that_resumes_with_other_data_is_refused(tmp_path, name):
     with pytest.raises(Killed):
         fit(before, KilledAfter(2))
     if changed:
-        with pytest.raises(CheckpointError, match=rf"The data have changed since .* was written \({changed}\): give"):
+        with pytest.raises(
+            CheckpointError, match=rf"The data have changed since .* was written \({changed}\): restore"
+        ):
             fit(now)
     assert len(fit(before if changed else now).history["loss"]) == EPOCHS

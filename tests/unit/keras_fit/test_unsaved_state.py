@@ -229,7 +229,7 @@ def test_a_step_of_the_validation_is_looked_at(tmp_path):
 
 
 def test_a_model_that_is_not_built_is_refused_before_it_trains(tmp_path):
-    with pytest.raises(ConfigError, match="needs a model that is built.* Give it an Input"):
+    with pytest.raises(ConfigError, match="needs a built model.*: give it an Input"):
         tfdist.fit(compiled(OwnTest(model_of(keras.layers.Dense(4)))), X, Y, verbose=0, callbacks=[kept(tmp_path)])
 
 

@@ -277,7 +277,7 @@ def test_a_source_that_tells_no_number_of_classes(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError,
         match=(
-            r"counting_models.py:2, in needs: .*It was given num_outputs=None, because --source does not tell .*"
+            r"counting_models.py:2, in needs: .*It was given num_outputs=None, because --source does not give .*"
             r" --model_args=num_outputs=10"
         ),
     ):
@@ -299,5 +299,5 @@ def test_a_name_that_tensorflow_does_not_take_is_a_sentence(name, monkeypatch):
         )
 
     monkeypatch.setattr("tests.unit.models.test_build_model.named", named, raising=False)
-    with pytest.raises(ConfigError, match=f"called '{name}': give it a name of ASCII letters"):
+    with pytest.raises(ConfigError, match=f"called '{name}': give it a name of only ASCII letters"):
         build(f"{__name__}:named", "")

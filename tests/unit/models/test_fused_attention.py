@@ -157,7 +157,7 @@ def test_a_kernel_that_fails_its_trial_is_not_used_and_named(kernel, wrong, monk
     said = "fails: no engine was found" if wrong == "an error" else "is 0.048 off the formula"
     # TensorFlow may say something, too.
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("tfdist: ")] == [
-        f"tfdist: warning: cuDNN's attention of 8 x 8 positions, 8 wide, in bfloat16 {said}: the formula is taken,"
+        f"tfdist: warning: cuDNN's attention of 8 x 8 positions, 8 wide, in bfloat16 {said}: the formula is used,"
         " which is slower and takes more memory."
     ]
 

@@ -94,7 +94,7 @@ def test_noise_makes_nothing_negative(tmp_path):
 
 
 def test_what_is_no_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         read_run(str(tmp_path))
     make_run(tmp_path / "a", 1, 8, load_hardware("cpu"))
     log = tmp_path / "a" / "logs" / "rank-0.jsonl"
@@ -104,5 +104,5 @@ def test_what_is_no_run_is_named(tmp_path):
 
 
 def test_a_store_that_cannot_be_used_is_told_with_the_flag(s3):
-    with pytest.raises(ConfigError, match="--calibrate: s3://nowhere/run.*the bucket or folder is not there"):
+    with pytest.raises(ConfigError, match="--calibrate: s3://nowhere/run.*the bucket or folder does not exist"):
         read_run("s3://nowhere/run")

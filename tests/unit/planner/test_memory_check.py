@@ -76,7 +76,7 @@ def test_what_fits_passes_and_what_does_not_is_told_with_the_cure():
         BASE, layout, 20e6, sharers=2
     )
     assert "use --strategy=mesh --zero=1" in refuse(BASE.replace(strategy="multi_worker"), layout, 15e6)
-    assert "an optimizer that --zero can share out" in refuse(BASE.replace(optimizer="lamb"), layout, 15e6)
+    assert "an optimizer that --zero can shard" in refuse(BASE.replace(optimizer="lamb"), layout, 15e6)
 
 
 def test_what_is_offloaded_counts_in_host_memory():

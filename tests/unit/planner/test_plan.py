@@ -76,9 +76,9 @@ def test_what_does_not_fit_says_why():
 
 def test_of_another_model_it_is_not_known_what_model_divides():
     of_cnn = plan(["--source=digits", "--model=cnn", "--global_batch=64"], 2)
-    with pytest.raises(ConfigError, match="what model=2 would divide of cnn is not known here"):
+    with pytest.raises(ConfigError, match="what model=2 would divide in cnn is known only for tfdist's transformers"):
         search(of_cnn, Wish(mesh=Mesh.create(model=2)))
-    with pytest.raises(ConfigError, match="model=5 must divide the attention heads, of which .* has [0-9]+"):
+    with pytest.raises(ConfigError, match="model=5 must divide the [0-9]+ attention heads of"):
         search(plan(SMALL, 5), Wish(mesh=Mesh.create(model=5)))
 
 

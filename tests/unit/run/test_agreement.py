@@ -76,7 +76,7 @@ def test_a_worker_that_would_do_other_things_between_steps_is_named(changes):
     runtime = Rows()
     check_same_options(runtime, first)
     check_same_options(runtime, first.replace(run_dir="elsewhere", progress="none"))
-    with pytest.raises(ConfigError, match=rf"^Rank 2 has another --{next(iter(changes))} than rank 0: give all"):
+    with pytest.raises(ConfigError, match=rf"^Rank 2 has a different --{next(iter(changes))} than rank 0: give all"):
         check_same_options(runtime, other)
 
 

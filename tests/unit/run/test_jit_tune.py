@@ -33,9 +33,9 @@ def tuned(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "without, compiled, uses, says",
     [
-        (0.2, 0.1, True, "XLA makes a step take 100 ms in place of 200 ms: used"),
-        (0.1, 0.098, False, "98 ms in place of 100 ms: not used"),
-        (0.1, 0.3, False, "300 ms in place of 100 ms: not used"),
+        (0.2, 0.1, True, "XLA makes a step take 100 ms instead of 200 ms: used"),
+        (0.1, 0.098, False, "98 ms instead of 100 ms: not used"),
+        (0.1, 0.3, False, "300 ms instead of 100 ms: not used"),
         (
             0.1,
             ConfigError("--jit_compile cannot compile what cannot be: drop it."),
@@ -68,11 +68,11 @@ def test_what_cannot_be_read_is_measured_again(tuned, tmp_path):
 @pytest.mark.parametrize(
     ("times", "chosen", "says"),
     [
-        ((10, 8, 9, 5), (True, False), "5 ms in place of 8 ms: used"),
-        ((10, 12, 7, 9), (False, False), "operations makes a step take 7 ms in place of 10 ms: used"),
-        ((10, 6, 7, 9), (True, True), "operations makes a step take 9 ms in place of 6 ms: not used"),
-        ((10, 9.8, 9.9, 9.7), (False, True), "XLA makes a step take 9.8 ms in place of 10 ms: not used; Batch"),
-        ((10, None, 7, None), (False, False), "it cannot compile this model; BatchNormalization of several"),
+        ((10, 8, 9, 5), (True, False), "5 ms instead of 8 ms: used"),
+        ((10, 12, 7, 9), (False, False), "operations makes a step take 7 ms instead of 10 ms: used"),
+        ((10, 6, 7, 9), (True, True), "operations makes a step take 9 ms instead of 6 ms: not used"),
+        ((10, 9.8, 9.9, 9.7), (False, True), "XLA makes a step take 9.8 ms instead of 10 ms: not used; Batch"),
+        ((10, None, 7, None), (False, False), "it cannot compile this model; BatchNormalization as several"),
     ],
     ids=["both", "composed", "XLA", "as it is", "no XLA"],
 )

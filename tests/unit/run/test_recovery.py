@@ -189,7 +189,7 @@ def test_what_compression_carried_on_is_left_out_only_where_a_change_is_allowed(
     recovery = recovery_of(tmp_path, allow_config_change=True)
     messages, step = recovery.restore()
     assert step == 5 and sorted(recovery.state.arrays) == ["model/0000", "train/step"]
-    assert "left out what --compression carried on: gradients of 1 arrays" in messages[0]
+    assert "dropped gradients of 1 arrays that --compression had not sent yet" in messages[0]
 
 
 def test_other_data_that_are_allowed_are_told(tmp_path):
@@ -204,7 +204,7 @@ def test_a_damaged_snapshot_is_passed_over_and_set_aside(tmp_path):
     (data,) = (tmp_path / "checkpoints" / "step-00000009").glob("*.data-*")
     data.write_bytes(b"x" * data.stat().st_size)
     messages, step = recovery_of(tmp_path).restore()
-    assert step == 5 and messages[0].startswith("passed over a snapshot") and "resumed from" in messages[1]
+    assert step == 5 and messages[0].startswith("skipped a snapshot") and "resumed from" in messages[1]
     assert not (tmp_path / "checkpoints" / "step-00000009").exists()
 
 
@@ -213,7 +213,7 @@ def test_a_counter_that_is_not_the_snapshots_is_not_trusted(tmp_path):
     recovery.state.go_to(4)
     recovery.save(5)
     recovery.files.finish()
-    with pytest.raises(CheckpointError, match="step 5 holds a step counter of 4"):
+    with pytest.raises(CheckpointError, match="step 5 has a step counter of 4"):
         recovery_of(tmp_path).restore()
 
 
@@ -226,7 +226,7 @@ def test_bad_numbers_lead_back_and_past_their_samples_but_not_for_ever(tmp_path)
         recovery.progress.consumed(5) == 64 and recovery.progress.consumed(6) == 72
     )  # as if steps 5 to 8 had been made
     assert messages[-1] == (
-        "NaN or infinite values before step 8: went back to step 5 and past 24 samples, which are not trained on"
+        "NaN or infinite values before step 8: rolled back to step 5 and skipped 24 samples, which are not trained on"
         " (rollback 1 of 2)"
     )
     recovery.save(5)  # anew: the one on disk leads back to the bad batches
@@ -353,7 +353,9 @@ def test_a_newer_backup_of_another_run_is_not_gone_on_from(tmp_path):
     two.save(5)
     assert two.files.finish() == ""
     second = recovery_of(tmp_path / "two", **flags)
-    with pytest.raises(CheckpointError, match=r"backup/step-00000006 is of another run.*choose another --backup_dir"):
+    with pytest.raises(
+        CheckpointError, match=r"backup/step-00000006 belongs to another run.*choose another --backup_dir"
+    ):
         second.restore()
     second.files.close()
     assert recovery_of(tmp_path / "three", **flags).restore()[1] == 6  # where the first run's folder is lost
@@ -361,7 +363,7 @@ def test_a_newer_backup_of_another_run_is_not_gone_on_from(tmp_path):
 
 def test_bad_numbers_without_a_snapshot_lead_nowhere(tmp_path):
     run = recovery_of(tmp_path, on_nan="rollback")
-    with pytest.raises(DivergedError, match=r"before step 4, and .*/checkpoints has no snapshot to go back to"):
+    with pytest.raises(DivergedError, match=r"before step 4, and .*/checkpoints has no snapshot to roll back to"):
         run.rollback(4, 4)
 
 
@@ -418,7 +420,7 @@ def test_a_copy_in_memory_is_gone_on_from(tmp_path):
     first.copy(7, memory, now=True)
     second = recovery_of(tmp_path, memory)
     messages, step = second.restore(checkpoint=memory.checkpoint)
-    assert step == 7 and messages == ["went on from memory: step 7, 56 samples consumed, by 1 workers before, now 1"]
+    assert step == 7 and messages == ["resumed from memory: step 7, 56 samples consumed, by 1 workers before, now 1"]
     assert second.time_policy is first.time_policy
     second.save(7)  # none is on disk
     assert second.files.finish() == "" and recovery_of(tmp_path).restore()[1] == 7

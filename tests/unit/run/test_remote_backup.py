@@ -78,7 +78,7 @@ def test_the_one_before_is_kept_too_if_asked_for_and_believed_if_the_newest_is_d
     data = next(name for name in s3.names(f"{BACKUP}/checkpoints/step-00000006") if ".data-" in name)
     s3.change(data, s3.content(data)[:-1] + b"?")
     second, messages, step = opened(tmp_path, "there", double_backup=True)
-    assert step == 4 and "passed over" in messages[0]
+    assert step == 4 and "skipped" in messages[0]
     backed_up(second, 6)
     ended(second, finished=True)
     assert not s3.names(BACKUP), "nothing of the damaged one is left"
@@ -127,7 +127,7 @@ def test_what_was_not_sent_is_gone_on_with_on_the_same_machine(s3, tmp_path, thr
         while not said and time.monotonic() < deadline:
             said = "".join(values["message"] for kind, values in first.files.messages() if kind == "warning")
             time.sleep(0.02)
-        assert said.startswith(f"NOT SENT: the backup: {URL}") and "Training goes on" in said
+        assert said.startswith(f"NOT SENT: the backup: {URL}") and "Training continues" in said
         ended(first)
         away.clear()
     assert "THE LAST BACKUP WAS NOT SENT" in capsys.readouterr().err
@@ -163,7 +163,7 @@ def test_the_snapshots_of_a_run_are_no_backups(s3, tmp_path):
     kept = [f"{BACKUP}/checkpoints/step-00000004/manifest.json", f"{BACKUP}/status.json"]
     for name in kept:
         s3.change(name, b"{}")
-    with pytest.raises(ConfigError, match=f"--backup_dir={URL} holds a run"):
+    with pytest.raises(ConfigError, match=f"--backup_dir={URL} contains a run"):
         opened(tmp_path)
     assert [name for name in s3.names() if "lease" not in name] == kept
 
@@ -181,8 +181,8 @@ def test_a_cache_that_cannot_be_written(s3, tmp_path):
         ("s3:/x/y", "s3://x/y"),
         ("s4://x/y", "s4://"),
         ("s3://x", "names no place"),
-        ("s3://b/run/backup", "beside the run"),
-        ("s3://b/run/", "beside the run"),
+        ("s3://b/run/backup", "outside the run"),
+        ("s3://b/run/", "outside the run"),
         ("s3://b", "names no place"),
     ],
 )

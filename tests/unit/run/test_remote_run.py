@@ -100,7 +100,7 @@ def test_a_working_copy_without_its_status_is_compared_by_its_snapshots(s3, tmp_
     with stored(tmp_path / "here") as run:
         assert not (run.folder / "checkpoints").exists()
         assert json.loads((run.folder / "status.json").read_text())["run_id"] == "def"
-    assert "holds another run" in capsys.readouterr().err
+    assert "contains another run" in capsys.readouterr().err
     s3.change("runs/one/status.json", b'{"status": "running", "run_id": "abc"}')
     snapshots(tmp_path / "same", step_60="abc")
     lose_status(tmp_path / "same", how)
@@ -112,7 +112,10 @@ def test_a_working_copy_without_its_status_is_compared_by_its_snapshots(s3, tmp_
 @pytest.mark.parametrize("name", ["train-00.tfrecord", "one/status.json", "flags.txt"])
 def test_a_place_that_holds_something_else_is_refused(s3, tmp_path, name):
     s3.change(f"runs/one/{name}", b"anything")
-    with pytest.raises(ConfigError, match=f"--run_dir={URL} holds {name}, which is of no run"), stored(tmp_path / "a"):
+    with (
+        pytest.raises(ConfigError, match=f"--run_dir={URL} contains {name}, which is not part of a run"),
+        stored(tmp_path / "a"),
+    ):
         pass
     assert s3.names() == [f"runs/one/{name}"] and not (tmp_path / "a" / name).exists()
 

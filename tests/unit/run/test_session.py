@@ -359,9 +359,7 @@ def test_a_score_that_is_no_number_is_told():
     hooks._observe(Event("eval", 4, {"eval/loss": 0.5}))
     assert hooks.recovery.evaluated == (4, {"loss": 0.5}) and len(events) == 1
     hooks._observe(Event("eval", 5, {"eval/loss": math.nan}))
-    assert (
-        events[2].values["message"].startswith("--keep_best=min:loss: loss came to nan, so the snapshot of this step")
-    )
+    assert events[2].values["message"].startswith("--keep_best=min:loss: loss is nan, so the snapshot of this step")
 
 
 def test_what_a_worker_asks_for():

@@ -16,9 +16,9 @@ from tfdist.run import snapshot_evaluation
 
 
 def test_a_folder_that_holds_no_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"--run_dir=.*/nowhere is not there: give the folder of a run"):
+    with pytest.raises(ConfigError, match=r"--run_dir=.*/nowhere does not exist: give the folder of a run"):
         snapshot_evaluation.main([f"--run_dir={tmp_path / 'nowhere'}"])
-    with pytest.raises(ConfigError, match=r"holds no run \(no flags.txt, no checkpoints\)"):
+    with pytest.raises(ConfigError, match=r"contains no run \(no flags.txt, no checkpoints\)"):
         snapshot_evaluation.main([f"--run_dir={tmp_path}"])
     (tmp_path / "flags.txt").write_text("--steps=5\n")
     with pytest.raises(ConfigError, match="has no snapshots yet"):
@@ -85,12 +85,14 @@ def test_where_the_run_removes_the_newest_snapshot_meanwhile_another_is_taken(ru
     assert snapshot_evaluation.main([f"--run_dir={running.folder}"]) == 0
     assert running.composed == 1 and running.assigned == [{"train/step": 11}]
     out, err = capsys.readouterr()
-    assert json.loads(out.partition("evaluation of ")[2].partition(": ")[2])["step"] == 11 and "passed over" not in err
+    assert json.loads(out.partition("evaluation of ")[2].partition(": ")[2])["step"] == 11 and "skipped" not in err
 
 
 def test_a_run_that_removes_each_snapshot_before_it_is_read(running):
     running.again = True
-    with pytest.raises(CheckpointError, match=r"has removed 10 snapshots in .*checkpoints before they were read: let"):
+    with pytest.raises(
+        CheckpointError, match=r"has removed 10 snapshots in .*checkpoints before they were read: keep more with --keep"
+    ):
         snapshot_evaluation.main([f"--run_dir={running.folder}"])
     assert running.composed == 1
 
@@ -114,7 +116,7 @@ def test_a_snapshot_that_is_removed_while_its_files_are_compared_is_not_called_d
 
     monkeypatch.setattr(SnapshotFolder, "verify", verify_late)
     assert snapshot_evaluation.main([f"--run_dir={running.folder}"]) == 0
-    assert running.assigned == [{"train/step": 21}] and "passed over" not in capsys.readouterr().err
+    assert running.assigned == [{"train/step": 21}] and "skipped" not in capsys.readouterr().err
 
 
 def test_a_snapshot_that_is_there_and_cannot_be_read_is_no_removed_one(running, monkeypatch):

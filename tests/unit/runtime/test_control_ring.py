@@ -54,7 +54,7 @@ def test_a_neighbour_that_said_goodbye_has_come_to_its_end(rings):
     rings[0].say_goodbye()
     sentence = soon_lost(rings[1])
     error = user_error(sentence)
-    assert isinstance(error, ConfigError) and "Rank 0 has come to the end of its script" in str(error)
+    assert isinstance(error, ConfigError) and "Rank 0 has reached the end of its script" in str(error)
     assert rings[2].lost() is None  # to which it says nothing, and has not closed the connection
     rings[0]._ring.close()
     assert rings[1].lost() == sentence
@@ -62,7 +62,7 @@ def test_a_neighbour_that_said_goodbye_has_come_to_its_end(rings):
 
 def test_a_neighbour_without_a_pulse_is_lost(rings, monkeypatch):
     monkeypatch.setattr(rings[1], "is_alive", lambda rank: rank != 2)
-    assert "rank 2 does not answer any more" in rings[1].lost()
+    assert "rank 2 no longer answers" in rings[1].lost()
 
 
 def test_what_is_gathered_is_in_rank_order(rings):

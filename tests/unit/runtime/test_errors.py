@@ -170,7 +170,7 @@ def test_the_users_own_line_where_tensorflow_called_it():
         found = explain(told_by_tensorflow(raises_in_a_generator), cluster)
         assert (
             isinstance(found, DataError)
-            and str(found).startswith("A function of your own, which TensorFlow called, failed at ")
+            and str(found).startswith("Your own function, called by TensorFlow, failed at ")
             and "\n" not in str(found)
         )
         assert "test_errors.py:" in str(found) and str(found).endswith(
@@ -185,7 +185,9 @@ def loses_its_server():
 
 def test_what_the_data_come_from_may_answer_again():
     found = explain(told_by_tensorflow(loses_its_server), CLUSTER)
-    assert isinstance(found, StartupError) and "ConnectionResetError: reset by storage; this may pass" in str(found)
+    assert isinstance(found, StartupError) and "ConnectionResetError: reset by storage; this may be temporary" in str(
+        found
+    )
     reading = "{{function_node __wrapped__IteratorGetNext_output_types_1}} Error executing an HTTP request"
     for kind, expected in ((tf.errors.UnavailableError, StartupError), (tf.errors.NotFoundError, DataError)):
         assert type(explain(kind(None, None, reading), CLUSTER)) is expected
@@ -226,7 +228,7 @@ def test_a_function_that_autograph_has_rewritten_is_named_without_its_passing_fi
         list(tf.data.Dataset.range(3).map(function))
     found = explain(raised.value, Cluster())
     assert isinstance(found, DataError)
-    assert re.fullmatch(f"A function of your own, which TensorFlow called, {words}", str(found)), found
+    assert re.fullmatch(f"Your own function, called by TensorFlow, {words}", str(found)), found
 
 
 def test_what_fails_in_tf_data_is_told_without_its_iterators():
@@ -236,7 +238,7 @@ def test_what_fails_in_tf_data_is_told_without_its_iterators():
     found = explain(raised.value, Cluster())
     assert isinstance(found, DataError)
     words = "StringToNumberOp could not correctly convert string: abc"
-    assert str(found) == f"The data cannot be read, look at --source and --augment: {words}"
+    assert str(found) == f"The data cannot be read, check --source and --augment: {words}"
     assert failure(raised.value).endswith(f": InvalidArgumentError: {words}")
 
 
@@ -250,7 +252,7 @@ def test_a_batch_that_keras_cannot_read():
     assert isinstance(found, DataError) and str(found).startswith(
         "The data given to tfdist.fit cannot be read; each batch must be a tuple (x, y)"
     )
-    assert str(found).endswith("Keras says: ValueError: Structures don't have the same nested structure.")
+    assert str(found).endswith("Keras reports: ValueError: Structures don't have the same nested structure.")
 
 
 def test_a_label_that_is_no_class():
@@ -287,7 +289,7 @@ def test_an_operation_of_the_data_that_fails_in_the_loop_of_a_step():
     with pytest.raises(tf.errors.OpError) as raised:
         steps(iter(data))
     found = explain(raised.value, Cluster())
-    assert isinstance(found, DataError) and str(found).startswith("The data cannot be read, look at --source and --aug")
+    assert isinstance(found, DataError) and str(found).startswith("The data cannot be read, check --source and --aug")
     assert str(found).endswith("/missing/file.png; No such file or directory")
     lost = tf.errors.CancelledError(None, None, "cancelled\n\t [[while/body/_1/while/IteratorGetNext]]")
     assert explain(lost, Cluster()) is None  # reading is cancelled when something else has failed
@@ -337,4 +339,4 @@ def test_a_row_that_is_not_there(how):
             tf.convert_to_tensor(tf.IndexedSlices(tf.ones([2, 3]), rows[0], tf.constant([11, 3])))
     error = explain(found.value, Cluster())
     assert isinstance(error, DataError)
-    assert re.match(r"A row is looked up that is not there \(\w+\[[\d,]+\] = 12 is .* \[0, 11\)\): fix", str(error))
+    assert re.match(r"A row is looked up that does not exist \(\w+\[[\d,]+\] = 12 is .* \[0, 11\)\): fix", str(error))

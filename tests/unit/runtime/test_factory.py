@@ -105,8 +105,11 @@ def test_an_entry_of_ones_own(own):
         isinstance(found, Strategy) and found is strategy_or_undecided(own("HALF")) and found.compression == ("bf16",)
     )
     for name, words in (
-        (own("THREE"), 'is no entry of the registry: write THREE = tfdist.config.strategies.Strategy("module:Class")'),
-        (own("FOUR"), "is no entry of the registry"),
+        (
+            own("THREE"),
+            'is not an entry of the registry: write THREE = tfdist.config.strategies.Strategy("module:Class")',
+        ),
+        (own("FOUR"), "is not an entry of the registry"),
         (own("HALF").replace("own_", "other_"), "there is no Python file"),
         ("nowhere_at_all:HALF", "there is no module 'nowhere_at_all'"),
     ):

@@ -65,7 +65,9 @@ def test_who_is_missing_is_named(addresses):
 
 def test_different_clusters_are_refused_on_both_sides(addresses):
     def run(rank, listed):
-        with pytest.raises(ClusterError, match="lists .*, that of the chief .*: give all workers the same cluster"):
+        with pytest.raises(
+            ClusterError, match="lists .*, but the one of the chief lists .*: give all workers the same cluster"
+        ):
             exchange(cluster(rank, listed), "a:0", 20)
 
     with ThreadPoolExecutor(2) as pool:
@@ -135,7 +137,7 @@ def test_strangers_neither_join_nor_hold_up_nor_end_a_job(addresses):
     [
         (SECRET, Secret(), "has a job token, but this worker has none"),
         (Secret(), SECRET, "has none, but this worker has a job token"),
-        (SECRET, Secret(b"another"), "has another job token, or is of another job"),
+        (SECRET, Secret(b"another"), "has another job token, or belongs to another job"),
     ],
 )
 def test_who_has_no_token_or_another_is_told_at_once_on_both_sides(chief, worker, said, addresses, capsys):
@@ -145,7 +147,7 @@ def test_who_has_no_token_or_another_is_told_at_once_on_both_sides(chief, worker
             exchange(cluster(1, addresses[:2], worker), "a:1", 20)
         with pytest.raises(StartupError) as error:
             waiting.result(timeout=30)
-        assert "Turned away: somebody at 127.0.0.1 who says to be rank 1 has" in str(error.value)
+        assert "Rejected: a process at 127.0.0.1 that claims to be rank 1 has" in str(error.value)
 
 
 def test_two_processes_of_one_rank_are_told(addresses):
@@ -155,7 +157,7 @@ def test_two_processes_of_one_rank_are_told(addresses):
         threading.Event().wait(0.5)
         second = pool.submit(exchange, cluster(1, addresses, SECRET), "a:1", 20)
         with pytest.raises(
-            ClusterError, match="Another process says that it is rank 1, too: give each worker its own task.index"
+            ClusterError, match="Another process claims to be rank 1, too: give each worker its own task.index"
         ):
             first.result(timeout=30)
         assert (

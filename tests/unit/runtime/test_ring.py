@@ -289,7 +289,7 @@ def test_ranks_that_gather_different_things_notice():
             ring.all_gather(b"", "first" if ring.rank else "second")
 
     def stamps(ring):
-        with pytest.raises(RingError, match="DataError: Rank [01] and rank [01] hold different batches"):
+        with pytest.raises(RingError, match="DataError: Rank [01] and rank [01] have different batches"):
             ring.all_gather(b"", "batches", ring.rank)
 
     on_every_rank(2, names)
@@ -324,7 +324,7 @@ def test_a_neighbour_that_is_stopped_is_named():
             return
         ring.patience = Patience(20.0, lambda rank: asked.append(rank) or len(asked) < 3, 0.1)
         try:
-            with pytest.raises(RingError, match="rank 1 does not answer"):
+            with pytest.raises(RingError, match="rank 1 no longer answers"):
                 ring.all_reduce(np.zeros(10, np.float32))
         finally:
             waiting.set()
@@ -344,7 +344,7 @@ def test_a_silent_neighbour_is_looked_at_more_than_once_before_it_counts_as_dead
         begun = time.monotonic()
         ring.patience = Patience(20.0, lambda rank: looks.append(rank) or time.monotonic() - begun < 1.0, 1.0)
         try:
-            with pytest.raises(RingError, match="rank 1 does not answer"):
+            with pytest.raises(RingError, match="rank 1 no longer answers"):
                 ring.all_reduce(np.zeros(10, np.float32))
         finally:
             waiting.set()
@@ -488,7 +488,7 @@ def test_a_length_beyond_all_bounds_is_no_reason_to_take_memory():
         if ring.rank == 0:
             ring._pass_on(memoryview(struct.pack("!12sIQ", b"test", 0, 2**60)), memoryview(bytearray(24)))
             return
-        with pytest.raises(RingError, match="rank 0 announces 1152921504606846976 bytes of test, which cannot be"):
+        with pytest.raises(RingError, match="rank 0 announces 1152921504606846976 bytes of test, which is impossible"):
             ring.all_gather(b"x", "test")
 
     on_every_rank(2, tell)

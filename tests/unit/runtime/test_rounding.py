@@ -93,7 +93,7 @@ def test_workers_look_closer_only_where_their_checksums_differ():
     one, plain = RNG.normal(size=100), [np.arange(3).tobytes()] * 2
     assert gathered([one], [one.copy()]) == (plain, 1)
     assert gathered([one], [one * (1 + 1e-15)]) == (plain, 2)
-    with pytest.raises(RingError, match="Rank 0 and rank 1 hold different batches"):
+    with pytest.raises(RingError, match="Rank 0 and rank 1 have different batches"):
         gathered([one, np.arange(4)], [one, np.arange(4) + 1])
-    with pytest.raises(RingError, match="Rank 0 and rank 1 hold different batches"):
+    with pytest.raises(RingError, match="Rank 0 and rank 1 have different batches"):
         gathered([one], [one * 1.001])

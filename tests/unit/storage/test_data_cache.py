@@ -85,7 +85,7 @@ def test_a_new_version_of_an_object_is_fetched_by_the_next_run(s3, data, tmp_pat
     cache = DataCache(URL, str(tmp_path))
     cache.bring(cache.glob("*"))
     s3.change("data/train-2", b"y" * SIZE)
-    with pytest.raises(DataError, match="train-2 has been changed, and another job on this machine still reads"):
+    with pytest.raises(DataError, match="train-2 has been changed, but another job on this machine still reads"):
         beside = DataCache(URL, str(tmp_path))
         beside.bring(beside.glob("*"))
     assert brought(cache) == data
@@ -104,7 +104,7 @@ def test_an_object_that_is_not_the_one_that_was_listed_is_named(s3, data, tmp_pa
         s3.remove("data/train-5")
     else:
         s3.change("data/train-5", b"z" * (SIZE if change == "the same size" else SIZE + 1))
-    what = "is not there any more" if change == "removed" else "has been changed"
+    what = "no longer exists" if change == "removed" else "has been changed"
     with pytest.raises(DataError, match=f"--data_dir={URL}: train-5 {what} since this run began"):
         if how == "all":
             cache.bring(cache.glob("*"))
@@ -138,9 +138,9 @@ def test_the_version_of_an_object_of_a_webhdfs_server_counts(monkeypatch, tmp_pa
 def test_what_needs_more_room_than_is_allowed_is_refused(data, tmp_path):
     cache = DataCache(URL, str(tmp_path), limit=4.5 * SIZE)
     cache.bring(cache.glob("train-[0-3]"))
-    with pytest.raises(ConfigError, match="--cache_gb=4.5e-06, but what is read of .* raise it, or read"):
+    with pytest.raises(ConfigError, match="--cache_gb=4.5e-06, but the data read from .* raise it, or read"):
         cache.bring(cache.glob("train-[4-5]"))  # of another split, say
-    with pytest.raises(DataError, match=f"--data_dir={URL}: none is not there"):
+    with pytest.raises(DataError, match=f"--data_dir={URL}: none is missing"):
         cache.bring([cache.path("none")])
 
 

@@ -68,7 +68,7 @@ def test_what_waits_for_a_full_disk_is_bounded(tmp_path, capsys, monkeypatch):
             log(train(step))
     log(train(9))
     assert steps(path) == [1, 2, 8, 9]  # of 2 a part was in the file
-    assert "can be written again. 5 events are lost: they were too many for the memory." in capsys.readouterr().err
+    assert "can be written again. 5 events are lost: there were too many for the memory." in capsys.readouterr().err
     for step in (10, 11):
         log(train(step))
     assert steps(path)[-2:] == [10, 11] and capsys.readouterr().err == ""
@@ -114,7 +114,7 @@ def test_a_log_that_is_removed_or_renamed_goes_on_under_its_name(tmp_path, capsy
     log.close()
     assert not path.parent.exists()
     error = capsys.readouterr().err
-    assert error.count(f"WARNING: {path} was removed or renamed: it is opened anew.") == 3 == error.count("\n")
+    assert error.count(f"WARNING: {path} was removed or renamed: it is reopened.") == 3 == error.count("\n")
 
 
 def test_what_was_cut_by_a_full_disk_is_whole_in_the_new_file(tmp_path, capsys):
@@ -165,4 +165,4 @@ def test_a_log_of_another_run_is_not_appended_to(tmp_path, capsys):
     log_of(path, run_id="other")(train(2))
     log(train(3))
     assert steps(path) == [2]
-    assert f"{path} belongs to another run by now" in capsys.readouterr().err
+    assert f"{path} now belongs to another run" in capsys.readouterr().err

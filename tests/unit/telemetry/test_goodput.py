@@ -82,7 +82,7 @@ def test_two_kills():
     }
     assert (goodput.lost_steps, goodput.state, goodput.unsaved_steps) == (25, "finished", 0)
     assert [(each.attempt, each.from_step, each.to_step, each.reason) for each in goodput.restarts] == [
-        (1, 30, 10, "no last word: it was killed"),
+        (1, 30, 10, "no final event: it was killed"),
         (2, 35, 30, "PeerLostError: lost contact with rank 1"),
     ]
 

@@ -196,10 +196,10 @@ def test_text(tmp_path, capsys):
     )
     assert any(
         line.split()[:5] == ["restarts", "36.0", "s", "25.7", "%"]
-        and "5.0 s waiting for what had failed, 6.0 s down, 15.0 s start-up, 10.0 s first steps" in line
+        and "5.0 s waiting for what failed, 6.0 s down, 15.0 s start-up, 10.0 s first steps" in line
         for line in lines
     )
-    assert "  restart of attempt 1 after 52.0 s, from step 30 to 10: no last word: it was killed" in lines
+    assert "  restart of attempt 1 after 52.0 s, from step 30 to 10: no final event: it was killed" in lines
     assert not (tmp_path / "report.html").exists()
 
 
@@ -217,7 +217,7 @@ def test_the_page_is_in_the_run_folder_and_takes_the_place_of_no_other_file(tmp_
     ] and sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
     mine = tmp_path / "mine.html"
     mine.write_text("<title>mine</title>")
-    with pytest.raises(ConfigError, match=r"--out=mine\.html is there already and is no page of tfdist\.report"):
+    with pytest.raises(ConfigError, match=r"--out=mine\.html already exists and is not a page of tfdist\.report"):
         main([str(one), "--out=mine.html"])
     assert mine.read_text() == "<title>mine</title>"
 
@@ -269,7 +269,7 @@ def test_what_is_no_run_folder_is_said(tmp_path):
         ([str(tmp_path)], "is not a run folder"),
         ([], "RUN_DIR"),
         ([str(tmp_path), "--bogus"], "--bogus"),
-        ([str(write_run(tmp_path / "empty", []))], "holds no event"),
+        ([str(write_run(tmp_path / "empty", []))], "contains no event"),
         ([str(write_run(tmp_path / "run", TWO_KILLS))] * 2, "is given twice"),
         ([str(tmp_path / "run"), "--out=/nowhere/page.html"], "--out=/nowhere/page.html cannot be written"),
     ):

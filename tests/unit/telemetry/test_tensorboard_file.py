@@ -45,7 +45,7 @@ def test_after_its_folder_is_removed_the_rest_is_written(tmp_path, capsys):
     observers.close()
     (second,) = folder.iterdir()
     assert found(folder) == [2, 3] and second.name > first.name  # TensorBoard's server goes on to later names only
-    assert capsys.readouterr().err.count(f"WARNING: {first} was removed or renamed: it is opened anew.") == 1
+    assert capsys.readouterr().err.count(f"WARNING: {first} was removed or renamed: it is reopened.") == 1
 
 
 def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path, capsys):

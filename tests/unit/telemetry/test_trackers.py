@@ -407,7 +407,7 @@ def test_a_tracker_for_which_too_much_waits_is_left_behind(monkeypatch, capsys):
     begin = time.monotonic()
     fan_out(train_event(3, 1.0))
     assert time.monotonic() - begin < 30 and fan_out.observers == []
-    assert "stuck failed (TimeoutError: 2 events wait to be passed on)" in capsys.readouterr().err
+    assert "stuck failed (TimeoutError: 2 events are waiting to be passed on)" in capsys.readouterr().err
 
 
 def test_a_failing_tracker_of_ones_own_is_named_by_its_flag(tmp_path, monkeypatch, capsys):
@@ -431,7 +431,7 @@ def test_a_tracker_that_ends_its_thread_is_switched_off(capsys):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("def track(): pass", r"takes \(\): a tracker is a function \(run\) that returns another one, of an Event"),
+        ("def track(): pass", r"takes \(\): a tracker is a function \(run\) that returns a function of an Event"),
         ("def track(run): raise KeyError('x')", "in track: KeyError: 'x'"),
         ("def track(run): return 3", r"returned 3: a tracker is a function \(run\)"),
     ],

@@ -53,9 +53,9 @@ def test_what_holds_a_run_up(kind, rank, phase, by_rank):
 def test_where_nothing_has_most_of_the_time_all_of_it_is_told():
     assert (
         judge(ranks({"data_wait": 0.17, "forward": 0.1, "backward": 0.26, "other": 0.34})).sentence(since=None)
-        == "nothing in particular holds the run up: 36 % of the time is computing (forward pass, backward pass and"
-        " optimizer), 34 % between the steps, 17 % waiting for data, 13 % gradient synchronisation. No single one of"
-        " these is worth much; a larger batch makes all but the computing smaller."
+        == "nothing in particular slows the run down: 36 % of the time is computing (forward pass, backward pass and"
+        " optimizer), 34 % between the steps, 17 % waiting for data, 13 % gradient synchronization. No single one of"
+        " these matters much; a larger batch reduces all but the computing."
     )
     assert (
         judge(ranks({"backward": 0.85, "other": 0.15}))

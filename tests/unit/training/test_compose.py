@@ -135,7 +135,7 @@ class Subclassed(keras.Model):
 @pytest.mark.parametrize(
     "mesh, words",
     [
-        ("model=2", "layer embed_tokens, but it is no functional model"),
+        ("model=2", "layer embed_tokens, but it is not a functional model"),
         ("pipe=2", "own has no layers called block_00_norm_1"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_subclassed_model_is_refused_where_it_cannot_be_spread(mesh, words):
 
 def test_a_layer_of_another_kind_than_its_name_says_is_refused():
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Embedding(17, 8, name="embed_tokens")])
-    with pytest.raises(ConfigError, match="embed_tokens of .*, but it is of the kind Embedding"):
+    with pytest.raises(ConfigError, match="embed_tokens of .*, but its type is Embedding"):
         parallelize_layers(model, SimpleNamespace(size=2, index=0))
 
 

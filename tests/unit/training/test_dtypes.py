@@ -179,7 +179,7 @@ def test_xla_refuses_only_synchronised_batch_normalization_that_is_trained():
         check_compiled(Config().replace(jit_compile=True), runtime, model)
 
     check(trainable=False)
-    with pytest.raises(ConfigError, match="synchronised BatchNormalization"):
+    with pytest.raises(ConfigError, match="synchronized BatchNormalization"):
         check(trainable=True)
 
 

@@ -208,8 +208,8 @@ def with_outputs(make):
         (two_inputs, X, r"has the inputs a, b, but x of mine:data/train has 0: there is no a"),
         (two_inputs, {"a": X, "c": X}, r"has the inputs a, b, but x of mine:data/train has a, c: there is no b"),
         (nested, {"part": {"b": X}}, r"has the inputs part.a, but x of mine:data/train has part.b: there is no part.a"),
-        (lambda: with_outputs(lambda y: [y, y]), X, r"returns a list of 2, but losses of ours take one tensor"),
-        (lambda: with_outputs(lambda y: {"out": y}), X, r"returns a dict of 1, but losses"),
+        (lambda: with_outputs(lambda y: [y, y]), X, r"returns a list of 2, but tfdist's losses take one tensor"),
+        (lambda: with_outputs(lambda y: {"out": y}), X, r"returns a dict of 1, but tfdist's losses"),
     ],
 )
 def test_a_model_for_other_data(made, x, words):
@@ -258,9 +258,7 @@ def test_batches_that_an_augmentation_has_changed():
 
 
 def test_classes_are_whole_numbers():
-    with pytest.raises(
-        ConfigError, match="--objective=classification takes whole numbers of classes, but y of .* is float64"
-    ):
+    with pytest.raises(ConfigError, match="--objective=classification takes class numbers, but y of .* is float64"):
         checked(model(4), split(CLASSES / 4), objective="classification")
 
 

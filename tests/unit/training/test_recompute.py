@@ -273,7 +273,7 @@ def test_what_would_be_another_one_in_the_backward_pass_is_refused(how):
     if how == "as ever":
         run()
         return
-    found = "sets a tf.Variable of which Keras does not know" if how == "a variable" else "draws by tf.random or a"
+    found = "sets a tf.Variable that Keras does not track" if how == "a variable" else "draws by tf.random or a"
     with pytest.raises(ConfigError, match=f"^--recompute and --zero=3 .* layer block_00\\w* {found}"):
         run()
 
@@ -356,7 +356,7 @@ def test_a_call_around_the_layers_is_not_left_out(kind):
     hidden = keras.layers.LayerNormalization(name="block_00_norm_1")(x)
     hidden = keras.layers.Dense(4, name="block_00_mlp_out")(hidden)
     model = kind(x, keras.layers.Add(name="block_00_mlp_add")([x, hidden]), name="mine")
-    with pytest.raises(ConfigError, match=f"^--recompute=block: {kind.__name__} mine has a call of its own"):
+    with pytest.raises(ConfigError, match=f"^--recompute=block: {kind.__name__} mine has its own call"):
         recompute(model, "block", {})
 
 

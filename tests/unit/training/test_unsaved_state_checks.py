@@ -191,7 +191,7 @@ def test_what_is_drawn_anew_is_told_once_or_refused(draw):
     step, iterators = make_step(model=model()), batches(16)
     assert ["draws by tf.random" in sentence for sentence in step(iterators, 1).news] == [True]
     assert not step(iterators, 1).news
-    with pytest.raises(ConfigError, match="--deterministic promises .* draw by keras.random"):
+    with pytest.raises(ConfigError, match="--deterministic guarantees .* draw with keras.random"):
         make_step(model=model(), deterministic=True)(batches(16), 1)
 
 
@@ -214,7 +214,7 @@ def test_a_constraint_that_draws_is_refused():
     def step(seed):
         return make_step(model=model_of(keras.layers.Dense(4, kernel_constraint=Draws(seed))), generator=True)
 
-    with pytest.raises(ConfigError, match="A constraint of weights draws by keras.random"):
+    with pytest.raises(ConfigError, match="A constraint of weights draws with keras.random"):
         step(None)(batches(16), 1)
     assert step(3)(batches(16), 1).step == 1
 

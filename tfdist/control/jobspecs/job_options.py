@@ -9,7 +9,10 @@ from typing import Any
 from tfdist.control.command_parser import CommandParser, check_least, check_most
 from tfdist.control.exit_codes import ConfigError
 
-_NAME = (r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", "small letters, digits, - and ., as Kubernetes wants names")
+_NAME = (
+    r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?",
+    "lowercase letters, digits, - and ., as Kubernetes requires for names",
+)
 _NAMESPACE = (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "the name of a namespace, up to 63 of a-z, 0-9 and -")
 _QUANTITY = (r"\d+(\.\d+)?([KMGTP]i|[kMGTP])?", "an amount such as 16Gi")
 _WORD = (r"[^\s\"'$`\\]+", "one word, such as registry/tfdist:latest")
@@ -18,7 +21,7 @@ _FORMS = {
     "slurm": {
         "time": (
             r"(\d+|\d+-([01]?\d|2[0-3]))(:[0-5]?\d){0,2}|UNLIMITED|INFINITE",
-            "minutes, 12:00:00 or 2-12:00:00, with less than 60 minutes and seconds, and 24 hours behind days",
+            "minutes, 12:00:00 or 2-12:00:00, with minutes and seconds below 60, and hours below 24 after days",
         ),
         "memory": (r"\d+[KMGT]?", "an amount such as 64G"),
     },
@@ -64,7 +67,7 @@ def job_parser(description: str) -> CommandParser:
     }
     for kind, sub in made.items():
         sub.add_argument(
-            "--write", dest="output_file", default="", metavar="FILE", help="write there, not to the terminal"
+            "--write", dest="output_file", default="", metavar="FILE", help="write to this file, not to the terminal"
         )
         if kind != "dockerfile":
             _job_flags(sub)
@@ -74,7 +77,7 @@ def job_parser(description: str) -> CommandParser:
     made["kubernetes"].add_argument(
         "--jobset",
         action="store_true",
-        help="a JobSet, which starts all workers again together; without it an Indexed Job",
+        help="a JobSet, which restarts all workers together; without it an Indexed Job",
     )
     _dockerfile_flags(made["dockerfile"])
     return parser
@@ -95,7 +98,7 @@ def _check(options: argparse.Namespace) -> None:
         check_most("grace", options.grace, _MOST_SIGNAL_SECONDS)
     for name, value in vars(options).items():
         if isinstance(value, str) and "\n" in value and name != "setup":
-            raise ConfigError(f"--{name} holds a line break: write it in one line.")
+            raise ConfigError(f"--{name} contains a line break: write it on one line.")
     for name, (form, words) in _FORMS[options.kind].items():
         value = getattr(options, name)
         if (value or name in _NEEDED) and not re.fullmatch(form, value):
@@ -111,14 +114,17 @@ def _job_flags(parser: argparse.ArgumentParser) -> None:
         "--max_restarts",
         type=int,
         default=10,
-        help="restarts after errors; those after saving on request do not count where the engine can tell (default 10)",
+        help=(
+            "restarts after errors; those after a requested save do not count if the engine can tell them apart"
+            " (default 10)"
+        ),
     )
 
 
 def _dockerfile_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", default="python:3.12-slim", help="image to build on (default python:3.12-slim)")
+    parser.add_argument("--base", default="python:3.12-slim", help="base image (default python:3.12-slim)")
     parser.add_argument("--image", default="tfdist:latest", help="name, for the comment")
-    parser.add_argument("--mount", default="/runs", help="where the volume for runs goes (default /runs)")
+    parser.add_argument("--mount", default="/runs", help="where the volume for runs is mounted (default /runs)")
     parser.add_argument(
         "--cuda", nargs="?", const=' "tensorflow[and-cuda]~=2.21.0"', default="", help="with TensorFlow's CUDA packages"
     )
@@ -129,7 +135,7 @@ def _slurm_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--per_node", type=int, default=1, help="workers on each node (default 1; with --gpus=1, its GPUs)"
     )
-    parser.add_argument("--time", default="24:00:00", help="time limit (default 24:00:00); the job goes on after it")
+    parser.add_argument("--time", default="24:00:00", help="time limit (default 24:00:00); the job resumes after it")
     parser.add_argument("--partition", default="", help="partition")
     parser.add_argument("--account", default="", help="account")
     parser.add_argument("--memory", default="", help="memory of each node, for example 64G")

@@ -18,9 +18,10 @@ def counted(records: tf.data.Dataset, length: int) -> tf.data.Dataset:
 
     def refuse(count: np.ndarray) -> np.ndarray:
         raise DataError(
-            f"--source_args: by_file=True is for files that hold equally many records. By the first file each worker"
-            f" should read {length:,} of them, but one reads {'only ' if count < length else ''}{count:,}"
-            f"{'' if count < length else ' or more'}: leave by_file=True out, or write the files anew."
+            "--source_args: by_file=True is for files with the same number of records. Judging by the first file, each"
+            f" worker should read {length:,} of them, but one reads"
+            f" {'only ' if count < length else ''}{count:,}{'' if count < length else ' or more'}: drop by_file=True,"
+            " or rewrite the files."
         )
 
     def count(before: tf.Tensor, batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -73,7 +73,8 @@ def _index(paths: list[str], named: Callable[[str], str]) -> tuple[np.ndarray, n
     for path in paths:
         if not os.path.isfile(path):
             raise DataError(
-                f"{path} cannot be read at random: it is no local file; copy it here or use --source_args=stream=True."
+                f"{path} cannot be read at random: it is not a local file; copy it here or use"
+                " --source_args=stream=True."
             )
     cache = _cache_path(paths)
     with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile), np.load(cache) as stored:
@@ -120,12 +121,12 @@ def data_bytes(path: str, size: int, offset: int, header: bytes) -> int:
     if offset + FRAME_BYTES <= size:
         if (length := length_in(header)) is None:
             raise DataError(
-                f"{path} is no TFRecord file, or is damaged at byte {offset}; if it is compressed use "
-                "--source_args=stream=True,compression=GZIP."
+                f"{path} is not a TFRecord file, or is damaged at byte {offset}; if it is compressed use"
+                " --source_args=stream=True,compression=GZIP."
             )
         if offset + FRAME_BYTES + length <= size:
             return length
-    raise DataError(f"{path} ends within a record at byte {offset}: it was cut short; write it again.")
+    raise DataError(f"{path} ends within a record at byte {offset}: it was truncated; write it again.")
 
 
 def _read(path: str, offset: int, named: Callable[[str], str]) -> bytes:

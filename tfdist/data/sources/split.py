@@ -111,7 +111,7 @@ class Split:
             if not spec.shape.is_fully_defined():
                 raise DataError(f"{self.name} has samples of varying shape {spec.shape}: give all of them one shape.")
             if 0 in spec.shape:  # TensorFlow's own operations crash on such samples
-                raise DataError(f"{self.name} has samples of shape {spec.shape}, which hold nothing: look at --source.")
+                raise DataError(f"{self.name} has samples of shape {spec.shape}, which are empty: check --source.")
         return self
 
 
@@ -157,7 +157,7 @@ def array_split(
     sizes = {len(array) if np.ndim(array) else 0 for array in flat}
     if len(sizes) != 1:
         lengths = [np.shape(array)[:1] for array in flat]
-        raise DataError(f"{name} has arrays of different lengths {lengths}: x, y (and w) need one row a sample.")
+        raise DataError(f"{name} has arrays of different lengths {lengths}: x, y (and w) need one row per sample.")
     try:
         tensors = tf.nest.map_structure(on_host, arrays)
     except (ValueError, TypeError) as error:

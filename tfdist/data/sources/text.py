@@ -140,8 +140,8 @@ def _corpora(data_dir: str, pattern: tuple, eval_pattern: tuple, max_bytes: int,
             skipped += 1
     if not texts:
         raise DataError(
-            f"{where} holds no readable text in files like {', '.join(pattern or PATTERNS[:4])}: check the folder, or"
-            " set --source_args=pattern=..."
+            f"{where} contains no readable text in files like {', '.join(pattern or PATTERNS[:4])}: check the folder,"
+            " or set --source_args=pattern=..."
         )
     held_out = {name for name in texts if (_matches(name, eval_pattern) if eval_pattern else _hashed_out(name))}
     chosen = {name: [t for n, t in texts.items() if (n in held_out) == (name == "eval")] for name in SPLITS}
@@ -176,7 +176,7 @@ def _files(data_dir: str, pattern: tuple) -> list[tuple[str, str]]:
     if data_dir and os.path.isfile(data_dir):
         return [(posixpath.basename(data_dir), data_dir)]
     if data_dir and not os.path.isdir(data_dir):
-        raise DataError(f"--data_dir={data_dir} is no plain file: give a folder of text files or one file.")
+        raise DataError(f"--data_dir={data_dir} is not a plain file: give a folder of text files or one file.")
     skips = () if data_dir else STANDARD_LIBRARY_SKIPS
     root = data_dir or sysconfig.get_path("stdlib")
     accepted = pattern or (PATTERNS if data_dir else ("*.py",))

@@ -202,8 +202,8 @@ def _builder(tfds: Any, data_dir: str, options: dict[str, Any]) -> Any:
         )
     if not name and not tf.io.gfile.exists(os.path.join(data_dir, "dataset_info.json")):
         raise DataError(
-            f"--data_dir={data_dir} has no dataset_info.json, so it is no prepared data set: name one inside it by "
-            "--source_args=name=..., or give the folder of its version, for example mnist/3.0.1."
+            f"--data_dir={data_dir} has no dataset_info.json, so it is not a prepared data set: name one inside it by"
+            " --source_args=name=..., or give the folder of its version, for example mnist/3.0.1."
         )
     try:
         builder = tfds.builder(name, data_dir=data_dir or None) if name else tfds.builder_from_directory(data_dir)

@@ -86,7 +86,7 @@ def load(config: DataConfig, split: str) -> Split:
         first = files.read([0])[0] if len(files) else None
     if first is None:
         raise DataError(
-            f"{name}: the {info['files']} files that match hold no record: check --data_dir and --source_args."
+            f"{name}: the {info['files']} files that match contain no record: check --data_dir and --source_args."
         )
     _try(parse, first, name)
     if options["stream"]:

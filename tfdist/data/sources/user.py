@@ -122,7 +122,7 @@ def _split(name: str, data: Any) -> Split:
                 arrays = (*arrays[:2], tf.nest.map_structure(lambda w: w.astype(np.float32), arrays[2]))
             except (ValueError, TypeError) as error:
                 raise DataError(
-                    f"--source: the weights of {name} are no numbers ({error}): return (x, y, w) with one number a"
+                    f"--source: the weights of {name} are not numbers ({error}): return (x, y, w) with one number per"
                     " sample, or token, in w."
                 ) from None
         return array_split(name, arrays, num_classes=_count_classes(data))
@@ -145,15 +145,15 @@ def _check_arrays(name: str, data: tuple) -> None:
         if part is None or isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
             raise DataError(
                 f"--source: {words} of {name} is {'None' if part is None else f'a {type(part).__name__}'}: return an"
-                " array with one row a sample, all of one shape."
+                " array with one row per sample, all of one shape."
             )
         if isinstance(part, list):
             raise DataError(f"--source: {words} of {name} is a Python list: return an array, numpy.array({words}).")
         for leaf in tf.nest.flatten(part):
             if np.asarray(leaf).dtype.kind == "c":
                 raise DataError(
-                    f"--source: {words} of {name} holds complex numbers, which models do not take: return their real"
-                    " and imaginary parts."
+                    f"--source: {words} of {name} contains complex numbers, which models do not accept: return their"
+                    " real and imaginary parts."
                 )
 
 
@@ -173,7 +173,7 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
             " of one shape, not batches."
         )
     if len(spec) == 3 and any(not (s.dtype.is_floating or s.dtype.is_integer) for s in tf.nest.flatten(spec[2])):
-        raise DataError(f"--source: {name} is a tf.data.Dataset whose weights are no numbers ({spec[2]}): fix w.")
+        raise DataError(f"--source: {name} is a tf.data.Dataset whose weights are not numbers ({spec[2]}): fix w.")
     if data.cardinality() == 0:
         raise DataError(f"--source: {name} is an empty tf.data.Dataset.")
 
@@ -192,9 +192,9 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
         raise reading_failed(f"--source: {name}, a tf.data.Dataset, {reason}", str(error.message)) from error
     if not any(a == b for a, b in zip(first, second, strict=False)):
         raise DataError(
-            f"--source: {name} is a tf.data.Dataset whose first samples are others at a second look: each worker reads"
-            " all of it and keeps its share, and a run that goes on reads up to where it was, so it must be the same"
-            " at every pass; drop its shuffle(), tfdist shuffles."
+            f"--source: {name} is a tf.data.Dataset whose first samples differ at a second look: each worker reads all"
+            " of it and keeps its share, and a resumed run reads up to where it was, so it must be the same at every"
+            " pass; drop its shuffle(), tfdist shuffles."
         )
     return split
 
@@ -215,7 +215,7 @@ def _count_classes(data: Any) -> int | None:
     largest = int(y.max())
     if not 0 <= largest < _MOST_CLASSES:
         raise DataError(
-            f"--source: the labels in y go up to {largest}, which are no classes from 0 on: number the classes, or"
-            " return floats for a regression."
+            f"--source: the labels in y go up to {largest}, which are not classes numbered from 0: number the classes,"
+            " or return floats for a regression."
         )
     return largest + 1

@@ -31,7 +31,7 @@ def whole_records(
     def refuse(number: np.ndarray, at: np.ndarray) -> np.ndarray:
         name, size = name_of(int(number)), sizes[int(number)]
         if at < size:
-            raise DataError(f"{name} ends within a record at byte {at}: it was cut short; write it again.")
+            raise DataError(f"{name} ends within a record at byte {at}: it was truncated; write it again.")
         raise DataError(f"{name} had {size:,} bytes and now has {at:,}: do not change files while a run reads them.")
 
     def records(number: tf.Tensor, path: tf.Tensor) -> tf.data.Dataset:

@@ -70,8 +70,9 @@ def compose_mesh(
     layers = _parallelize(config, runtime, model, objective, rows, plan.micro_batch)
     if layers.parts and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
-            f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat every element on"
-            " its own, so it cannot work on parts of variables; use sgd, momentum, adam, adamw or lion, or data= only."
+            f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat each element"
+            " separately, so it cannot work on parts of variables; use sgd, momentum, adam, adamw or lion, or data="
+            " only."
         )
     pieces = _pieces(config, runtime, model)
     placement = Placement(
@@ -136,8 +137,8 @@ def _check_width(width: int, model: keras.Model, group: Group) -> None:
     if not width:
         raise ConfigError(
             f"--mesh has model={group.size}, over which the outputs of {model.name} would be cut as it has a layer"
-            " embed_tokens, but it is no functional model of one output, so that their size is not known: build it"
-            " with keras.Model(inputs, outputs), or use data= only."
+            " embed_tokens, but it is not a functional model with one output, so their size is not known: build it with"
+            " keras.Model(inputs, outputs), or use data= only."
         )
 
 
@@ -185,8 +186,8 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
         return []
     if has_experts(model):
         raise ConfigError(
-            f"--mesh has pipe={degree}, whose stages cannot bring what experts drop to the end of the model yet: use"
-            " data=, expert= or model= instead."
+            f"--mesh has pipe={degree}, whose stages cannot pass the tokens that experts drop to the end of the model"
+            " yet: use data=, expert= or model= instead."
         )
     flag = f"--mesh has pipe={degree}"
     cut = segments.cut_into_blocks(model, flag)
@@ -201,7 +202,7 @@ def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRu
     if any(len(variable.shape) and id(variable) not in update.owners for variable in optimizer.variables):
         raise ConfigError(
             f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name}"
-            " cannot be spread, as it has not the shapes of the variables: use another optimizer, or data= only."
+            " cannot be spread, as it does not have the shapes of the variables: use another optimizer, or data= only."
         )
 
 

@@ -269,15 +269,15 @@ class CutTrial:
 
     def _refusal(self, problem: str, when: str) -> ConfigError:
         why = (
-            "What stands between two layers that are cut must treat every channel on its own, as in"
-            " tfdist/models/blocks.py, and logits that are cut must be the outputs, with nothing behind them that looks"
-            " at several of them: rename layers that are not so, or give the workers to data=."
+            "Everything between two layers that are cut must treat each channel separately, as in"
+            " tfdist/models/blocks.py, and logits that are cut must be the outputs, with nothing after them that uses"
+            " several of them: rename the other layers, or give the workers to data=."
         )
         if self._also:
-            why = "Layers of your own would have some of the positions on each worker: drop --sequence_parallel."
+            why = "Your own layers would have some of the positions on each worker: drop --sequence_parallel."
         return ConfigError(
             f"--mesh={self._runtime.mesh.describe()}{self._also} cuts layers of {self._model.name} by their names, but"
-            f" then it computes something else{when} than whole: {problem or 'another worker has found out'}. {why}"
+            f" then it computes something else{when} than whole: {problem or 'another worker reported it'}. {why}"
         )
 
 

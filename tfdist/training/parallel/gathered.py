@@ -49,7 +49,7 @@ def gather_layers(
     for variable in variables:
         forbid_use(
             variable,
-            f"--zero=3 holds {variable.path} in shards, but it is used outside of its own layer's call: use --zero=2,"
+            f"--zero=3 keeps {variable.path} in shards, but it is used outside of its own layer's call: use --zero=2,"
             " or a model whose layers use their own variables only.",
         )
 

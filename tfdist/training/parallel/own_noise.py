@@ -169,7 +169,7 @@ def own_noise_on_parts(model: keras.Model, whole: Draws, cut: Draws, group: Grou
     """
     if whole.has_failed and any(map(keras_layers.own_seed_generators, keras_layers.all_layers(model))):
         raise ConfigError(
-            f"--mesh cuts layers of {model.name}, but it cannot be called with {_ROWS[0]} rows, so that what its random"
+            f"--mesh cuts layers of {model.name}, but it cannot be called with {_ROWS[0]} rows, so what its random"
             " layers draw is not known: let it take any number of rows, or give the workers to data=."
         )
     for layer in keras_layers.all_layers(model):
@@ -249,7 +249,7 @@ def _words(dims: Sizes | None) -> str:
 def _refuse(layer: keras.Layer, what: str) -> None:
     raise keep_message(
         ConfigError(
-            f"--mesh cuts the layers around {layer.name}, which {what}: draw in a layer that is called there alone, by"
+            f"--mesh cuts the layers around {layer.name}, which {what}: draw in a layer that is called only there, with"
             " keras.random, and in the shape of its input (or one number for all units, as (rows, 1)), or give the"
             " workers to data=."
         )

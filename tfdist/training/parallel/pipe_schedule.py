@@ -101,7 +101,7 @@ def timeline(schedule: Schedule) -> list[list[tuple[int, Action]]]:
                 position[stage] += 1
                 moved = True
     if any(position[stage] < len(actions) for stage, actions in enumerate(schedule)):
-        raise ValueError("the stages wait for each other for ever")
+        raise ValueError("the stages wait for each other forever")
     return result
 
 

@@ -28,8 +28,8 @@ def divide(model: Cut, parts: int, cut: str) -> list[list[Segment]]:
         starts = [names.index(name) if name in names else -1 for name in cut.split(",")]
         if len(starts) != parts - 1 or starts != sorted(set(starts)) or starts[0] < 1:
             raise ConfigError(
-                f"--pipe_cut={cut} must name {parts - 1} of {', '.join(names[1:])}, in order: with which the parts"
-                " after the first begin."
+                f"--pipe_cut={cut} must name {parts - 1} of {', '.join(names[1:])}, in order: the parts after the first"
+                " begin with them."
             )
     else:
         starts = _balanced(
@@ -45,8 +45,8 @@ def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
     """Raises ConfigError unless each part passes on one tensor, the first output of its last segment."""
     if len(model.inputs) != 1 or len(model.outputs) != 1:
         raise ConfigError(
-            f"--mesh has pipe=, whose stages take one tensor and give one, but the model has {len(model.inputs)} inputs"
-            f" and {len(model.outputs)} outputs: use data= instead."
+            f"--mesh has pipe=, whose stages take one tensor and return one, but the model has {len(model.inputs)}"
+            f" inputs and {len(model.outputs)} outputs: use data= instead."
         )
     sent = model.inputs[0]
     for part in parts:
@@ -54,9 +54,9 @@ def _check_one_tensor(model: Cut, parts: Sequence[Sequence[Segment]]) -> None:
         others = {name for segment in part for name in segment.takes} - inside - {sent}
         if others or model.outputs[0] in inside and part is not parts[-1]:
             raise ConfigError(
-                f"--mesh has pipe=, whose stages hand on one tensor, but {part[0].gives[0]} and what follows it need"
-                " more of what is before them (a mask, such as of Embedding(mask_zero=True), an input, or an earlier"
-                " layer's output): use data= instead."
+                f"--mesh has pipe=, whose stages pass on one tensor, but {part[0].gives[0]} and what follows it need"
+                " more than that from before them (a mask, such as of Embedding(mask_zero=True), an input, or an"
+                " earlier layer's output): use data= instead."
             )
         sent = part[-1].gives[0]
 

@@ -64,17 +64,19 @@ def recomputed(
 def _refuse_what_comes_out_otherwise(kinds: set[str], owner: keras.Layer) -> None:
     """Raises ConfigError for operations whose results would differ in the second pass, and with them the gradient."""
     if any(map(draws_anew, kinds)):
-        what = "draws by tf.random or a tf.random.Generator, which would give other numbers then: draw by keras.random"
+        what = (
+            "draws by tf.random or a tf.random.Generator, which would give other numbers then: draw with keras.random"
+        )
     elif any(map(sets_state, kinds)):
         what = (
-            "sets a tf.Variable of which Keras does not know, twice in each step then: make it with"
+            "sets a tf.Variable that Keras does not track, twice in each step then: create it with"
             " self.add_weight(trainable=False)"
         )
     else:
         return
     raise keep_message(
         ConfigError(
-            "--recompute and --zero=3 compute layers again in the backward pass, but what ends with layer"
+            "--recompute and --zero=3 recompute layers in the backward pass, but the block that ends with layer"
             f" {owner.name} {what}, or drop the flag."
         )
     )

@@ -52,8 +52,8 @@ def blocks(model: keras.Model, flag: str) -> list[str]:
         )
     if keras_layers.has_own_call(model):
         raise ConfigError(
-            f"{flag}: {type(model).__name__} {model.name} has a call of its own, which is not there any more once its"
-            " layers are cut into blocks: make it a layer of the model, or drop the flag."
+            f"{flag}: {type(model).__name__} {model.name} has its own call, which is lost once its layers are cut into"
+            " blocks: make it a layer of the model, or drop the flag."
         )
     return found
 

@@ -51,28 +51,28 @@ def refuse_hidden(model: keras.Model, flag: str) -> None:
     from the first stage, where it may never change."""
     if hidden_generators(model):
         raise ConfigError(
-            f"{flag}, but a layer draws from a tf.random.Generator, which goes on on its own stage only: draw by"
+            f"{flag}, but a layer draws from a tf.random.Generator, which advances on its own stage only: draw with"
             " keras.random, or use data= instead."
         )
     refuse_rules_with_state(
-        model, flag, "goes on on its own stage only: let it compute from the weights alone, or use data= instead"
+        model, flag, "changes on its own stage only: let it compute from the weights only, or use data= instead"
     )
     refuse_assigned(
         model,
         hidden_variables(model),
         flag,
-        "goes on on its own stage only, as Keras does not know it: make it with self.add_weight(trainable=False)",
+        "changes on its own stage only, as Keras does not track it: create it with self.add_weight(trainable=False)",
     )
 
 
 def _why_and_fix(users: Sequence[int], stages: int) -> str:
     where = sorted({part % stages for part in users})
     if len(where) > 1:
-        why = f"stages {_listed(where)} would each do in a copy of their own"
+        why = f"stages {_listed(where)} would each do in their own copy"
     else:
         chunks = _listed([part // stages for part in users])
         why = f"chunks {chunks} of stage {where[0]} would do in another order than one device"
-    return f"{why}: give each block a layer of its own, or use data= instead"
+    return f"{why}: give each block its own layer, or use data= instead"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -96,8 +96,8 @@ def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
     def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
         if layer.activity_regularizer is not None:
             raise ConfigError(
-                f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, of whose activations"
-                " each worker would have a part: give it to a layer behind it, or drop it."
+                f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, but each worker would"
+                " have only a part of its activations: give it to a later layer, or drop it."
             )
         inner = layer.call
         parts = cut(keras_layers.stored_kernel(layer), 1, group, blocks)
@@ -209,8 +209,8 @@ def parallelize_layers(
                 except AttributeError:  # it lacks the weights or settings of the layer that the name stands for
                     raise ConfigError(
                         f"--mesh has {axis}={group.size}, which cuts layer {layer.name} of {model.name} by its name,"
-                        f" but it is of the kind {type(layer).__name__}, which cannot be cut so: give it another name,"
-                        " or the workers to data=."
+                        f" but its type is {type(layer).__name__}, which cannot be cut so: give it another name, or the"
+                        " workers to data=."
                     ) from None
                 matched = True
                 known.add(id(layer))

@@ -101,10 +101,10 @@ class Comparison:
         for whole, moved, b in zip(self.whole.outputs, self._moved["outputs"], found.outputs, strict=True):
             expected = self._own(whole, b.shape)
             if expected.shape != b.shape:
-                return f"its outputs have another shape, {b.shape} in place of {whole.shape}"
+                return f"its outputs have another shape, {b.shape} instead of {whole.shape}"
             moved = moved if whole.shape == b.shape else self._own(moved, b.shape)  # per channel
             if _differ(expected, b, tolerance, _MOVES * moved, _without_channels(whole)):
-                return "its outputs are other numbers"
+                return "its outputs differ"
         return ""
 
     def _of_added(self, found: Results, tolerance: float) -> str:
@@ -112,7 +112,7 @@ class Comparison:
             _differ(whole, b, tolerance, _MOVES * moved)
             for whole, moved, b in zip(self.whole.added, self._moved["added"], found.added, strict=True)
         ):
-            return "the losses that its layers add are other numbers"
+            return "the losses that its layers add differ"
         return ""
 
     def _of_gradients(
@@ -132,7 +132,7 @@ class Comparison:
                 continue  # its gradient is a sum over the samples of all members
             expected = part.cut(whole) if part else whole
             if _differ(expected, b, tolerance, _MOVES * moved.max() + noise):
-                return f"the gradient{words} of {variable.path} is another"
+                return f"the gradient{words} of {variable.path} differs"
         return ""
 
 

@@ -183,8 +183,8 @@ def sharded_update(
 def _check(optimizer: keras.Optimizer, model: keras.Model, stage: int) -> None:
     if not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
-            f"--zero={stage} with --optimizer={optimizer.name}: it does not treat every element on its own, so it"
-            " cannot work on shards; use sgd, momentum, adam, adamw or lion, or --zero=0."
+            f"--zero={stage} with --optimizer={optimizer.name}: it does not treat each element separately, so it cannot"
+            " work on shards; use sgd, momentum, adam, adamw or lion, or --zero=0."
         )
     for variable in model.trainable_variables:
         if variable.constraint is not None:
@@ -199,7 +199,7 @@ def _check(optimizer: keras.Optimizer, model: keras.Model, stage: int) -> None:
             )
     if stage == 3 and (loose := keras_layers.own_trainable_variables(model)):
         raise ConfigError(
-            f"--zero=3 puts the variables of a layer together while it is called, but {loose[0].path} is the model's"
-            " own, which is there while all of its layers are called: make it a weight of a layer, or use --zero=2."
+            f"--zero=3 gathers the variables of a layer while it is called, but {loose[0].path} is the model's own,"
+            " which is gathered while all of its layers are called: make it a weight of a layer, or use --zero=2."
         )
     refuse_assigned(model, model.trainable_variables, f"--zero={stage}")

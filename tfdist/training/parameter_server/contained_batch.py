@@ -30,7 +30,7 @@ class ContainedBatch:
         held = [outer for outer, _ in graph.captures]
         size = sum(outer.numpy().nbytes for outer in held if outer.dtype not in (tf.resource, tf.variant))
         holds_tables = any(outer.dtype in (tf.resource, tf.variant) for outer in held)
-        what = "runs Python" if operations & set(_PYTHON_OPS) else "holds tables" if holds_tables else ""
+        what = "runs Python" if operations & set(_PYTHON_OPS) else "contains tables" if holds_tables else ""
         if what:
             raise ConfigError(
                 "--strategy=parameter_server sends the data source to the workers as TensorFlow operations, but this"
@@ -40,7 +40,7 @@ class ContainedBatch:
         if size > _MOST_CONSTANT_BYTES:
             raise ConfigError(
                 "--strategy=parameter_server sends data in memory to every worker, at most 1 GiB, but this --source"
-                f" holds {size / 2**30:.1f} GiB: read it from files (--source=tfrecord), or choose"
+                f" contains {size / 2**30:.1f} GiB: read it from files (--source=tfrecord), or choose"
                 " --strategy=multi_worker."
             )
 

@@ -213,8 +213,8 @@ class RemoteStep:
         regularizers = sum(variable.regularizer is not None for variable in self.model.trainable_variables)
         if self.options.weighted and len(losses) > regularizers and plan.replicas * plan.accumulation > 1:
             raise ConfigError(
-                "--strategy=parameter_server cannot bring together losses that layers add and weighted samples, where a"
-                " batch is cut into parts: use --strategy=multi_worker, or --ps_mode=async with --accumulation=1."
+                "--strategy=parameter_server cannot combine losses that layers add and weighted samples, where a batch"
+                " is cut into parts: use --strategy=multi_worker, or --ps_mode=async with --accumulation=1."
             )
 
     def _finish(self, gradients: list, loss: tf.Tensor, weight: tf.Tensor) -> tuple[list, tf.Tensor, tf.Tensor]:

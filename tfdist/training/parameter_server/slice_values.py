@@ -88,7 +88,7 @@ class SliceValues:
             if any(not np.array_equal(array[start:stop], arrays[0][start:stop]) for array in arrays):
                 raise DivergedError(
                     f"At step {step} the workers came to different values of {variables[place].path} ({dtype.name}):"
-                    " --ps_mode=sync goes on from the mean of what layers keep of their workers' rows, which only"
+                    " --ps_mode=sync continues from the mean of what layers keep of their workers' rows, which only"
                     " floating types have: keep it in float32, count what is the same on all workers, or use"
                     " --workers=1."
                 )

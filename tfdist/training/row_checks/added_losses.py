@@ -114,13 +114,13 @@ def _refusal(layer: keras.Layer, place: int, reduction: Reduction, otherwise: st
     what = f"The loss number {place + 1} that layer {layer.name} adds{'' if training else ' in evaluation'}"
     if reduction == ZERO:
         return (
-            f"{what} is 0 whatever was tried, so that nothing tells whether it is a mean or a sum over rows: {_FIX},"
-            " that is not 0 at the start."
+            f"{what} is 0 whatever was tried, so it is unknown whether it is a mean or a sum over rows: {_FIX}, that is"
+            " not 0 at the start."
         )
     return (
         f"{what} is neither a mean nor a sum over the rows of a batch (such as a maximum, or a mean over what a mask"
-        " leaves), or its gradient is not, so that workers and micro-batches, which have some of the rows each, cannot"
-        f" add what one would: {_FIX}, or {otherwise}."
+        " leaves), or its gradient is not, so workers and micro-batches, which have some of the rows each, cannot add"
+        f" it up: {_FIX}, or {otherwise}."
     )
 
 

@@ -53,10 +53,10 @@ def with_whole_batches_if_it_mixes(config: Config, runtime: Runtime, split: Spli
         return split
     if config.model.row_mixing == "refuse" and come_in_parts(config, runtime, plan):
         raise ConfigError(
-            f"What --augment={name} makes of a sample depends on the other samples of its batch, on their number or on"
-            " its place among them, but workers and micro-batches have some of the samples each, so that they would"
-            " train on something else than one process: make it of the sample and its own seed alone, train on one"
-            " device with --accumulation=1, or let it mix the samples of its micro-batch with --row_mixing=replica."
+            f"The result of --augment={name} for a sample depends on the other samples of its batch, on their number or"
+            " on its place among them, but workers and micro-batches have some of the samples each, so they would train"
+            " on other data than one process: make it depend on the sample and its own seed only, train on one device"
+            " with --accumulation=1, or let it mix the samples of its micro-batch with --row_mixing=replica."
         )
     return dataclasses.replace(split, cheap=False)
 

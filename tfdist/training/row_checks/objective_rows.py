@@ -52,11 +52,11 @@ def refuse(
         found = mixes(objective, model, batch())
     if any_worker(runtime, found):
         raise ConfigError(
-            f"--objective={name}: what it gives for a sample depends on the other samples of its batch (in-batch"
-            f" negatives) or on their number, but {reason}, so that they"
-            " would compute something else than one process: make losses, weights and metrics of each sample alone,"
-            " train on one device with --accumulation=1, or let it see the samples of its micro-batch only with"
-            " --row_mixing=replica. (tfdist.fit gives compute_loss the outputs of all samples.)"
+            f"--objective={name}: its result for a sample depends on the other samples of its batch (in-batch"
+            f" negatives) or on their number, but {reason}, so they would compute something else than one process: make"
+            " losses, weights and metrics depend on each sample only, train on one device with --accumulation=1, or let"
+            " it see the samples of its micro-batch only with --row_mixing=replica. (tfdist.fit gives compute_loss the"
+            " outputs of all samples.)"
         )
 
 

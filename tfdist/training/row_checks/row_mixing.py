@@ -179,6 +179,6 @@ def sentence(model: keras.Model, fix: str, reason: str = IN_PARTS) -> str:
     looked_at = f" (look at {', '.join(suspects[:5])})" if suspects else ""
     return (
         f"What {type(model).__name__} {model.name} returns for a row depends on the other rows of its batch, on their"
-        f" number or on its place among them, or its gradient does{looked_at}, but {reason}, so that they would compute"
+        f" number or on its place among them, or its gradient does{looked_at}, but {reason}, so they would compute"
         f" something else than one process: {fix}."
     )

@@ -75,7 +75,7 @@ class SumsAsMeans:
         def add_loss(loss: Any) -> None:
             if getattr(self._now, "factor", None) is not None:
                 sentence = (
-                    f"Layer {name} adds a loss, but whether that is a mean or a sum over rows could not be found out"
+                    f"Layer {name} adds a loss, but whether that is a mean or a sum over rows could not be determined"
                     f" with batches of 1 and 4 rows ({reason}): let the model take batches of any size, or train with"
                     " one replica and --accumulation=1."
                 )

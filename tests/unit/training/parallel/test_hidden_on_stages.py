@@ -36,7 +36,7 @@ def test_a_variable_that_a_layer_sets():
     model = model_of(Counts(name="mine"))
     refuse_hidden(model, "--mesh=pipe=2")
     model(tf.zeros([3, 2]))  # sets nothing
-    found = "^--mesh=pipe=2, but layer mine sets its weight .*: make it with self.add_weight"
+    found = "^--mesh=pipe=2, but layer mine sets its weight .*: create it with self.add_weight"
     with pytest.raises(ConfigError, match=found):
         model(tf.zeros([3, 2]), training=True)
 

@@ -239,7 +239,7 @@ def test_data_in_memory_is_part_of_the_function_and_python_is_refused():
     with pytest.raises(ConfigError, match="runs Python"):
         make_step(job, batch=python)
     variable = tf.Variable(1.0)
-    with pytest.raises(ConfigError, match="holds tables"):
+    with pytest.raises(ConfigError, match="contains tables"):
         make_step(job, batch=lambda positions: (tf.zeros_like(positions, tf.float32) * variable,) * 3)
 
 

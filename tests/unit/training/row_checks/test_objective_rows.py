@@ -67,7 +67,7 @@ def refuse(function, other=False):
 
 @pytest.mark.parametrize("name", MIXING)
 def test_what_looks_at_other_samples_is_refused(name):
-    with pytest.raises(ConfigError, match="--objective=mine:loss: what it gives for a sample"):
+    with pytest.raises(ConfigError, match="--objective=mine:loss: its result for a sample"):
         refuse(MIXING[name])
 
 

@@ -630,8 +630,8 @@ def test_a_sentence_names_the_layers_and_what_to_do():
 @pytest.mark.parametrize(
     ("accumulation", "words"),
     [
-        (1, "but several workers fill up the last batch of an evaluation, so that they would compute"),
-        (2, "but workers and micro-batches have some of the rows each, so that they would compute"),
+        (1, "but several workers fill up the last batch of an evaluation, so they would compute"),
+        (2, "but workers and micro-batches have some of the rows each, so they would compute"),
     ],
 )
 def test_the_sentence_says_where_rows_are_not_those_of_one_process(accumulation, words):
