@@ -96,7 +96,7 @@ def column(blocks: int = 1, enter: Crossing = copied) -> Rule:
     def rule(layer: keras.Layer, group: Group) -> dict[int, VariablePart]:
         if layer.activity_regularizer is not None:
             raise ConfigError(
-                f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, but each worker would"
+                f"--mesh has model={group.size}, but {layer.name} has an activity regularizer, and each worker would"
                 " have only a part of its activations: give it to a later layer, or drop it."
             )
         inner = layer.call
