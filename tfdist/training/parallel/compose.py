@@ -186,7 +186,8 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
         return []
     if has_experts(model):
         raise ConfigError(
-            f"--mesh has pipe={degree}, whose stages cannot report the tokens that experts drop yet: use data=, expert= or model= instead."
+            f"--mesh has pipe={degree}, whose stages cannot report the tokens that experts drop yet: use data=, expert="
+            " or model= instead."
         )
     flag = f"--mesh has pipe={degree}"
     cut = segments.cut_into_blocks(model, flag)
