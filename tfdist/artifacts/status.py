@@ -1,4 +1,4 @@
-"""RUN_DIR/status.json: whether a run is active or finished, and its id. Tells an evaluator when to stop."""
+"""RUN_DIR/status.json: whether a run is active or has ended, and its id. Tells an evaluator when to stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.exit_codes import RESTARTABLE, CheckpointError, ExitCode, TfdistError
 from tfdist.control.own_files import written_whole
 from tfdist.control.run_address import is_url
 from tfdist.control.status_file import STATUS_FILE, parse_status
@@ -17,7 +17,7 @@ from tfdist.storage.store_errors import StoreError
 
 
 def write_status(run_dir: Path, status: str, run_id: str) -> None:
-    """Writes the status, "running" or "finished"; atomic and flushed to the disk. Raises CheckpointError."""
+    """Writes the status: "running", "finished" or "failed"; atomic and flushed to the disk. Raises CheckpointError."""
     try:
         with written_whole(run_dir / STATUS_FILE, flushed=True) as file:
             json.dump({"status": status, "run_id": run_id}, file)
@@ -26,6 +26,14 @@ def write_status(run_dir: Path, status: str, run_id: str) -> None:
             f"{run_dir / STATUS_FILE} cannot be written ({error.strerror}): free or repair the folder, then"
             " start again."
         ) from None
+
+
+def note_failure(run_dir: Path, error: BaseException, run_id: str) -> None:
+    """Writes the status "failed" if nobody will restart the run after this error. Not after a ConfigError: the folder
+    may have been taken over by another job."""
+    if isinstance(error, TfdistError) and error.exit_code not in {*RESTARTABLE, ExitCode.CONFIG}:
+        with contextlib.suppress(CheckpointError):
+            write_status(run_dir, "failed", run_id)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

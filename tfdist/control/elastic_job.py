@@ -174,6 +174,10 @@ class ElasticJob(LocalJob):
         if broken is not None and time.monotonic() - broken > self.options.grace:
             for worker in self._alive():
                 if worker.slot in connected and connected[worker.slot].busy:
+                    worker.lost = (
+                        f"did not leave its broken group within --grace={self.options.grace:g} s of the others, and was"
+                        " killed"
+                    )
                     worker.signal(signal.SIGKILL)
         members = [worker for worker in self._trainers() if self._was_in_group(worker)]
         if members and all(worker.code is not None for worker in members):

@@ -127,7 +127,10 @@ def _add_restarts(parser: argparse.ArgumentParser) -> None:
         "--grace",
         type=float,
         default=30.0,
-        help="seconds that a worker has to exit after SIGTERM before it is killed (default 30)",
+        help=(
+            "seconds that a worker has to exit after SIGTERM before it is killed, and with --elastic to leave a broken"
+            " group (default 30)"
+        ),
     )
     parser.add_argument(
         "--max_restarts",

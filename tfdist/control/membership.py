@@ -154,6 +154,7 @@ class Groups:
     def _begin_generation(self, members: Sequence[ConnectedWorker], addresses: Sequence[str]) -> FormedGroup:
         """Begins a new group with these members, given in rank order."""
         self.generation += 1
+        self.broken_since = None
         formed = FormedGroup(
             generation=self.generation,
             slots=tuple(member.slot for member in members),

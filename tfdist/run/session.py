@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tfdist import build, flags
 from tfdist.artifacts.run_folder import run_folder, written
-from tfdist.artifacts.status import write_status
+from tfdist.artifacts.status import note_failure, write_status
 from tfdist.build import Job
 from tfdist.config import Config, parse_profile_steps
 from tfdist.control import lease, sections
@@ -192,6 +192,7 @@ class Session:
             with written(self.config):
                 flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, self.start.command)
                 write_status(self.folder, "running", identity.run_id)
+            self.resources.on_failure(lambda error: note_failure(self.folder, error, identity.run_id))
         if self.stored:
             self.stored.start()
         for event in self.announcement.events(self.start.cluster, self.job, self.folder, self.first_step):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tfdist.build import Job
 
 _POLL_SECONDS = 1.0
+_SILENT_SECONDS = 5.0  # until it is said that a run is waited for
 _CHOICES = 10  # attempts to read the newest snapshot, if the run removes each before it is read
 
 
@@ -144,9 +145,10 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
             raise CheckpointError(f"--run_dir={run.place} now contains another run: start again to follow it.")
         status = found.get("status")
         was_running |= status == "running"
-        # The status of a run that will be resumed is "finished" until it has started again.
+        # The status of a run that will be resumed is "finished" or "failed" until it has started again.
         waited = time.monotonic() - begun > config.cluster.startup_timeout
-        over = status == "finished" and (was_running or done >= (target or 0) or waited)
+        has_ended = status in ("finished", "failed")
+        over = has_ended and (was_running or done >= (target or 0) or waited)
         bring_for_reading(run.objects, store, told=told)
         snapshot, _ = store.newest_valid()
         if snapshot and snapshot.step > done:
@@ -161,10 +163,12 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         elif over:
             break
         else:
-            if status == "finished" and not (was_running or has_warned):
+            if has_ended and not (was_running or has_warned):
                 has_warned = True
-                say(f"The run is finished: waiting {config.cluster.startup_timeout:g} s in case it continues.")
+                say(f"The run is {status}: waiting {config.cluster.startup_timeout:g} s in case it continues.")
             time.sleep(_POLL_SECONDS)
+    if status == "failed":
+        say(f"The run has ended with an error, which is in the logs of {run.place}.")
     if done < 0:
         say(f"{store.directory} has no valid snapshot: nothing was evaluated.")
     for observer in observers:
@@ -183,8 +187,11 @@ def _status(run: ReadRun) -> dict[str, Any]:
 
 
 def _await_start(run: ReadRun, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
+    deadline, has_said = time.monotonic() + timeout, False
     while not _status(run):
+        if not has_said and time.monotonic() > deadline - timeout + _SILENT_SECONDS:
+            has_said = True
+            say(f"Waiting {timeout:g} s for a run in --run_dir={run.place}.")
         if time.monotonic() > deadline:
             raise StartupError(
                 f"No run appeared in --run_dir={run.place} within {timeout:g} s: start the workers, or raise"

@@ -49,7 +49,7 @@ sys.exit(42 if stop else 0)
 class Run:
     """A job of three, of which at least two are to be left."""
 
-    def __init__(self, folder: Path, least: int = 2):
+    def __init__(self, folder: Path, least: int = 2, grace: float = 5.0):
         (folder / "worker.py").write_text(WORKER)
         self.output, self.result = io.StringIO(), None
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -61,7 +61,7 @@ class Run:
             least=least,
             losses=3,
             pin=False,
-            grace=5.0,
+            grace=grace,
             environment=environment,
             output=self.output,
         )
@@ -121,6 +121,21 @@ def test_a_lost_worker_is_replaced_and_the_others_keep_their_processes(made, tmp
     *_, second, third = (line for line in made.output.getvalue().splitlines() if line.startswith("tfdist: group"))
     assert re.search(r"worker \d is rank 0, worker \d is rank 1; from step \d+, which is in memory", second)
     assert "worker 0 is rank 2" in third, "the newcomer has nothing to go on from"
+    (tmp_path / "finish").touch()
+    assert made.until_it_ends().code == ExitCode.OK
+
+
+def test_only_the_worker_that_holds_up_the_others_is_killed(tmp_path):
+    made = Run(tmp_path, grace=1.0)
+    made.until_groups_are(3)
+    before = made.pids()
+    os.kill(before["worker 2"], signal.SIGSTOP)
+    made.kill(1)
+    made.until_groups_are(3, 2, 3)
+    assert made.pids()["worker 0"] == before["worker 0"]
+    assert "worker 2 did not leave its broken group within --grace=1 s of the others, and was killed; 2 of" in (
+        made.output.getvalue()
+    )
     (tmp_path / "finish").touch()
     assert made.until_it_ends().code == ExitCode.OK
 

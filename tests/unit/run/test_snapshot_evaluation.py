@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
-from tfdist.artifacts.status import write_status
+from tfdist.artifacts.status import note_failure, read_status, write_status
 from tfdist.config import Config
-from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.exit_codes import CheckpointError, ConfigError, DivergedError, PeerLostError
 from tfdist.run import snapshot_evaluation
 
 
@@ -129,7 +129,8 @@ def test_a_snapshot_that_is_there_and_cannot_be_read_is_no_removed_one(running, 
         snapshot_evaluation.main([f"--run_dir={running.folder}"])
 
 
-def test_one_that_follows_goes_on_with_the_next(running, monkeypatch):
+@pytest.mark.parametrize("status", ["finished", "failed"])
+def test_one_that_follows_goes_on_with_the_next(running, status, monkeypatch, capsys):
     write_status(running.folder, "running", "abc")
     read = SnapshotFolder.read
 
@@ -137,7 +138,7 @@ def test_one_that_follows_goes_on_with_the_next(running, monkeypatch):
         if snapshot.step == 11:
             self.write(12, {"train/step": np.array(12)}, {})
             self.delete(11)
-            write_status(running.folder, "finished", "abc")
+            write_status(running.folder, status, "abc")
         return read(self, snapshot)
 
     monkeypatch.setattr(SnapshotFolder, "read", read_late)
@@ -148,3 +149,16 @@ def test_one_that_follows_goes_on_with_the_next(running, monkeypatch):
     monkeypatch.setattr(snapshot_evaluation, "_compose", lambda config: compose(config) and job)
     assert snapshot_evaluation.follow(config) == 0
     assert running.assigned == [{"train/step": 12}]
+    assert ("has ended with an error" in capsys.readouterr().err) == (status == "failed")
+
+
+def test_only_what_no_restart_mends_counts_as_failed(tmp_path):
+    for error, status in [
+        (PeerLostError("gone"), "running"),
+        (ConfigError("another job has taken over the folder"), "running"),
+        (KeyError("of the user's"), "running"),
+        (DivergedError("NaN"), "failed"),
+    ]:
+        write_status(tmp_path, "running", "abc")
+        note_failure(tmp_path, error, "abc")
+        assert read_status(tmp_path) == {"status": status, "run_id": "abc"}
