@@ -32,7 +32,8 @@ class Stragglers:
                 self.named.add(rank)
                 sentences.append(
                     f"rank {rank} is a straggler: it computes {own_seconds / others:.1f} times as long as the others,"
-                    " and all wait for it. Look at its machine: clock, other processes, data source."
+                    " and all wait for it. Look at its machine: clock, other processes, data source. (If steps are"
+                    " data-bound, it may be no slower than the others: the last one to get its batch is named.)"
                 )
             elif not slow and rank in self.named:
                 self.named.remove(rank)
