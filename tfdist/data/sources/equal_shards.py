@@ -28,7 +28,7 @@ def counted(records: tf.data.Dataset, length: int) -> tf.data.Dataset:
         size = tf.shape(batch, tf.int64)[0]
         after = before + size
         right = tf.where(size > 0, after <= length, tf.equal(after, length))
-        batch = tf.cond(right, lambda: batch, lambda: tf.numpy_function(refuse, [after], tf.string))
+        batch = tf.cond(right, lambda: batch, lambda: tf.numpy_function(refuse, [after], tf.string, stateful=False))
         return after, tf.ensure_shape(batch, [None])
 
     the_end = tf.data.Dataset.from_tensors(tf.zeros([0], tf.string))

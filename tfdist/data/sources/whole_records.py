@@ -38,8 +38,12 @@ def whole_records(
         def count(before: tf.Tensor, batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             after = before + tf.reduce_sum(tf.cast(tf.strings.length(batch), tf.int64) + FRAME_BYTES)
             right = tf.logical_or(tf.size(batch) > 0, tf.equal(after, ends[number]))
-            batch = tf.cond(right, lambda: batch, lambda: tf.numpy_function(refuse, [number, after], tf.string))
-            return after, tf.ensure_shape(batch, [None])
+
+            def refused() -> tf.Tensor:
+                # stateful=False: otherwise op determinism forbids parallel reads.
+                return tf.numpy_function(refuse, [number, after], tf.string, stateful=False)
+
+            return after, tf.ensure_shape(tf.cond(right, lambda: batch, refused), [None])
 
         the_end = tf.data.Dataset.from_tensors(tf.zeros([0], tf.string))
         batches = tf.data.TFRecordDataset(path).batch(_BATCH).concatenate(the_end)
