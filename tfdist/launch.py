@@ -146,7 +146,7 @@ def check_elastic(config: Config) -> None:
         )
     if config.run.deterministic:
         raise ConfigError(
-            "--elastic with --deterministic cannot be guaranteed, since the sums depend on the number of workers at a"
+            "--deterministic cannot be guaranteed with --elastic, since the sums depend on the number of workers at a"
             " step: drop one of them."
         )
 

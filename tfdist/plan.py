@@ -224,9 +224,11 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=float, default=0, help="tokens to train on in all, for example 1e12 (default: from --steps)"
     )
-    parser.add_argument("--samples", type=float, default=0, help="samples of an epoch, if only the source itself knows")
     parser.add_argument(
-        "--input_shape", default="", help="of a sample's x, if only the source itself knows: 224,224,3 or 1024"
+        "--samples", type=float, default=0, help="samples of an epoch, if not known before the source is opened"
+    )
+    parser.add_argument(
+        "--input_shape", default="", help="of a sample's x, if not known before the source is opened: 224,224,3 or 1024"
     )
     parser.add_argument("--outputs", type=int, default=0, help="classes or tokens, likewise")
     parser.add_argument(

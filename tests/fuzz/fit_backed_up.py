@@ -68,10 +68,12 @@ def run(case: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
         return found | end.arrays, moments.seen
 
     whole, last = program(-1, backed_up=False)
-    for killed in plain["kills"]:
+    again = None
+    for killed in [*(each % (last + 1) for each in plain["kills"]), -1]:
         with contextlib.suppress(Killed):
-            program(killed % (last + 1))
-    again, _ = program(-1)
+            again, _ = program(killed)  # a resumed fit may end before the moment comes
+            break
+    assert again is not None
     problem = unlike(whole, again)
     kept = {name: value for name, value in again.items() if not name.startswith(("optimizer/", "stop_training"))}
     return {"arrays": kept, "replicas": [], "problems": [problem] if problem else []}

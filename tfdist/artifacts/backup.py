@@ -109,6 +109,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._others.has_restored = True
         written_by = snapshot.manifest.get("fit", 1)
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
+        backup_checks.refuse_between_executions(self.backup_dir, snapshot.manifest["batch"], model.steps_per_execution)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
@@ -133,7 +134,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return
         keras_trainer.begin_at(model, self._epoch)
         if count := snapshot.manifest["batch"]:
-            backup_checks.refuse_between_executions(self.backup_dir, count, model.steps_per_execution)
             self._to_skip = count
             self._others.mute(count)
             pass_over(model, count, metrics)
@@ -165,7 +165,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Saves, when all other callbacks have seen the end of the batch."""
         batches = batch + 1 - self._seen  # more than one with steps_per_execution
         self._step, self._seen, self._since = self._step + batches, batch + 1, self._since + batches
-        is_last = self._seen == (self.params or {}).get("steps")  # then the end of the epoch comes first
+        steps = (self.params or {}).get("steps")
+        is_last = steps is not None and self._seen >= steps  # then the end of the epoch comes first
         if self._is_due() and not is_last and not self._trained.stop_training:
             self._save(self._epoch, self._seen)
 

@@ -105,7 +105,8 @@ class Groups:
         self._all += [ConnectedWorker(arrival.connection, arrival.rank) for arrival in self._reception.poll(0)]
         for worker in self._all:
             self._read(worker)
-        waits_for_others = any(worker.lost for worker in self._all) and any(worker.busy for worker in self._all)
+        lost = any(worker.lost and "dismissed" not in worker.sent for worker in self._all)
+        waits_for_others = lost and any(worker.busy for worker in self._all)
         self.broken_since = (self.broken_since or time.monotonic()) if waits_for_others else None
 
     def _read(self, worker: ConnectedWorker) -> None:

@@ -125,7 +125,7 @@ class DistributedCall:
     def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
         """Returns (outputs, losses) for arguments that are already this worker's rows, `share` of all: no gathering."""
         computed = self._forward(args, kwargs, self.of_the_batch((args, kwargs)))
-        as_mean = tf.math.divide_no_nan(1.0, share)  # all rows / own rows
+        as_mean = tf.math.reciprocal_no_nan(share)  # all rows / own rows
         losses = [
             loss * tf.cast(as_mean, loss.dtype) if reduction == SUM else loss
             for loss, reduction in zip(computed.losses, computed.reductions, strict=True)

@@ -218,7 +218,7 @@ def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.
     if not (target.dtype.is_floating or target.dtype.is_complex):
         return given
     whole = tf.ones_like(target) if given is None else tf.convert_to_tensor(given)
-    # In bfloat16 1/3 is too large by 0.2 %, and so would be all gradients.
+    # In bfloat16 1/3 is too large by 0.2 %, and so would be all gradients that are given.
     return tf.cast(tf.convert_to_tensor(scaled(at_least_float32(whole), share)), target.dtype)
 
 

@@ -203,7 +203,7 @@ class StepFunction:
 
     def _step_of_own_rows(self, step: Callable[[Any], Any], batch: Any) -> Any:
         part = OwnRows(self._with.runtime, _inputs(batch))
-        with self._with.gradients.of_a_share(tf.cast(part.count, tf.float32) / tf.cast(part.n, tf.float32)):
+        with self._with.gradients.of_a_share(tf.cast(part.count, tf.float64) / tf.cast(part.n, tf.float64)):
             return own_rows.step(self._with.runtime, self._with.model, part, step, batch)
 
 

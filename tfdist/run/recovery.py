@@ -138,7 +138,7 @@ class Recovery:
         """The chief's choice, from memory. Raises the errors of a failing store."""
         self.files.begin_to_send()
         message = (
-            f"resumed from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
+            f"continued from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
             f" {checkpoint.manifest['workers']} workers before, now {self.runtime.size}"
         )
         return _Found([message], {**checkpoint.manifest, "must_be_saved": True}, arrays=checkpoint.arrays)

@@ -165,7 +165,7 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
         else:
             if has_ended and not (was_running or has_warned):
                 has_warned = True
-                say(f"The run is {status}: waiting {config.cluster.startup_timeout:g} s in case it continues.")
+                say(f"The run has {status}: waiting {config.cluster.startup_timeout:g} s in case it continues.")
             time.sleep(_POLL_SECONDS)
     if status == "failed":
         say(f"The run has ended with an error, which is in the logs of {run.place}.")

@@ -134,6 +134,10 @@ def test_other_steps_per_execution(tmp_path):
         fit([BackupAndRestore(tmp_path, save_freq=1)], steps_per_execution=2)
     model, _ = fit([BackupAndRestore(tmp_path, save_freq=1)], steps_per_execution=3)
     assert same(model, expected)
+    with pytest.raises(Killed):  # after 3 and 2 batches
+        fit([BackupAndRestore(tmp_path, save_freq=1), Counter([], die_after=5)], steps_per_execution=3)
+    model, _ = fit([BackupAndRestore(tmp_path, save_freq=1)])
+    assert same(model, expected)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from tfdist.control import wire
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ExitCode
-from tfdist.control.membership import VARIABLE, Groups, Member
+from tfdist.control.membership import VARIABLE, ConnectedWorker, Groups, Member
 from tfdist.control.token import Secret
 
 # "Trains" by counting. Files in its folder tell it to finish, to fail at its start, or to hesitate before it joins.
@@ -198,6 +198,24 @@ def test_a_stop_before_all_have_met(tmp_path):
     made.until(lambda: len(made.job.groups.connected) == 2 and made.output.getvalue().count("ready") == 3)
     made.job.request_stop()
     assert made.until_it_ends().code == ExitCode.PREEMPTED and made.job.groups.generation == 0
+
+
+def test_nobody_is_held_up_by_one_that_is_no_longer_needed():
+    groups = Groups(Secret(b"of this job"))
+    ends = []
+    for slot, state in enumerate([{"waits": True, "lost": True}, {"generation": 2}]):
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        ends += [ours, theirs]
+        groups._all.append(ConnectedWorker(ours, slot, **state))
+    groups.look()
+    assert groups.broken_since is not None
+    groups.connected[0].send(dismissed=True)
+    groups.look()
+    assert groups.broken_since is None
+    groups.close()
+    for end in ends:
+        end.close()
 
 
 def test_what_a_worker_says_in_no_known_way_changes_nothing():

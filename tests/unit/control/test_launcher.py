@@ -788,7 +788,7 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
         ),
         (
             ["--elastic", "--", "--strategy=horovod", "--deterministic", "--steps=1", "--global_batch=8"],
-            "--elastic with --deterministic",
+            "--deterministic cannot be guaranteed with --elastic",
         ),
         (["--elastic", "--ps=1", "--", "--steps=1"], "--elastic is not available with --ps=1"),
         (["--elastic", "--", "script.py"], "--elastic are for flags of tfdist.train"),

@@ -420,7 +420,7 @@ def test_a_copy_in_memory_is_gone_on_from(tmp_path):
     first.copy(7, memory, now=True)
     second = recovery_of(tmp_path, memory)
     messages, step = second.restore(checkpoint=memory.checkpoint)
-    assert step == 7 and messages == ["resumed from memory: step 7, 56 samples consumed, by 1 workers before, now 1"]
+    assert step == 7 and messages == ["continued from memory: step 7, 56 samples consumed, by 1 workers before, now 1"]
     assert second.time_policy is first.time_policy
     second.save(7)  # none is on disk
     assert second.files.finish() == "" and recovery_of(tmp_path).restore()[1] == 7

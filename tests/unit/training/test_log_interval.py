@@ -103,7 +103,7 @@ def test_a_run_that_only_skips_is_an_error():
         interval.add(output(51, 48, 48), 48)
     interval = Interval(Clock(), 8, lambda step: 8 * step, rates=None, watch=None)
     scaled = dataclasses.replace(output(3, 3, 3), loss_scale=4096.0)
-    with pytest.raises(DivergedError, match=r"lower --learning_rate, lower --loss_scale_initial \(now 4096\), or set"):
+    with pytest.raises(DivergedError, match=r"lower --learning_rate, lower --loss_scale_initial, or set"):
         interval.add(scaled, 3, last=True)
 
 

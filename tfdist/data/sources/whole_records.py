@@ -29,10 +29,10 @@ def whole_records(
     ends = tf.constant(sizes, tf.int64)
 
     def refuse(number: np.ndarray, at: np.ndarray) -> np.ndarray:
-        name, size = name_of(int(number)), sizes[int(number)]
-        if at < size:
-            raise DataError(f"{name} ends within a record at byte {at}: it was truncated; write it again.")
-        raise DataError(f"{name} had {size:,} bytes and now has {at:,}: do not change files while a run reads them.")
+        raise DataError(
+            f"{name_of(int(number))} has {sizes[int(number)]:,} bytes, but its records end at byte {at:,}: it was"
+            " truncated within a record, write it again; or it was changed since the run began, restore it."
+        )
 
     def records(number: tf.Tensor, path: tf.Tensor) -> tf.data.Dataset:
         def count(before: tf.Tensor, batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
