@@ -52,8 +52,8 @@ FAULTS: dict[str, Fault] = {
     "end of a stream": Fault(
         "a file of a stream that is cut within the header of a record ends there",
         "data/sources/whole_records.py",
-        "tf.equal(after, ends[number])",
-        "tf.less_equal(after, ends[number])",
+        "tf.equal(total, ends[number])",
+        "tf.less_equal(total, ends[number])",
         ("tests/unit/data/test_damaged_record.py",),
     ),
     "share": Fault(
@@ -690,8 +690,8 @@ FAULTS: dict[str, Fault] = {
     "length of a shard": Fault(
         "the data that a worker repeats may be shorter than those of others",
         "data/sources/equal_shards.py",
-        "tf.where(size > 0, after <= length, tf.equal(after, length))",
-        "tf.where(size > 0, after <= length, after <= length)",
+        "tf.where(is_end, tf.equal(count, length), count <= length)",
+        "tf.where(is_end, count <= length, count <= length)",
         ("tests/unit/data/test_source_tfrecord.py",),
     ),
     "other records": Fault(

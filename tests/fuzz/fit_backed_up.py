@@ -30,9 +30,9 @@ class Moments(keras.callbacks.Callback):
         self.seen = 0
 
         def moment(*_: Any, logs: Any = None) -> None:
-            # What the callback itself holds would be restored, but not what a function holds.
-            self.__dict__["seen"] = number = next(numbers)
-            if number == killed:
+            # A backup restores `seen`, but not what a function holds.
+            self.seen = next(numbers)
+            if self.seen == killed:
                 raise Killed
 
         for name in ("epoch_begin", "epoch_end", "train_batch_begin", "train_batch_end", "test_batch_end", "train_end"):

@@ -93,7 +93,7 @@ class Interval:
         """Adds the output of a call of n steps. last: whether the run ends with it."""
         self._skipped_in_a_row = self._skipped_in_a_row + n if out.skipped == n else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED or (last and self._skipped_in_a_row == out.step):
-            scale = ", lower --loss_scale_initial" if out.loss_scale >= 1.0 and out.loss_scale != 1.0 else ""
+            scale = ", lower --loss_scale_initial" if out.loss_scale > 1.0 else ""
             raise DivergedError(
                 f"Loss or gradients were NaN or infinite in each of the last {self._skipped_in_a_row} steps up to step"
                 f" {out.step}, so all of them were skipped and nothing was learned: look for NaN in the data, and"

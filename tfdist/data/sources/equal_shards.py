@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.control.exit_codes import DataError
-from tfdist.data.reading import as_is
+from tfdist.data.sources.running_total import with_checked_total
 
 _BATCH = 64  # records that are counted at once
 
@@ -24,13 +24,7 @@ def counted(records: tf.data.Dataset, length: int) -> tf.data.Dataset:
             " or rewrite the files."
         )
 
-    def count(before: tf.Tensor, batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        size = tf.shape(batch, tf.int64)[0]
-        after = before + size
-        right = tf.where(size > 0, after <= length, tf.equal(after, length))
-        batch = tf.cond(right, lambda: batch, lambda: tf.numpy_function(refuse, [after], tf.string, stateful=False))
-        return after, tf.ensure_shape(batch, [None])
+    def is_right(count: tf.Tensor, is_end: tf.Tensor) -> tf.Tensor:
+        return tf.where(is_end, tf.equal(count, length), count <= length)
 
-    the_end = tf.data.Dataset.from_tensors(tf.zeros([0], tf.string))
-    batches = records.batch(_BATCH).concatenate(the_end)
-    return batches.scan(tf.constant(0, tf.int64), as_is(count)).unbatch()
+    return with_checked_total(records, lambda batch: tf.size(batch, tf.int64), is_right, refuse, _BATCH)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.compat.tensorflow_checksums import FRAME_BYTES
 from tfdist.control.exit_codes import DataError
-from tfdist.data.reading import as_is
+from tfdist.data.sources.running_total import with_checked_total
 
 _BATCH = 16  # records that are counted at once: one by one, reading takes four times as long
 
@@ -28,25 +28,23 @@ def whole_records(
     """
     ends = tf.constant(sizes, tf.int64)
 
-    def refuse(number: np.ndarray, at: np.ndarray) -> np.ndarray:
+    def refuse(at: np.ndarray, number: np.ndarray) -> np.ndarray:
         raise DataError(
             f"{name_of(int(number))} has {sizes[int(number)]:,} bytes, but its records end at byte {at:,}: it was"
             " truncated within a record, write it again; or it was changed since the run began, restore it."
         )
 
+    def bytes_of(batch: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.cast(tf.strings.length(batch), tf.int64) + FRAME_BYTES)
+
     def records(number: tf.Tensor, path: tf.Tensor) -> tf.data.Dataset:
-        def count(before: tf.Tensor, batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            after = before + tf.reduce_sum(tf.cast(tf.strings.length(batch), tf.int64) + FRAME_BYTES)
-            right = tf.logical_or(tf.size(batch) > 0, tf.equal(after, ends[number]))
-
-            def refused() -> tf.Tensor:
-                # stateful=False: otherwise op determinism forbids parallel reads.
-                return tf.numpy_function(refuse, [number, after], tf.string, stateful=False)
-
-            return after, tf.ensure_shape(tf.cond(right, lambda: batch, refused), [None])
-
-        the_end = tf.data.Dataset.from_tensors(tf.zeros([0], tf.string))
-        batches = tf.data.TFRecordDataset(path).batch(_BATCH).concatenate(the_end)
-        return batches.scan(tf.constant(0, tf.int64), as_is(count)).unbatch()
+        return with_checked_total(
+            tf.data.TFRecordDataset(path),
+            bytes_of,
+            lambda total, is_end: tf.logical_or(tf.logical_not(is_end), tf.equal(total, ends[number])),
+            refuse,
+            _BATCH,
+            number,
+        )
 
     return records
