@@ -43,6 +43,28 @@ def dense(num_outputs: int) -> keras.Model:
     )
 
 
+class Noise(keras.layers.Layer):
+    """Draws without a generator of its own, in training."""
+
+    def call(self, x, training=False):
+        return x + 0.3 * keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+def noisy(num_outputs: int) -> keras.Model:
+    """`dense`, with noise that is drawn from Keras' global generator, and by a layer that has one."""
+    return keras.Sequential(
+        [
+            keras.layers.Input((8, 8, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(32, activation="tanh"),
+            Noise(),
+            keras.layers.Dropout(0.2),
+            Noise(),
+            keras.layers.Dense(num_outputs, dtype="float32"),
+        ]
+    )
+
+
 class Buckets(keras.layers.Layer):
     """[n, k] numbers -> int32 [n, k] rows of a table with `COUNT` rows for each of the k places."""
 

@@ -17,7 +17,7 @@ from tfdist.runtime.base import Runtime
 from tfdist.training.backward_order import weights_first
 from tfdist.training.dtypes import as_summands, with_zeros
 from tfdist.training.row_checks.sums_as_means import SumsAsMeans
-from tfdist.training.seeds import draw_from, drawing, reseed, seed_states
+from tfdist.training.seeds import draw_from, drawing, reseed, reseed_for_part, seed_states
 from tfdist.training.step_options import Parallelism, StepOptions
 from tfdist.training.total_loss import Total, TotalLoss, rows_of
 from tfdist.training.update import Gradient, Update, compiled
@@ -75,10 +75,15 @@ class ReplicaGradients:
         """Returns the gradients and sums of all micro-batches of a step at once, computed by the pipeline."""
         assert self.pipeline is not None
         replica = self.runtime.replica_id()
+
+        def begin(micro: int, part: int) -> None:
+            self._reseed(step, tf.constant(micro), replica)
+            reseed_for_part(self._without_one, part)
+
         with self._counting(batches[0][2]), self._tracing():
             gradients, sums = self.pipeline(
                 batches,
-                lambda micro: self._reseed(step, tf.constant(micro), replica),
+                begin,
                 lambda outputs, y, w, losses: _in_one_pass(self.total(outputs, y, w, scale, losses)),
                 lambda w, losses: _in_one_pass(self.total.of_added(w, scale, losses)),
                 self.total.sums_count,

@@ -53,12 +53,9 @@ def draw_from(generator: keras.random.SeedGenerator | None) -> None:
 
 
 @contextlib.contextmanager
-def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
-    """Context manager in which a replica's step is traced: a tf.random.Generator draws different numbers on different
-    replicas.
-
-    Raises ConfigError on a draw from a SeedGenerator that is neither the model's nor Keras' global one: the step does
-    not set it, and no snapshot holds it.
+def only_known_draws(model: keras.Model) -> Iterator[None]:
+    """Context manager in which a step is traced. Raises ConfigError on a draw from a SeedGenerator that is neither the
+    model's nor Keras' global one: the step does not set it, and no snapshot holds it.
     """
 
     def ask(generator: keras.random.SeedGenerator) -> None:
@@ -72,10 +69,19 @@ def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
                 )
             )
 
+    with asked_before_draws(ask):
+        yield
+
+
+@contextlib.contextmanager
+def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
+    """Context manager in which a replica's step is traced: a tf.random.Generator draws different numbers on different
+    replicas. Raises ConfigError as `only_known_draws`.
+    """
     # If this process has several replicas, which are traced in turns, TensorFlow's strategies give them different keys.
     alone = runtime.local_replicas == 1 and runtime.replicas > 1
     keys = tensorflow_random.keys_moved(runtime.replica_id()) if alone else contextlib.nullcontext()
-    with asked_before_draws(ask), keys:
+    with only_known_draws(model), keys:
         yield
 
 
@@ -119,3 +125,10 @@ def reseed(states: list[tf.Variable], seed: int, step: tf.Tensor, micro: tf.Tens
     """
     for state, value in zip(states, seed_values(len(states), seed, step, micro, replica), strict=True):
         state.assign(value)
+
+
+def reseed_for_part(generator: keras.random.SeedGenerator | None, part: int) -> None:
+    """Sets Keras' global generator, after `reseed`, to other numbers for each part of a pipeline: one device would
+    draw for all parts in turn. A layer's own generator is in one part only (shared_state.py)."""
+    if generator is not None:
+        generator.state.assign(_fold_in(generator.state.value, tf.constant(part, tf.int64)))

@@ -89,3 +89,57 @@ def test_carried_errors_of_other_workers_are_shared_out():
     rows = np.arange(6, dtype="float32").reshape(3, 2)
     np.testing.assert_array_equal(shared_out(rows, 3), rows)
     np.testing.assert_array_equal(shared_out(rows, 2), [[3, 4.5], [3, 4.5]])
+
+
+class Alone:
+    """The group of one member."""
+
+    size = 1
+
+    def all_gather(self, x):
+        return x
+
+    def all_reduce(self, x):
+        return x
+
+
+def steps_of(kind, gradients):
+    """Yields (sum, carried error) of each step that a single worker makes."""
+    compression = Compression(kind, [keras.Variable(np.zeros(gradients[0].shape, "float32"))], Alone(), after=0)
+    run = tf.function(lambda tensor: compression([tensor]), autograph=False)
+    for gradient in gradients:
+        (total,), ends = run(gradient)
+        compression.keep(ends)
+        yield total.numpy(), ends["compression_error_0000"].numpy()
+
+
+@pytest.mark.parametrize("rows, used", [(2, 2), (3, 3), (7, 7), (16, 3)])
+def test_powersgd_loses_nothing_of_a_matrix_with_few_independent_rows(rows, used):
+    """Its 8 directions are then more than there are: rounding must not count as a direction."""
+    random = np.random.default_rng(0)
+    gradients = np.zeros((25, rows, 512), "float32")
+    gradients[:, :used] = random.normal(size=(25, used, 512))
+    for gradient, (total, error) in zip(gradients, steps_of("powersgd", gradients), strict=True):
+        np.testing.assert_allclose(total, gradient, rtol=0, atol=1e-4)
+        assert np.abs(error).max() < 1e-4
+
+
+def test_powersgd_finds_new_directions_after_gradients_of_zeros_and_of_few_rows():
+    random = np.random.default_rng(0)
+    direction = random.normal(size=(64, 6)) @ random.normal(size=(6, 64))
+    one_row = np.zeros((64, 64))
+    one_row[5] = random.normal(size=64)
+    gradients = np.array([np.zeros((64, 64)), one_row, *[direction] * 20], "float32")
+    totals = [total for total, _ in steps_of("powersgd", gradients)]
+    np.testing.assert_array_equal(totals[0], 0)
+    np.testing.assert_allclose(totals[1], one_row, atol=1e-4)
+    np.testing.assert_allclose(totals[-1], direction, atol=1e-3)
+
+
+def test_topk_sends_nan_and_keeps_none():
+    """So that the step is found not to be finite, and skipped."""
+    for row in range(8):
+        gradient = np.random.default_rng(row).normal(size=(64, 64)).astype("float32")
+        gradient[row] = np.nan
+        ((total, _),) = steps_of("topk", [gradient])
+        assert np.isnan(total[row]).all()

@@ -15,6 +15,7 @@ from tfdist.training.optimizer import (
     OPTIMIZERS,
     FusedAdam,
     check_decays,
+    ema_variables,
     make_optimizer,
     switch_off_reduction,
 )
@@ -172,3 +173,14 @@ def test_muon_is_not_for_float64():
     with pytest.raises(ConfigError, match="--optimizer=muon cannot update .* which is float64"):
         check_decays(keras.optimizers.Muon(), [matrix])
     check_decays(keras.optimizers.Muon(), [vector, keras.Variable(np.eye(2), dtype="float32")])
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, keras.optimizers.SGD])
+def test_averages_are_there_from_the_first_update_on(kind):
+    """Keras makes them as zeros: an evaluation before (all steps were skipped) would be one of a model of zeros."""
+    weight = keras.Variable([2.0, 3.0])
+    optimizer = kind(learning_rate=0.1, use_ema=True)
+    optimizer.build([weight])
+    assert ema_variables(optimizer) == []
+    optimizer.apply([tf.constant([1.0, 1.0])], [weight])
+    np.testing.assert_allclose(ema_variables(optimizer)[0], weight)

@@ -42,6 +42,7 @@ from tfdist.runtime.collectives import Group
 TOPK_PART = 0.2
 POWERSGD_RANK = 8
 _LEAST = 1024  # tensors of fewer elements travel whole under topk and powersgd
+_ROUNDING = 1e-5  # of a column's length: what is left of it after the projections is float32's noise below that
 
 
 class Compression:
@@ -150,7 +151,9 @@ class Compression:
 
     def _topk(self, index: int, tensor: tf.Tensor, ends: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         flat, n = tf.reshape(tensor, [-1]), math.prod(self.shapes[index])
-        _, places = tf.math.top_k(tf.abs(flat), _kept(n), sorted=False)
+        # NaN counts as the largest. Else top_k may leave it in the carried error, and the step passes as finite.
+        sizes = tf.where(tf.math.is_nan(flat), math.inf, tf.abs(flat))
+        _, places = tf.math.top_k(sizes, _kept(n), sorted=False)
         places = tf.sort(places)  # the order in which a mask lists them
         values = tf.cast(tf.gather(flat, places), tf.bfloat16)
         mask = tf.tensor_scatter_nd_update(
@@ -174,7 +177,8 @@ class Compression:
         p = _orthonormal(self.group.all_reduce(matrix @ ends[basis]))
         own_q = tf.matmul(matrix, p, transpose_a=True)
         q = self.group.all_reduce(own_q)
-        ends[basis] = q
+        # A column of zeros would find nothing ever again: its last direction stays for gradients of more rank.
+        ends[basis] = tf.where(tf.reduce_any(tf.not_equal(q, 0.0), 0), q, ends[basis])
         return tf.reshape(tf.matmul(p, q, transpose_b=True), tensor.shape), tf.reshape(
             tf.matmul(p, own_q, transpose_b=True), tensor.shape
         )
@@ -206,13 +210,17 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _orthonormal(p: tf.Tensor) -> tf.Tensor:
-    """Columns [rows, r] made orthonormal by Gram and Schmidt, twice for accuracy; a column of zeros stays."""
+    """Columns [rows, r] made orthonormal by Gram and Schmidt, twice for accuracy. A column that depends on those before
+    it becomes 0: the rounding that is left of it lies in their span, and would count a second time what they hold."""
     for _ in range(2):
         columns: list[tf.Tensor] = []
-        for column in tf.unstack(p, axis=1):
+        for whole in tf.unstack(p, axis=1):
+            column = whole
             for earlier in columns:
                 column -= tf.tensordot(earlier, column, 1) * earlier
-            columns.append(column * tf.math.rsqrt(tf.maximum(tf.reduce_sum(column**2), 1e-30)))
+            left, before = tf.reduce_sum(column**2), tf.reduce_sum(whole**2)
+            unit = column * tf.math.rsqrt(tf.maximum(left, 1e-30))
+            columns.append(tf.where(left <= _ROUNDING**2 * before, 0.0, unit))  # NaN stays, and is found
         p = tf.stack(columns, 1)
     return p
 

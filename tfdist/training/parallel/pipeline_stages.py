@@ -89,7 +89,7 @@ class Pipeline:
     def __call__(
         self,
         batches: Sequence[tuple],
-        begin: Callable[[int], None],
+        begin: Callable[[int, int], None],
         total: Callable[..., tuple[tf.Tensor, tf.Tensor]],
         added: Callable[..., tuple[tf.Tensor, tf.Tensor]],
         sums: int,
@@ -98,7 +98,7 @@ class Pipeline:
 
         Args:
           batches: (x, y, w) of each micro-batch; x is used on the first stage only, y on the last stage only.
-          begin: called before each forward pass with the number of its micro-batch, to seed the dropout masks.
+          begin: called before each forward pass with the numbers of its micro-batch and part, to seed dropout masks.
           total: (outputs, y, w, losses that the last part adds) -> (the loss to differentiate, float32 [sums]).
           added: the same for another part: (w, losses that the part adds) -> the same pair.
         """
@@ -110,7 +110,7 @@ class Pipeline:
                 for receipt in before:
                     state.received[receipt] = self._receive_for_training(state, receipt, batches[receipt.micro])
                 if action.forward:
-                    begin(action.micro)
+                    begin(action.micro, number)
                     self._forward(state, number, action.micro, batches[action.micro], total, added)
                 else:
                     self._backward(state, number, action.micro)

@@ -14,6 +14,7 @@ Legend. B batch, T positions, D width, V vocabulary, m ranks along `model`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -239,12 +240,14 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
     first, _ = share(size, group)
 
     def objective(outputs: tf.Tensor, y: tf.Tensor, w: tf.Tensor) -> Scores:
-        logits, y = tf.cast(outputs, tf.float32), tf.cast(y, tf.int32)
+        logits, label = tf.cast(outputs, tf.float32), tf.cast(y, tf.int64)
+        is_known, y = tf.logical_and(label >= 0, label < size), tf.cast(label, tf.int32)
         own_best = tf.reduce_max(logits, -1)
         best = group.all_max(own_best)
         log_sum = tf.math.log(summed(tf.reduce_sum(tf.exp(logits - tf.expand_dims(best, -1)), -1), group)) + best
         chosen = tf.reduce_sum(tf.where(tf.one_hot(y - first, tf.shape(logits)[-1], True, False), logits, 0.0), -1)
-        losses = log_sum - summed(chosen, group)
+        # As a GPU does: no worker has the logit of a label that is none, and the rest would train without a word.
+        losses = tf.where(is_known, log_sum - summed(chosen, group), math.nan)
         if config.label_smoothing:
             uniform = log_sum - summed(tf.reduce_sum(logits, -1), group) / size
             losses = (1 - config.label_smoothing) * losses + config.label_smoothing * uniform

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras_random import is_seed_state
+from tfdist.compat.keras_random import global_seed_generator, is_seed_state
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.models import missing_rows
@@ -30,7 +30,7 @@ from tfdist.training.parameter_server.contained_batch import ContainedBatch
 from tfdist.training.parameter_server.parameters import Parameters
 from tfdist.training.parameter_server.slice_values import SliceValues
 from tfdist.training.row_checks.sums_as_means import SumsAsMeans
-from tfdist.training.seeds import seed_values
+from tfdist.training.seeds import draw_from, only_known_draws, seed_values, states_beside
 from tfdist.training.stateless_call import stateless_call
 from tfdist.training.step_output import FIRST_SUMS, Fields
 from tfdist.training.total_loss import SummedLoss, expected_weight, rows_of
@@ -93,6 +93,7 @@ class RemoteStep:
         ]
         self._bounds = np.array(bounds, np.int64)  # [accumulation, replicas, 2]
         self._seeds = [is_seed_state(variable) for variable in model.non_trainable_variables]
+        self._without_one = global_seed_generator()
         self._values = SliceValues(parameters.weights, parameters.states)
 
     @functools.cached_property
@@ -186,14 +187,22 @@ class RemoteStep:
     ) -> tuple:
         start, stop = tf.unstack(tf.gather_nd(self._bounds, tf.stack([micro, replica])[None])[0])
         x, y, w = self.batch(position + tf.range(start, stop, dtype=tf.int64), data)
-        seeds = iter(seed_values(sum(self._seeds), self.options.seed, step, micro, replica))
+        draw_from(self._without_one)
+        beside = states_beside()
+        seeds = iter(seed_values(sum(self._seeds) + len(beside), self.options.seed, step, micro, replica))
         others = iter(states)
         non_trainable = [next(seeds) if is_seed else next(others) for is_seed in self._seeds]
         share = rows_of(w) / self.options.plan.global_batch
         silent = missing_rows.are_silent()  # on any worker: the devices of the whole cluster are listed here
-        with self.added.counting(1.0 / share), tf.GradientTape() as tape, missing_rows.as_nan(silent):
+        with (
+            self.added.counting(1.0 / share),
+            missing_rows.as_nan(silent),
+            only_known_draws(self.model),
+            tf.GradientTape() as tape,
+        ):
             tape.watch(weights)
-            outputs, updated, losses = stateless_call(self.model, weights, non_trainable, x, training=True)
+            given = zip(beside, seeds, strict=True)  # what is left of the seeds
+            outputs, updated, losses = stateless_call(self.model, weights, non_trainable, x, True, [*given])
             summed = self._summed(outputs, y, w, losses)
             # For a whole batch, or one without weights, this is the same as on one device.
             total = missing_rows.poisoned(summed.weighted_mean(self._expected_weight))

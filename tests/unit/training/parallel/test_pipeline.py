@@ -10,14 +10,18 @@ from keras import layers
 
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.data.batch_plan import plan_batch
+from tfdist.data.batch_plan import BatchPlan, plan_batch
 from tfdist.runtime.mesh import Mesh
+from tfdist.runtime.one_device import OneDevice
 from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.pipe_schedule import make_schedule
 from tfdist.training.parallel.pipeline_parts import divide, stages_of
 from tfdist.training.parallel.pipeline_stages import Pipeline
 from tfdist.training.parallel.segments import cut_into_blocks
 from tfdist.training.parallel.shared_state import refuse_shared
+from tfdist.training.replica_gradients import ReplicaGradients
+from tfdist.training.seeds import with_generator
+from tfdist.training.step_options import Parallelism, StepOptions
 
 WIDTH = 3
 
@@ -161,10 +165,35 @@ def test_one_input_and_one_output_in_a_structure(takes, gives, given, logits):
     @tf.function(autograph=False)
     def run(x):
         batches = [(given(micro), None, None) for micro in tf.unstack(x)]
-        return model(given(x[0])), pipeline(batches, lambda micro: None, total, total, 1)
+        return model(given(x[0])), pipeline(batches, lambda micro, part: None, total, total, 1)
 
     outputs, (gradients, sums) = run(x)
     np.testing.assert_allclose(logits(outputs), whole[:4], rtol=1e-5)
     np.testing.assert_allclose(sums, [loss], rtol=1e-5)
     for ours, theirs in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_draw_different_numbers_from_the_global_generator():
+    """Each stage sets a copy of its own; one device draws for all parts in turn."""
+
+    def pipeline(batches, begin, *_):
+        drawn = []
+        for micro, part in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 1)):
+            begin(micro, part)
+            drawn += [keras.random.uniform((), dtype="float64"), keras.random.uniform((), dtype="float64")]
+        return [tf.stack(drawn)], tf.zeros([1])
+
+    replica = ReplicaGradients(
+        OneDevice(),
+        with_generator(model_of(), own_objective=True),
+        SimpleNamespace(sums_count=1),
+        SimpleNamespace(keep=lambda gradients: gradients),
+        StepOptions(BatchPlan(8, 2, 1), 0),
+        Parallelism(pipeline=pipeline),
+    )
+    batch = tf.zeros([4, WIDTH]), tf.zeros([4]), tf.ones([4])
+    run = tf.function(lambda step: replica.of_pipeline(step, tf.constant(1.0), batch, batch).gradients[0])
+    first, second = run(tf.constant(0, tf.int64)).numpy(), run(tf.constant(1, tf.int64)).numpy()
+    assert len({*first, *second}) == 16  # all but those of a part and micro-batch that come again
+    np.testing.assert_array_equal(first[2:4], first[-2:])

@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.parallel.tensor import parallelize_layers, vocabulary
+from tfdist.training.parallel.tensor import parallelize_layers, vocabulary, vocabulary_objective
 
 ROWS = 9
 
@@ -32,6 +33,21 @@ def test_rows_come_together_and_what_no_member_has_is_nan():
     there = (ids >= -ROWS) & (ids < ROWS)
     np.testing.assert_array_equal((first + second)[there], table[ids[there]])
     assert np.isnan((first + second)[~there]).all()
+
+
+def test_a_label_outside_the_vocabulary_gives_nan():
+    """No member has its logit. One process stops there, or gets NaN on a GPU."""
+    alone = types.SimpleNamespace(size=1, index=0, all_max=lambda x: x, all_reduce=lambda x: x)
+    config = Config().replace(objective="next_token", label_smoothing=0.1).model
+    logits = np.random.default_rng(0).normal(size=(2, 4, ROWS)).astype("float32")
+    labels = np.array([[0, ROWS - 1, ROWS, 3], [-1, -100, 4, 2**32]])
+    losses = vocabulary_objective(config, alone, ROWS)(logits, labels, tf.ones([2])).losses.numpy()
+    is_known = (labels >= 0) & (labels < ROWS)
+    np.testing.assert_array_equal(np.isnan(losses), ~is_known)
+    expected = keras.losses.CategoricalCrossentropy(True, label_smoothing=0.1, reduction="none")(
+        np.eye(ROWS)[labels[is_known]], logits[is_known]
+    )
+    np.testing.assert_allclose(losses[is_known], expected, rtol=1e-5)
 
 
 class Shifting(layers.Layer):

@@ -99,6 +99,7 @@ def test_every_row_lies_somewhere_once_and_servers_hold_about_the_same():
         {"optimizer": "adamw", "weight_decay": 0.1, "ema": 0.9, "model": "tests.parity.models:towers"},
         {"optimizer": "adamw", "weight_decay": 0.5, "ema": 0.9, "model": "tests.parity.models:idle"},
         {"optimizer": "adam", "model": "mlp", "model_args": "widths=(16,),dropout=0.3"},
+        {"optimizer": "sgd", "model": "tests.parity.models:noisy"},
     ],
     ids=str,
 )
