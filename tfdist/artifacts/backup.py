@@ -9,7 +9,7 @@ chief (`writes=True`) writes.
 
 resumes in the middle of an epoch, at the exact batch: the first batches of that epoch are read but not trained on
 again, and the data is advanced through the earlier epochs (data_position.py). The data must come in the same order as
-before.
+before; if they are shuffled without a seed, backups within an epoch are refused.
 """
 
 from __future__ import annotations
@@ -103,8 +103,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._restored, self._others = None, AfterOthers(self)
         fit = RunningFit.of(model)
         may_restore = self._others.join(fit.values["callbacks"])
-        snapshot, _ = self.store.newest_valid()
-        if snapshot is None or not may_restore:
+        newest, _ = self.store.newest_valid()
+        snapshot = newest if may_restore else None
+        if fit.has_no_seed():
+            batch = snapshot.manifest["batch"] if snapshot is not None else 0
+            backup_checks.refuse_without_seed(self.backup_dir, batch, self.save_freq, (self.params or {}).get("steps"))
+        if snapshot is None:
             return
         self._others.has_restored = True
         written_by = snapshot.manifest.get("fit", 1)

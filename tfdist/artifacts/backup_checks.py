@@ -48,6 +48,26 @@ def refuse_between_executions(backup: str, batch: int, steps_per_execution: int)
         )
 
 
+def refuse_without_seed(backup: str, batch: int, save_freq: int | str, steps: int | None) -> None:
+    """For a fit to data that are shuffled without a seed: raises CheckpointError if the backup to be restored was saved
+    after `batch` batches of an epoch, and ConfigError if a backup would be: the resumed fit would draw another order.
+
+    steps: the number of batches of an epoch, if it is known."""
+    if batch:
+        raise CheckpointError(
+            f"{backup} was saved after {batch} batches of an epoch, but the data are shuffled without a seed, so that"
+            " the other batches of this epoch cannot be found again: set the seed of the fit that wrote it, or remove"
+            " the backup to start from the beginning."
+        )
+    if isinstance(save_freq, int) and (steps is None or save_freq % steps):
+        raise ConfigError(
+            f"BackupAndRestore(save_freq={save_freq}) saves within an epoch, but the data are shuffled without a seed,"
+            " so that a resumed fit would take some samples twice and others never: call"
+            " keras.utils.set_random_seed(1) before the data are made (a dataset can have its own,"
+            ' shuffle(n, seed=1)), or give save_freq="epoch".'
+        )
+
+
 def refuse_unbuilt(model: keras.Model) -> None:
     """Raises ConfigError as Keras does, when a fit begins: else a killed run would fail only when it is resumed."""
     if not model.built:

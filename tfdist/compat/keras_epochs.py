@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as EpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfdist.compat.temporary_attributes import attribute_replaced
@@ -97,3 +98,9 @@ def reads_arrays(adapter: Any) -> bool:
 def shuffles_arrays(adapter: Any) -> bool:
     """Whether a fit reads arrays and shuffles them. Relies on `ArrayDataAdapter._shuffle`."""
     return reads_arrays(adapter) and bool(adapter._shuffle)
+
+
+def shuffles_pages(adapter: Any) -> bool:
+    """Whether a fit reads the batches of a PyDataset in an order that Keras draws. Relies on keras.src's
+    `PyDatasetAdapter.shuffle`."""
+    return isinstance(adapter, PyDatasetAdapter) and bool(adapter.shuffle) and adapter.num_batches is not None
