@@ -172,6 +172,7 @@ class EpochBackup(FitCallback):
         if (drawn := backup.drawn_without_one) is not None and (made := made_global_seed_generator()):
             made.state.assign(drawn)
         self._beside.restore(self.fitted, backup.to_dict())
+        self.fitted.history.history = dict(backup.history)
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if backup.stopped else self.epoch)
         if self._runtime.rank == 0:
@@ -190,15 +191,17 @@ class EpochBackup(FitCallback):
             host_state.restore_generator_states(backup.generators)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self._restore_history()
+        self._restore_epochs()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if self._runtime.rank:
             return
         history = self.fitted.history
-        # Keras' History comes after this callback: the present epoch is not in it yet.
         without_one = global_seed_generator()  # for layers without a generator of their own
-        values = {name: [*history.history.get(name, []), value] for name, value in (logs or {}).items()}
+        values, epochs = dict(history.history), list(history.epoch)
+        if epochs[-1:] != [epoch]:  # Keras' own History comes after this callback; a user's has come before
+            values |= {name: [*values.get(name, []), value] for name, value in (logs or {}).items()}
+            epochs.append(epoch)
         content = BackupContent(
             variables=[host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
             drawn_without_one=None if without_one is None else np.asarray(without_one.state.value),
@@ -206,8 +209,8 @@ class EpochBackup(FitCallback):
             data=self._data,
             fit=backup_checks.number(self._place.name),
             stopped=bool(self.fitted.stop_training),
-            history=storable_history({**history.history, **values}),
-            epochs=[*history.epoch, epoch],
+            history=storable_history(values),
+            epochs=epochs,
             order=self.order,
             ends=RunningFit.of(self.fitted).ends(),
             generators=host_state.generator_states(),
@@ -217,14 +220,14 @@ class EpochBackup(FitCallback):
             backup_count.count_one()
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        self._restore_history()
+        self._restore_epochs()
         keras_trainer.begin_at(self.fitted, None)
         backup_checks.end(self._place.name)
         if self._delete and self._runtime.rank == 0:
             self._place.remove()
 
-    def _restore_history(self) -> None:
+    def _restore_epochs(self) -> None:
+        """Restores what Keras' History has cleared when training began."""
         if self._backup is not None:
-            history = self.fitted.history
-            history.history, history.epoch = dict(self._backup.history), list(self._backup.epochs)
+            self.fitted.history.epoch = list(self._backup.epochs)
             self._backup = None

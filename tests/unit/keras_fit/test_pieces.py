@@ -449,8 +449,8 @@ def test_arrays_of_any_kind_are_known_again(make):
     assert what_changed(known, identity_of(given | {"x": rows})) == "x"
     assert what_changed(known, identity_of(given | {"validation_data": (make([[5]]), None)})) == "validation_data"
     assert not what_changed({"x": [[]]}, known), "earlier versions did not look at them"
-    lengths = [identity_of({"x": tf.data.Dataset.range(4).filter(lambda x: x < most)}) for most in (3, 4)]
-    assert what_changed(lengths[0], identity_of({"x": tf.data.Dataset.range(4)})) == "x" and lengths[0] == lengths[1]
+    numbers = tf.data.Dataset.range(4)
+    assert what_changed(identity_of({"x": numbers.filter(lambda x: x < 4)}), identity_of({"x": numbers})) == "x"
 
 
 def test_what_is_compared_is_spread_over_all_rows_and_inputs():
