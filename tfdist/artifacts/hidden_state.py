@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_layers, keras_trainer, keras_variables
+from tfdist.compat import keras_layers, keras_optimizers, keras_trainer, keras_variables
 from tfdist.compat.code_origin import is_of_keras, module_of, package_of
 
 _DEPTH = 4  # nesting depth of lists, dictionaries and objects
@@ -71,7 +71,7 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
     metrics = keras_trainer.given_metrics(model)
     own_metrics = [each for each in metrics if not (isinstance(each, keras.metrics.Metric) and is_of_keras(each))]
     functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
-    optimizers = keras_trainer.with_inner(getattr(model, "optimizer", None))
+    optimizers = keras_optimizers.with_inner(getattr(model, "optimizer", None))
     of_optimizers = [value for each in optimizers for value in vars(each).values()]
     counted = (*model.variables, *(one for each in optimizers for one in each.variables))
     known = {id(one) for one in (*map(keras_variables.stored_value, counted), *hidden)}

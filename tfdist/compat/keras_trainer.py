@@ -10,7 +10,7 @@ import keras
 from keras.src import backend
 from keras.src.losses.losses import LossFunctionWrapper
 
-from tfdist.compat import keras_layers
+from tfdist.compat import keras_layers, keras_optimizers
 from tfdist.compat.temporary_attributes import attribute_replaced
 
 
@@ -45,19 +45,15 @@ def _updating_nothing(model: keras.Model) -> Iterator[None]:
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     """Returns the compiled optimizer, if any, and others that the model keeps, as a GAN does: as attributes, in lists
-    and dicts, and those of inner models that can train. Relies on Keras keeping a model's attributes in its `__dict__`;
-    without it the others do not start with the chief's values.
+    and dicts, and those of inner models that can train; not those inside other optimizers. Relies on Keras keeping a
+    model's attributes in its `__dict__`; without it the others do not start with the chief's values.
     """
     inner = [layer for layer in keras_layers.all_layers(model, include_self=False) if isinstance(layer, keras.Model)]
     of_inner = [getattr(each, "optimizer", None) for each in inner if each.trainable_variables]
     held = _optimizers_in([getattr(model, "optimizer", None), list(vars(model).values()), of_inner])
-    return list({id(one): one for one in held}.values())
-
-
-def with_inner(optimizer: keras.Optimizer | None) -> list[keras.Optimizer]:
-    """Returns the optimizer and, if it scales the loss for an inner optimizer, that one, too."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [each for each in (optimizer, inner) if isinstance(each, keras.optimizers.Optimizer)]
+    found = {id(one): one for one in held}
+    inside = {id(one) for each in found.values() for one in keras_optimizers.with_inner(each)[1:]}
+    return [one for one in found.values() if id(one) not in inside]
 
 
 def _optimizers_in(value: Any, depth: int = 0) -> Iterator[keras.Optimizer]:
