@@ -5,7 +5,6 @@ chief.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,18 +42,16 @@ def arrange(callbacks: Any, runtime: Runtime, model: keras.Model) -> list[keras.
         return given
     last = [callback for callback in given if isinstance(callback, epoch_backup.EpochBackup)]  # after the decisions
     given = [callback for callback in given if callback not in last]
-    deciding = [callback for callback in given if not isinstance(callback, _WRITERS)]
-    decides = [
-        any(_is_of_the_user(callback, hook) for callback in given for hook in hooks)
-        for hooks in _AROUND_A_BATCH.values()
+    everywhere = [callback for callback in given if not isinstance(callback, _WRITERS)]
+    deciding = [
+        any(_may_decide(callback, hook) for callback in given for hook in called) for called in _AROUND_A_BATCH.values()
     ]
-    somewhere = runtime.all_gather(np.array(decides)).any(axis=0)
+    of_all = runtime.all_gather(np.array(deciding))  # a worker may have been given other callbacks
+    hooks = [hook for hook, of_each in zip(_AROUND_A_BATCH, of_all.T, strict=True) if of_each.any()]
     return [
         SameLogs(runtime),
-        *(given if runtime.rank == 0 else deciding),
-        SameDecisions(
-            runtime, DistributedModel.of(model, runtime), list(itertools.compress(_AROUND_A_BATCH, somewhere))
-        ),
+        *(given if runtime.rank == 0 else everywhere),
+        SameDecisions(runtime, DistributedModel.of(model, runtime), hooks),
         *last,
     ]
 
@@ -89,8 +86,8 @@ def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:
     return given
 
 
-def _is_of_the_user(callback: keras.callbacks.Callback, hook: str) -> bool:
-    """Whether the callback may decide in this hook: not if it only writes, as Keras' own."""
+def _may_decide(callback: keras.callbacks.Callback, hook: str) -> bool:
+    """Whether the callback may decide in this hook. Keras' own that write do not, but a user's subclass may."""
     base = next((kind for kind in _WRITERS if isinstance(callback, kind)), keras.callbacks.Callback)
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)
 
