@@ -26,7 +26,7 @@ from tfdist.artifacts import backup_checks, backup_file, state
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
-from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers
+from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers, variables_of_model
 from tfdist.artifacts.resumed_epoch import AfterOthers, pass_over
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
@@ -86,6 +86,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
         self._is_slow = False  # which has been said
+        self._at_first, self._beside = [], []  # variables of the model, and beside its layers, when training began
         self._fit_state, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
         self._assign_again: Callable[[], None] = lambda: None  # assigns all variables once more
@@ -100,6 +101,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
+        self._at_first = variables_of_model(model)
+        self._beside = state_beside_layers(model, hidden_state(model))
         self._restored, self._others = None, AfterOthers(self)
         fit = RunningFit.of(model)
         may_restore = self._others.join(fit.values["callbacks"])
@@ -124,7 +127,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
         self._assign_again = functools.partial(
-            state.assign, state.collect(model, model.optimizer, _beside(model, has_drawn)), arrays
+            state.assign, state.collect(model, model.optimizer, self._train(has_drawn)), arrays
         )
         self._assign_again()
         if not snapshot.manifest["batch"]:
@@ -248,13 +251,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _variables(self) -> dict[str, Any]:
         model = self._trained
+        backup_checks.refuse_later_variables(model, self._at_first)
         metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
-        return {**state.collect(model, model.optimizer, _beside(model)), **metrics}
+        return {**state.collect(model, model.optimizer, self._train()), **metrics}
 
-
-def _beside(model: keras.Model, with_drawn: bool = True) -> dict[str, Any]:
-    """The state held by losses and metrics of the model, and the state of Keras' global generator, if there is one."""
-    generator = global_seed_generator() if with_drawn else None
-    beside = state_beside_layers(model, hidden_state(model))
-    held = {f"beside/{index:04d}": variable for index, variable in enumerate(beside)}
-    return held if generator is None else {**held, _DRAWN_WITHOUT_ONE: generator.state}
+    def _train(self, with_drawn: bool = True) -> dict[str, Any]:
+        """The state held by losses and metrics, and the state of Keras' global generator, if there is one."""
+        generator = global_seed_generator() if with_drawn else None
+        held = {f"beside/{index:04d}": variable for index, variable in enumerate(self._beside)}
+        return held if generator is None else {**held, _DRAWN_WITHOUT_ONE: generator.state}

@@ -7,9 +7,14 @@ would find the backup of the second. If backups are kept, this is intended: each
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable
+from typing import Any
 
 import keras
 
+from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics, variables_of_model
+from tfdist.artifacts.state import name_of, tf_variable
+from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 _ended: collections.Counter[str] = collections.Counter()  # finished fits of this process, by name of their backup
@@ -65,6 +70,21 @@ def refuse_without_seed(backup: str, batch: int, save_freq: int | str, steps: in
             " so that a resumed fit would take some samples twice and others never: call"
             " keras.utils.set_random_seed(1) before the data are made (a dataset can have its own,"
             ' shuffle(n, seed=1)), or give save_freq="epoch".'
+        )
+
+
+def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
+    """Raises ConfigError if the model has other variables than `at_first`, when the fit began: a resumed fit would not
+    have them when it is restored. Metrics may make theirs late: Keras resets them at each epoch."""
+    metrics = [*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)]
+    known = {id(tf_variable(each)) for each in (*at_first, *variables_of_metrics(metrics))}
+    later = [each for each in variables_of_model(model) if id(tf_variable(each)) not in known]
+    if later:
+        raise ConfigError(
+            f"The variable {name_of(later[0])} of {type(model).__name__} was made after fit had begun (by a layer that"
+            " is used only in training, or by a loss that is called), so that a resumed fit could not restore it: make"
+            " it before fit (build all layers, for example by model(x, training=True); or in a constructor), or train"
+            " without BackupAndRestore."
         )
 
 

@@ -11,6 +11,7 @@ from keras.src import backend
 from keras.src.losses.losses import LossFunctionWrapper
 
 from tfdist.compat import keras_layers, keras_optimizers
+from tfdist.compat.code_origin import module_of, package_of
 from tfdist.compat.temporary_attributes import attribute_replaced
 
 
@@ -119,6 +120,15 @@ def given_metrics(model: keras.Model) -> list[Any]:
         return []
     given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
     return [each for each in given if callable(each)]
+
+
+def made_at_the_first_batch(metric: Any) -> bool:
+    """Whether Keras makes variables of this metric at its first batch, and resets all of them itself at each epoch.
+    Relies on `_built` of Keras' F1Score, FBetaScore and R2Score; without it a backup with a metric derived from them
+    fits only the process that wrote it.
+    """
+    resets = getattr(type(metric), "reset_state", None)
+    return isinstance(getattr(metric, "_built", None), bool) and package_of(module_of(resets)) == "keras"
 
 
 def begin_an_epoch_of_metrics(model: keras.Model) -> None:

@@ -21,6 +21,7 @@ from tfdist.artifacts import backup_checks
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
+from tfdist.artifacts.hidden_state import variables_of_model
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -32,7 +33,6 @@ from tfdist.keras_fit import data_identity
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
-from tfdist.keras_fit.variables import of_model
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import of_the_chief
 from tfdist.runtime.host import host_view
@@ -104,6 +104,7 @@ class EpochBackup(FitCallback):
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
         self._beside = FitState(others, says=runtime.rank == 0)
+        self._at_first: list = []  # the variables of the model when training began
         self.epoch = self._backup.epoch if self._backup else 0
         self.order = self._backup.order if self._backup else None
 
@@ -143,7 +144,7 @@ class EpochBackup(FitCallback):
         of_the_chief(self._runtime, compare)
 
     def _variables(self) -> list:
-        return [*of_model(self.fitted), *self.fitted.optimizer.variables]
+        return [*self._at_first, *self.fitted.optimizer.variables]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         if len(keras_trainer.optimizers_of(self.fitted)) > 1:
@@ -153,6 +154,7 @@ class EpochBackup(FitCallback):
                 " without it."
             )
         backup_checks.refuse_unbuilt(self.fitted)
+        self._at_first = variables_of_model(self.fitted)
         self._beside.begin(self.fitted)
         backup = self._backup
         if backup is None:
@@ -194,6 +196,7 @@ class EpochBackup(FitCallback):
         self._restore_epochs()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        backup_checks.refuse_later_variables(self.fitted, self._at_first)
         if self._runtime.rank:
             return
         history = self.fitted.history

@@ -22,6 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import variables_of_model
 from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_optimizers, keras_tensors, keras_trainer
 from tfdist.compat.kept_attributes import kept_on
 from tfdist.compat.temporary_attributes import attribute_replaced
@@ -181,7 +182,7 @@ class DistributedModel:
     def take_the_chiefs_variables(self) -> None:
         """Gives every worker the chief's values, bit for bit."""
         of_optimizers = [variable for one in self._optimizers() for variable in one.variables]
-        variables.take_the_chiefs(self._runtime, [*variables.of_model(self._model), *of_optimizers])
+        variables.take_the_chiefs(self._runtime, [*variables_of_model(self._model), *of_optimizers])
 
     def check_weights(self) -> None:
         """Compares weights; if any have drifted apart, all workers take the chief's."""
