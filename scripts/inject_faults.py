@@ -412,7 +412,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "state of losses": Fault(
         "the state of losses and metrics is in no backup",
-        "keras_fit/variables.py",
+        "artifacts/hidden_state.py",
         ", *state_beside_layers(model, hidden)]",
         "]",
         ("tests/unit/keras_fit/test_unsaved_state.py",),

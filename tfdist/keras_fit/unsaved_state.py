@@ -52,8 +52,8 @@ class _Backup:
                 f"Each step of this fit sets {found.unsaved[0]}, which was found neither in the model nor in its losses"
                 " and metrics before it (it belongs to a module or a class, or is created in the first step), so"
                 " BackupAndRestore does not save it, and a resumed fit would compute something else: make it an"
-                " attribute of the model, a layer, or the loss, in its constructor (build layers that only training uses"
-                " before fit), or train without BackupAndRestore."
+                " attribute of the model, a layer, or the loss, in its constructor (build layers that only training"
+                " uses before fit), or train without BackupAndRestore."
             )
         if found.drawn and self._tells and not self._has_warned:
             self._has_warned = True
