@@ -857,8 +857,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "callbacks of skipped batches": Fault(
         "callbacks count the skipped batches of a resumed epoch, and set the learning rate by them",
-        "artifacts/backup.py",
-        "            self._others.mute(count)\n",
+        "artifacts/resumed_epoch.py",
+        "        self._mute(count)\n",
         "",
         ("tests/unit/artifacts/test_backup.py",),
     ),

@@ -27,7 +27,7 @@ from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers, variables_of_model
-from tfdist.artifacts.resumed_epoch import AfterOthers, pass_over
+from tfdist.artifacts.resumed_epoch import AfterOthers
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -130,11 +130,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             state.assign, state.collect(model, model.optimizer, self._train(has_drawn)), arrays
         )
         self._assign_again()
+        self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
+        if fit.go_to(self._epoch, snapshot.manifest["ends"]):
+            self._assign_again()  # reading may have drawn from Keras' global generator
+        else:
+            state.restore_generator_states(snapshot.manifest["generators"])  # otherwise reading has drawn from them
         if not snapshot.manifest["batch"]:
             keras_trainer.begin_an_epoch_of_metrics(model)
-        self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
-        if not fit.go_to(self._epoch, snapshot.manifest["ends"]):
-            state.restore_generator_states(snapshot.manifest["generators"])  # otherwise reading has drawn from them
         if self._restored and self._restored["stopped"]:
             say(f"the fit that wrote {self.backup_dir} had been stopped: no epoch is left.")
             keras_trainer.begin_at(model, fit.values["epochs"])
@@ -142,8 +144,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         keras_trainer.begin_at(model, self._epoch)
         if count := snapshot.manifest["batch"]:
             self._to_skip = count
-            self._others.mute(count)
-            pass_over(model, count, metrics)
+            self._others.pass_over(count, metrics)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0

@@ -53,6 +53,12 @@ def _not_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return inner.with_options(options)
 
 
+def none_for_placeholder(leaf: Any) -> Any:
+    """A part of a batch, with None again where Keras' iterators have a placeholder for it: an Optional of TensorFlow's,
+    which nothing else in a batch is."""
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+
 def validation_iterator(model: keras.Model) -> EpochIterator | None:
     """Returns the iterator that `fit` has made for its validations, if any. Relies on `Trainer._eval_epoch_iterator`;
     without it the validation data of a resumed run starts from the beginning.

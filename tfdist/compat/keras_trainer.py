@@ -169,6 +169,17 @@ def begin_at(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
+@contextlib.contextmanager
+def beginning_anew(model: keras.Model) -> Iterator[None]:
+    """Context manager around a `fit`: what `begin_at` was given in an earlier one that failed does not count in it, nor
+    does what it is given in this one count in a later one."""
+    begin_at(model, None)
+    try:
+        yield
+    finally:
+        begin_at(model, None)
+
+
 def built_under_a_strategy(model: keras.Model) -> bool:
     """Whether the model was made inside the scope of a tf.distribute strategy. Relies on `_distribute_strategy`;
     without it such a model fails inside TensorFlow instead of with a clear message.

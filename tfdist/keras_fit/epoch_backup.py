@@ -171,8 +171,8 @@ class EpochBackup(FitCallback):
         for variable, value in zip(variables, backup.variables, strict=True):
             variable.assign(value)
         keras_trainer.begin_an_epoch_of_metrics(self.fitted)
-        if (drawn := backup.drawn_without_one) is not None and (made := made_global_seed_generator()):
-            made.state.assign(drawn)
+        drawn = backup.drawn_without_one
+        made = None if drawn is None else made_global_seed_generator()
         self._beside.restore(self.fitted, backup.to_dict())
         self.fitted.history.history = dict(backup.history)
         # A run that had been stopped has no epochs left.
@@ -181,6 +181,8 @@ class EpochBackup(FitCallback):
             say(f"resumed after epoch {self.epoch} from {self._place.name}.")
         if not backup.stopped:
             self._find_the_place_in_the_data(backup)
+        if made is not None:  # not earlier: data that are read again may draw from it
+            made.state.assign(drawn)
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
         if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends):

@@ -437,3 +437,55 @@ def test_a_backup_within_an_epoch_without_a_seed_is_not_taken(tmp_path, monkeypa
     for save_freq in (2, "epoch"):
         with pytest.raises(CheckpointError, match=r"after 2 batches .* without a seed.*: set the seed .*, or remove"):
             unseeded_fit(given, tmp_path, save_freq)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupts(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        raise Interrupted
+
+
+def interrupted_while_reading():
+    for _ in range(2):
+        yield ROWS[:4], ROWS[:4], None
+    raise Interrupted
+
+
+def test_a_resumed_fit_that_fails_leaves_nothing_behind(tmp_path):
+    """As in a notebook: later fits of the model, without a backup, train all their epochs and batches."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+
+    def trained(given, *callbacks, epochs=2):
+        before = int(model.optimizer.iterations)
+        model.fit(**given, epochs=epochs, verbose=0, callbacks=list(callbacks))
+        return int(model.optimizer.iterations) - before
+
+    given = IN_ORDER["arrays"]
+    with pytest.raises(Killed):
+        trained(given, BackupAndRestore(tmp_path, save_freq=1), Counter([], die_after=5))
+    for place in (0, 1):
+        with pytest.raises(Interrupted):
+            trained(given, *[BackupAndRestore(tmp_path, save_freq=1), Interrupts()][:: 1 - 2 * place])
+        assert trained(given) == 6
+    with pytest.raises(Exception, match="Interrupted"):
+        trained({"x": interrupted_while_reading(), "steps_per_epoch": 3}, BackupAndRestore(tmp_path, save_freq=1))
+    assert trained(given) == 6
+
+
+def weighted_by_nothing():
+    while True:
+        yield ROWS[:4], ROWS[:4], None
+
+
+def test_an_epoch_of_batches_without_weights_is_resumed(tmp_path):
+    """Keras' iterators have a placeholder in place of None."""
+    given = {"x": weighted_by_nothing(), "steps_per_epoch": 3}
+    with pytest.raises(Killed):
+        unseeded_fit(given, tmp_path, 1, Counter([], die_after=5))
+    done = []
+    assert unseeded_fit({**given, "x": weighted_by_nothing()}, tmp_path, 1, Counter(done)) == [0, 1]
+    assert done == [6]

@@ -304,6 +304,27 @@ def test_backups_that_are_kept_are_gone_on_from(tmp_path):
         assert fitted_in_turn(tmp_path, epochs, delete_checkpoint=False) == trained
 
 
+def test_a_resumed_fit_that_fails_leaves_no_epoch_at_which_later_ones_begin(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+
+    def end(at):
+        def note(epoch, logs=None):
+            if epoch == at:
+                raise Ended
+
+        return [keras.callbacks.LambdaCallback(on_epoch_begin=note), keras.callbacks.BackupAndRestore(tmp_path)]
+
+    for at in (2, 3):  # begun at 0, and at 2
+        with pytest.raises(Ended):
+            tfdist.fit(model, *data, epochs=4, verbose=0, callbacks=end(at))
+        assert model.fit(*data, epochs=2, verbose=0).epoch == [0, 1]
+    with pytest.raises(Ended):
+        tfdist.fit(model, *data, epochs=4, verbose=0, callbacks=end(3))  # before its first epoch has begun
+    assert tfdist.fit(model, *data, epochs=2, verbose=0).epoch == [0, 1]
+
+
 class OwnHistory(keras.callbacks.History):
     """With an attribute of its own."""
 
