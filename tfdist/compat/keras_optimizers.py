@@ -56,18 +56,26 @@ def count_steps_atomically(optimizer: keras.Optimizer) -> None:
     iterations.assign_add = iterations.value.assign_add
 
 
-def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable:
-    """The variable of a learning rate that can be set. Raises AttributeError if there is none, as with a schedule.
-    Relies on `Optimizer._learning_rate`; without it a callback's change on one worker is not adopted by the others.
+def with_inner(optimizer: keras.Optimizer | None) -> list[keras.Optimizer]:
+    """Returns the optimizer and all inside it: the one for which a LossScaleOptimizer scales the loss, those of a
+    MultiOptimizer."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return []
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]
+    return [optimizer, *(one for each in inner for one in with_inner(each))]
+
+
+def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable | None:
+    """The variable of a learning rate that can be set; None if there is none, as with a schedule. An optimizer around
+    others has one that it does not use. Relies on `Optimizer._learning_rate`; without it a callback's change on one
+    worker is not adopted by the others.
     """
-    return optimizer._learning_rate
+    rate = getattr(optimizer, "_learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
 
 
-def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[int] | None:
-    """The indices of the weights that decay; None without weight decay. Relies on `Optimizer._use_weight_decay`;
-    without it workers that exclude different weights go unnoticed."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    decays = getattr(inner, "_use_weight_decay", None)
-    if not getattr(inner, "weight_decay", None) or decays is None:
-        return None
-    return [number for number, weight in enumerate(weights) if decays(weight)]
+def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[list[int]]:
+    """The indices of the weights that decay, for each optimizer with weight decay among this one and those inside it.
+    Relies on `Optimizer._use_weight_decay`; without it workers that exclude different weights go unnoticed."""
+    decays = [getattr(each, "_use_weight_decay", None) for each in with_inner(optimizer) if each.weight_decay]
+    return [[number for number, weight in enumerate(weights) if each(weight)] for each in decays if each is not None]
