@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import flags
 from tfdist.artifacts.run_folder import EVALUATOR_EVENTS, EVALUATOR_LOG, is_evaluators
 from tfdist.config import Config, option
+from tfdist.config.training_options import ScheduleConfig
 from tfdist.control import versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError, StartupError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 1.0
 _SILENT_SECONDS = 5.0  # until it is said that a run is waited for
+# A run resolves these when it starts (--epochs to a number of steps), and an evaluation does not use them.
+_OF_TRAINING = ("steps", "epochs", "jit_compile", "jit_tune", *(field.name for field in fields(ScheduleConfig)))
 _CHOICES = 10  # attempts to read the newest snapshot, if the run removes each before it is read
 
 
@@ -110,10 +113,13 @@ def _check_folder(folder: Path, given: flags.Parsed) -> None:
 
 
 def run_configuration(config: Config, argv: list[str], folder: Path) -> Config:
-    """The flags of the run in `folder`, overridden by those of `argv`."""
+    """The flags of the run in `folder`, overridden by those of `argv`, except those that only training uses: given
+    again, they could contradict what the run has resolved."""
     stored = folder / flags.FLAGS_FILE
     if stored.exists():
+        own = flags.parse([f"--flagfile={stored}"]).config.flat()
         config = flags.parse([f"--flagfile={stored}", *argv], command=EvaluateOptions).config
+        config = config.replace(**{name: own[name] for name in _OF_TRAINING})
     elif not (config.run.steps or config.run.epochs):
         config = config.replace(steps=1)  # nothing is trained
     return config.validate()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tfdist import flags
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.artifacts.status import note_failure, read_status, write_status
 from tfdist.config import Config
@@ -44,6 +45,16 @@ def test_one_step_and_each_new_one_are_two_wishes():
 def test_where_no_flags_are_stored_nobody_asks_how_long_to_train(tmp_path):
     config = Config().replace(run_dir=str(tmp_path), source="digits", model="mlp", global_batch=8)
     assert snapshot_evaluation.run_configuration(config, [], tmp_path).run.steps == 1
+
+
+def test_flags_given_again_do_not_contradict_what_the_run_has_resolved(tmp_path):
+    """The launcher's evaluator gets all flags of the workers: with --epochs or --jit_tune nothing was evaluated."""
+    given = ["--flagfile=flags/digits_cnn.flags", "--jit_tune", f"--run_dir={tmp_path}"]
+    config = flags.parse(given).config
+    resolved = config.replace(steps=30, epochs=0.0, warmup_steps=5, jit_tune=False, jit_compile=True)
+    flags.write_flagfile(resolved, tmp_path / flags.FLAGS_FILE, "")
+    found = snapshot_evaluation.run_configuration(config, [*given, "--eval_samples=7"], tmp_path)
+    assert found == resolved.replace(eval_samples=7)
 
 
 @pytest.fixture
