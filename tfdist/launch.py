@@ -90,14 +90,13 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
     if options.elastic:
         check_elastic(config)
     run_dir, standbys, fits = config.run.folder, Standbys(), partial(mesh.fits, config.parallel.mesh)
-    follow = [sys.executable, "-m", "tfdist.evaluate", "--follow", *train]
 
     def make_job(workers: int) -> LocalJob:
         as_flags_say = workers == options.workers and not options.elastic
         batch = [] if as_flags_say or config.run.dry_run else same_batch(config, options)
         command, logs = [sys.executable, "-m", "tfdist.train", *train, *batch], run_dir / "logs"
         alike = {
-            "evaluator": follow if options.evaluator else None,
+            "evaluator": command if options.evaluator else None,  # its TF_CONFIG makes it one
             "standbys": standbys,
             **job_options(options),
         }

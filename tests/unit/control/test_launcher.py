@@ -14,12 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist import launch, train
+from tfdist import flags, launch, train
 from tfdist.config import Config
 from tfdist.control import job as job_module
 from tfdist.control import machine_shares, terminal
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
+from tfdist.control.launch_options import parse_launch_options
 from tfdist.control.local_job import LocalJob, PortReservation
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.supervisor import RestartPolicy, Supervisor
@@ -366,6 +367,18 @@ def test_the_workers_share_a_token_of_which_the_evaluator_and_no_command_line_kn
     lines = dict(line[1:].split("] ") for line in output.getvalue().splitlines())
     first, second = (lines[f"worker {rank}"].split()[0] for rank in range(2))
     assert first == second and len(first) == 64 and lines["evaluator"] == "none" and output.getvalue().count(first) == 2
+
+
+@pytest.mark.parametrize(
+    "workers, batch", [(2, []), (1, ["--global_batch=32", "--micro_batch=16", "--accumulation=0"])]
+)
+def test_the_evaluator_gets_the_command_of_the_workers(workers, batch, tmp_path, monkeypatch):
+    """All their flags, and nothing from flags.txt: that may be of an earlier attempt."""
+    monkeypatch.setattr(launch, "run", lambda supervisor, logs: supervisor.make_job(workers))
+    train = ["--source=digits", "--model=mlp", "--micro_batch=16", "--epochs=3", f"--run_dir={tmp_path}"]
+    options = parse_launch_options(["--workers=2", "--min_workers=1", "--evaluator"], "", "")
+    made = launch.launch_here(train, options, flags.parse(train).config)
+    assert made.evaluator == made.command == [sys.executable, "-m", "tfdist.train", *train, *batch]
 
 
 def test_an_evaluator_that_fails_is_told_and_stops_nobody(tmp_path):

@@ -13,7 +13,7 @@ from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.artifacts.status import note_failure, read_status, write_status
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError, ConfigError, DivergedError, PeerLostError
-from tfdist.run import snapshot_evaluation
+from tfdist.run import follower, snapshot_evaluation
 
 
 def test_a_folder_that_holds_no_run(tmp_path):
@@ -84,7 +84,7 @@ def running(tmp_path, monkeypatch):
 
     store.write(10, {"train/step": np.array(10)}, {})
     monkeypatch.setattr(SnapshotFolder, "read", read_late)
-    monkeypatch.setattr(snapshot_evaluation, "_compose", compose)
+    monkeypatch.setattr(snapshot_evaluation, "compose", compose)
     monkeypatch.setattr(snapshot_evaluation, "_scores", lambda job: {"loss": 1.0})
     monkeypatch.setattr("tfdist.artifacts.state.collect", lambda *_: {})
     monkeypatch.setattr("tfdist.artifacts.state.assign", lambda there, arrays: run.assigned.append(arrays))
@@ -135,7 +135,7 @@ def test_a_snapshot_that_is_there_and_cannot_be_read_is_no_removed_one(running, 
         raise KeyError("of the reader")
 
     monkeypatch.setattr(SnapshotFolder, "read", fail)
-    monkeypatch.setattr(snapshot_evaluation, "_compose", lambda config: SimpleNamespace())
+    monkeypatch.setattr(snapshot_evaluation, "compose", lambda config: SimpleNamespace())
     with pytest.raises(KeyError, match="of the reader"):
         snapshot_evaluation.main([f"--run_dir={running.folder}"])
 
@@ -156,9 +156,9 @@ def test_one_that_follows_goes_on_with_the_next(running, status, monkeypatch, ca
     config = Config().replace(run_dir=str(running.folder), trackers="none")
     monkeypatch.setattr(snapshot_evaluation, "run_configuration", lambda *_: config)
     job = SimpleNamespace(config=config, model=None, optimizer=None, step=SimpleNamespace(variables={}))
-    compose = snapshot_evaluation._compose
-    monkeypatch.setattr(snapshot_evaluation, "_compose", lambda config: compose(config) and job)
-    assert snapshot_evaluation.follow(config) == 0
+    compose = snapshot_evaluation.compose
+    monkeypatch.setattr(snapshot_evaluation, "compose", lambda config: compose(config) and job)
+    assert follower.follow(config) == 0
     assert running.assigned == [{"train/step": 12}]
     assert ("has ended with an error" in capsys.readouterr().err) == (status == "failed")
 
