@@ -17,7 +17,8 @@ joins them. With --ps=M a chief and M parameter servers are started in addition 
 chief, workers, servers; a worker that dies is then restarted alone. With --on=ray the workers run where Ray places
 them, each with its own --cpus_per_worker and --gpus_per_worker. When a node is lost they are placed again; with
 --min_workers=M on the remaining resources, and on more as soon as these are available. SIGTERM (or Ctrl-C once) lets
-the workers save and end; a second one ends them at once. SIGUSR1 lets them save and continue.
+the workers save and end; a second one ends them at once. SIGUSR1 lets them save and continue,
+SIGUSR2 lets them trace the next call of the step.
 """
 
 from __future__ import annotations
@@ -261,7 +262,8 @@ def run(supervisor: Supervisor, logs: Path) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     on_hangup(on_signal)
-    signal.signal(signal.SIGUSR1, lambda *_: supervisor.job and supervisor.job.forward(signal.SIGUSR1))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: supervisor.job and supervisor.job.forward(number))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was ignored, exit codes would be lost
     result = supervisor.run()
     if result.last_lines:

@@ -632,10 +632,11 @@ def test_a_request_that_comes_twice_lets_the_workers_save(tmp_path, first, again
     assert launched.ends()[0] == 42
 
 
-def test_sigusr1_is_passed_on(tmp_path):
-    launched = Launched(tmp_path, "signal.signal(signal.SIGUSR1, lambda *_: print('saved', flush=True))")
-    launched.process.send_signal(signal.SIGUSR1)
-    assert sorted(launched.process.stdout.readline() for _ in range(2)) == ["[worker 0] saved\n", "[worker 1] saved\n"]
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+def test_requests_to_save_and_to_trace_are_passed_on(tmp_path, name):
+    launched = Launched(tmp_path, f"signal.signal(signal.{name}, lambda *_: print('done', flush=True))")
+    launched.process.send_signal(getattr(signal, name))
+    assert sorted(launched.process.stdout.readline() for _ in range(2)) == ["[worker 0] done\n", "[worker 1] done\n"]
     launched.process.kill()
     launched.ends()
 
@@ -652,7 +653,7 @@ def test_the_last_lines_of_a_hidden_worker_are_shown(tmp_path, capsys):
     made, _ = job(tmp_path, "print('why')\nsys.exit(4 if rank else 0)", show={0})
     kept = {
         number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
     }
     try:
         assert (
