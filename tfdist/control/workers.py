@@ -78,7 +78,8 @@ class JobResult:
     cause: str  # a sentence; "" if the job succeeded
     exit_codes: dict[str, int]  # by worker name; negative: the signal that killed it
     last_lines: tuple[str, ...] = ()  # last output of the worker that caused the failure, if not shown
-    rank: int | None = None  # of the worker that caused the failure
+    rank: int | None = None  # of the worker that caused the failure; None also if it is the evaluator
+    trained: bool = False  # all workers have ended with 0, and only the evaluator has failed
 
 
 def root_cause_order(worker: Worker) -> int:
