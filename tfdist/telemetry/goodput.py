@@ -62,7 +62,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Restart:
-    """A death, or a stop on request, after which the run was restarted."""
+    """A death, a stop on request, or a change of an elastic group, after which the run continued."""
 
     attempt: int  # number of the new attempt
     died: float  # Unix seconds of the last event before the restart
@@ -202,6 +202,8 @@ class _Attempt:
             "stopped": "stopped on request, after saving",
             "running or killed": "no final event: it was killed",
         }.get(self.state, "")
+        if self.last["kind"] == "regroup":  # instead of a final event
+            self.reason = str(self.last["values"].get("message", ""))
         saves = [
             int(record["values"].get("save/step", record["step"]))
             for record in records
