@@ -46,8 +46,9 @@ def follow(config: Config, argv: list[str] | None = None) -> int:
     while True:
         status.look()  # before searching: later snapshots are found next time
         over = status.is_over(all_done=done >= (job.config.run.steps or 0))
-        bring_for_reading(run.objects, store, told=told)
-        snapshot, _ = store.newest_valid()
+        bring_for_reading(run.objects, store, told=told, after=done)
+        # Only a newer one is worth being verified, for which it is read as a whole.
+        snapshot = store.newest_valid()[0] if max(store.steps(), default=-1) > done else None
         if snapshot and snapshot.step > done:
             # The flags after the snapshot: the run had written them before it.
             if argv is not None and (now := flags_now(config, argv, run)) != composed:

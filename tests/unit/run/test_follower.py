@@ -79,6 +79,15 @@ def test_an_evaluator_that_comes_after_the_end_does_not_wait_for_another(resumed
     assert resumed.evaluated == [(10, 5)] and resumed.now == pytest.approx(seconds, abs=1.5)
 
 
+def test_a_snapshot_that_has_been_evaluated_is_not_verified_again(resumed, monkeypatch):
+    """Each second all of it was read."""
+    verified, verify = [], SnapshotFolder.verify
+    monkeypatch.setattr(SnapshotFolder, "verify", lambda self, step: (verified.append(step), verify(self, step))[1])
+    resumed.story = [lambda: None] * 5 + [lambda: resumed.save(20), lambda: resumed.status("finished")]
+    assert follower.follow(resumed.config.replace(steps=20)) == 0
+    assert verified == [10, 20]
+
+
 @pytest.mark.parametrize("argv, seconds", [(None, 1200), ([], 300)])
 def test_an_evaluator_of_a_job_waits_as_long_as_a_start_may_take(resumed, argv, seconds):
     (resumed.folder / "status.json").unlink()
