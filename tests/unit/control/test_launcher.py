@@ -229,6 +229,18 @@ def test_an_endless_line_is_shown_in_pieces():
             ["worker 1", "SIGSEGV"],
         ),
         (AFTER_WORKER_0 + "sys.exit(6)", 6, ["worker 0"]),
+        (  # worker 0 ends first, with the code of worker 1, which is the cause
+            AFTER_WORKER_0
+            + "end = '' if rank else ', passed on'\nprint(f'tfdist: error: no such data. (exit code 4, DATA{end})')\n"
+            + "sys.exit(4)",
+            4,
+            ["worker 1 ended with exit code 4 (DATA: ", "no such data."],
+        ),
+        (
+            "print('tfdist: error: worker 9 failed: no data. (exit code 4, DATA, passed on)')\nsys.exit(4)",
+            4,
+            ["ended with exit code 4 (DATA: ", "worker 9 failed: no data."],
+        ),
     ],
 )
 def test_the_first_failure_stops_all_and_is_named(tmp_path, code, exit_code, words):

@@ -12,7 +12,14 @@ from tfdist import flags
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.artifacts.status import note_failure, read_status, write_status
 from tfdist.config import Config
-from tfdist.control.exit_codes import CheckpointError, ConfigError, DivergedError, PeerLostError
+from tfdist.control.exit_codes import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    ExitCode,
+    PeerFailedError,
+    PeerLostError,
+)
 from tfdist.run import follower, snapshot_evaluation
 
 
@@ -169,6 +176,7 @@ def test_only_what_no_restart_mends_counts_as_failed(tmp_path):
         (ConfigError("another job has taken over the folder"), "running"),
         (KeyError("of the user's"), "running"),
         (DivergedError("NaN"), "failed"),
+        (PeerFailedError("worker 1 failed: no data", ExitCode.DATA), "failed"),
     ]:
         write_status(tmp_path, "running", "abc")
         note_failure(tmp_path, error, "abc")
