@@ -85,9 +85,8 @@ class Goodput:
     spans: tuple[Span, ...]
     restarts: tuple[Restart, ...]
     lost_steps: int
-    state: (
-        str  # "finished", "stopped" (on request), "failed", or "running or killed": the log cannot tell these two apart
-    )
+    # "finished", "stopped" (on request), "failed", or "running or killed": the log cannot tell these two apart
+    state: str
     unsaved_steps: int  # done, but in no snapshot that the log mentions
 
     @property
