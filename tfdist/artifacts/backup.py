@@ -46,7 +46,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     Args:
       backup_dir: a folder for this run alone; preferably on a fast local disk or a memory file system.
-      save_freq: "epoch", or a number of batches.
+      save_freq: "epoch", or a number of batches; then shuffled data need a seed.
       double_checkpoint: also keep the backup before the last one.
       delete_checkpoint: delete all backups when training has finished.
       writes: whether this process writes; only one may.
