@@ -98,6 +98,10 @@ BLOCKS: dict[str, tuple[str, str]] = {
         "rows steps",
         'x = layers.Add(name="{name}_add")([x, layers.Dense(1, name="{name}")(x)])',
     ),
+    "square": (  # instead of column: [.., D, D] + [.., D, 1]
+        "rows steps",
+        "{name} = x[..., None] * keras.ops.tanh(x)[..., None, :] + x[..., None]\nx = keras.ops.mean({name}, axis=-1)",
+    ),
     "conv": (
         "grid",
         'x = layers.Conv2D({width}, 3, padding="same", use_bias=False, activation="tanh", name="{name}")(x)',

@@ -342,5 +342,5 @@ def runs(kind: str, case: Mapping[str, Any], order: np.ndarray) -> list[dict[str
     }[kind]
     if kind == "some" and case["options"].get("compression") in ("bf16", "fp16"):
         ways += [{"double": True, "travelling": seed} for seed in (1, 2, 3, 4)]
-    with keras_settings.restored():
+    with keras_settings.restored(), keras_settings.sums_of_numpy():
         return [Reference(case, **how).run(order) for how in ways]
