@@ -51,7 +51,6 @@ INSTEAD = {  # block -> another block, which is sometimes drawn in its place
     "in_function": "holds_function",
     "residual": "twins",
     "twins": "column",
-    "column": "square",
     "running_mean": "keeps",
     "louder": "draws",
     "draws": "resting",
