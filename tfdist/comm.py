@@ -134,6 +134,11 @@ def stem(out: Path, label: str, count: int | str) -> Path:
     return out / f"{label.replace(':', '-')}-{count}"
 
 
+def results_of(out: Path, label: str, workers: int) -> Path:
+    """Returns the file with the measurements of a runtime on a number of workers."""
+    return stem(out, label, workers).with_suffix(".csv")
+
+
 def measure_as_worker(config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
     """Measures as one worker of the cluster. Raises TfdistError subclasses, among them one for a lost peer."""
     cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
@@ -199,8 +204,8 @@ def measure_on(
         results.append(present.Series(label, found[group[0].collective].through, group))
         tell(present.table(results[-1]))
     if runtime.rank == 0 and results:
-        path = stem(out, label, results[0].members)
-        present.write_csv(path.with_suffix(".csv"), results)
+        path = stem(out, label, runtime.size)
+        present.write_csv(results_of(out, label, runtime.size), results)
         tell(f"{path}.csv, {drawn(present.draw, path.with_suffix('.png'), results)}")
 
 
@@ -213,6 +218,7 @@ def start_jobs(argv: list[str], options: CommOptions, runtimes: list[tuple[str, 
     for label, runtime in runtimes:
         for count in map(int, counts):
             print(f"tfdist: {count} workers by {label}", flush=True)
+            results_of(out, label, count).unlink(missing_ok=True)  # an earlier call's are not this one's
             # If a flag is given twice, the last value counts.
             job = LocalJob(
                 [sys.executable, "-m", "tfdist.comm", *argv, "--workers=", "--runtimes=", *runtime],
@@ -240,7 +246,10 @@ def compare_models(label: str, out: Path, counts: list[int]) -> None:
     """Compares the algorithms over several numbers of workers, since only these tell them apart."""
     from tfdist.communication import present
 
-    together = [series for count in counts for series in present.read_csv(stem(out, label, count).with_suffix(".csv"))]
+    files = [results_of(out, label, count) for count in counts]
+    together = [series for file in files if file.exists() for series in present.read_csv(file)]
+    if not together:  # it has none of the collectives, which its workers have said
+        return
     for name in COLLECTIVES:
         if group := [one for series in together for one in series.measurements if series.collective == name]:
             print(

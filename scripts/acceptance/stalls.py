@@ -25,7 +25,7 @@ def main(out: Path, rehearse: bool) -> None:
         run = (*flags, "--steps=40", "--log_every=5", "--save_every=10", "--phase_every=5", "--strategy=one_device")
         train_well(run, out / name)
         step = 1 / statistics.median(each["perf/steps_per_s"] for each in records(out / name, "train")[1:])
-        waits = [each["phase/data_wait_s"] / each["phase_steps"] for each in records(out / name, "phases")]
+        waits = [each["phase/data_wait_s"] for each in records(out / name, "phases")]  # of a step
         stalls = [each["pause/saving_s"] for each in records(out / name, "train") if each.get("pause/saving_s")]
         saves = records(out / name, "save")
         rows.append({"model": name, "step, ms": 1e3 * step, "waits for data, ms": 1e3 * statistics.median(waits)})

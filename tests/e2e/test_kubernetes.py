@@ -3,14 +3,17 @@ each in a network namespace with an address of its own, under the names that the
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
+import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, wait_for
+from tests.e2e.job import CLUSTERS, ENVIRONMENT, free_ports, records, wait_for
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
@@ -129,3 +132,29 @@ def test_two_pods_find_each_other_train_and_go_on(pods, tmp_path):
     assert finish([start(index) for index in range(2)]) == [0, 0]
     message = records(tmp_path / "run", 0, "start")[0]["values"]["message"]
     assert all(f"{name}:2222" in message for name in names) and records(tmp_path / "run", 0, "train")[-1]["step"] == 600
+
+
+def test_containers_with_two_workers_each_read_only_their_own_memory(tmp_path):
+    """Processes have the same numbers in both containers, and arrays under the same descriptors."""
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("PID namespaces cannot be made here: it needs root")
+    first = free_ports(4)
+    addresses = [f"127.0.0.1:{port}" for port in range(first, first + 4)]
+    run = [sys.executable, "-m", "tfdist.train", *CLUSTERS, "--strategy=sockets", "--steps=6"]
+    # Buckets that are not summed by doubling.
+    run += ["--model_args=widths=(1000,1000)", f"--run_dir={tmp_path}/run"]
+
+    def started(rank: int) -> str:
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        log = tmp_path / f"{rank}.log"
+        return f"TF_CONFIG={shlex.quote(json.dumps(cluster))} {shlex.join(run)} > {log} 2>&1 & "
+
+    token = {**ENVIRONMENT, "TFDIST_JOB_TOKEN": secrets.token_hex()}
+    containers = [
+        subprocess.Popen([*alone, "bash", "-c", "".join(map(started, ranks)) + "wait -n && wait -n"], env=token)
+        for ranks in ((0, 1), (2, 3))
+    ]
+    codes = [container.wait(timeout=240) for container in containers]
+    # At the end the weights of all workers are compared.
+    assert codes == [0, 0], [log.read_text() for log in sorted(tmp_path.glob("*.log"))]

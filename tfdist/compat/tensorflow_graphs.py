@@ -50,6 +50,16 @@ def kinds_of_operations(graph: tf.Graph) -> tuple[set[str], set[str]]:
     return _kinds(definition.node, definition.library.function)
 
 
+def kinds_called_by(operation: tf.Operation) -> set[str]:
+    """The types of the operations in the functions that an operation calls (as a loop does); empty if it calls none."""
+    if not _called(operation.node_def):
+        return set()
+    bodies = {
+        function.signature.name: function.node_def for function in operation.graph.as_graph_def().library.function
+    }
+    return {node.op for name in _reached([operation.node_def], bodies) for node in bodies[name]}
+
+
 def kinds_made_here(graph: tf.Graph, since: int) -> set[str]:
     """The types of the operations that this replica has made after the graph had `since`, and of the operations in
     functions that they call. Relies on the name scope that MirroredStrategy gives each replica; replicas are traced in

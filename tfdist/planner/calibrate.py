@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from tfdist import flags
 from tfdist.config import Config
+from tfdist.config.strategies import is_own, strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
 from tfdist.planner.hardware import Hardware
 from tfdist.planner.layout import Layout
@@ -46,7 +48,8 @@ class Measured:
 
 
 def read_run(folder: str) -> Measured:
-    """Reads a run folder. Raises ConfigError if it is not one, or has too few log lines for a measurement."""
+    """Reads a run folder. Raises ConfigError if it is not one, has too few log lines for a measurement, or is of a run
+    that `terms` does not describe."""
     place = ReadRun(folder, flag="calibrate").bring()
     log = place / "logs" / "rank-0.jsonl"
     try:
@@ -57,6 +60,7 @@ def read_run(folder: str) -> Measured:
             f"--calibrate={folder} is not a run folder that can be read ({error}): give the --run_dir of a"
             " finished run."
         ) from None
+    _check_data_parallel(folder, config)
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
     start = next((record["values"] for record in records if record["kind"] == "start"), {})
@@ -68,6 +72,22 @@ def read_run(folder: str) -> Measured:
             " --log_every."
         )
     return Measured(folder, config, start["workers"], start["replicas"], 1 / statistics.median(rates))
+
+
+def _check_data_parallel(folder: str, config: Config) -> None:
+    """Raises ConfigError if more than samples is divided over the workers, or a pass is made twice."""
+    name, parallel = config.strategy.strategy, config.parallel
+    found = (
+        f"--strategy={name}" if not is_own(name) and strategy_or_undecided(name).parameter_servers else "",
+        f"--mesh={parallel.mesh}" if re.search(r"(pipe|model|expert)=(?!1\b)", parallel.mesh) else "",
+        f"--zero={parallel.zero}" if parallel.zero else "",
+        f"--recompute={parallel.recompute}" if parallel.recompute != "none" else "",
+    )
+    if any(found):
+        raise ConfigError(
+            f"--calibrate={folder} was trained with {' '.join(filter(None, found))}: give runs whose workers have the"
+            " whole model and share out samples only."
+        )
 
 
 class Terms(NamedTuple):

@@ -33,9 +33,13 @@ class Plan:
     algorithm: str = "auto"
     calibrated: bool = False  # whether the hardware's assumptions have been replaced by measurements
 
+    def batch_on(self, layout: Layout) -> int:
+        """The samples of a step. The layout's own number is larger if the batch does not divide over its replicas."""
+        return min(self.config.batch.global_batch or layout.global_batch, layout.global_batch)
+
     def samples_on(self, layout: Layout) -> float:
         """The samples to train on in total; 0: unknown."""
-        return self.samples or self.steps * (self.config.batch.global_batch or layout.global_batch)
+        return self.samples or self.steps * self.batch_on(layout)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Proposal:
 def estimate(plan: Plan, layout: Layout) -> Estimate:
     """Computes the figures of a layout for a plan."""
     step = step_time(plan.model, plan.config, layout, plan.hardware, plan.algorithm)
-    rate = layout.global_batch / step.total
+    rate = plan.batch_on(layout) / step.total
     expected = reliability(
         checkpoint_bytes(plan),
         layout.devices,
@@ -79,7 +83,7 @@ def estimate(plan: Plan, layout: Layout) -> Estimate:
         memory=_memory(plan, layout),
         step=step,
         samples_per_s=rate,
-        mfu=mfu(plan.model, plan.config, layout, plan.hardware, step.total),
+        mfu=mfu(plan.model.flops * rate, plan.config, layout.devices, plan.hardware),
         reliability=expected,
         days=days,
     )
@@ -152,7 +156,7 @@ def as_json(plan: Plan, proposals: Sequence[Proposal]) -> dict[str, Any]:
             "layout": {
                 **dataclasses.asdict(found.layout),
                 "devices": found.layout.devices,
-                "global_batch": found.layout.global_batch,
+                "global_batch": plan.batch_on(found.layout),
             },
             "reason": proposal.reason,
             "fits": found.fits(plan.hardware),

@@ -48,6 +48,11 @@ def as_text(plan: Plan, proposals: Sequence[Proposal]) -> str:
             " a step"
         ),
     ]
+    if uncounted := [part.name for part in model.parts if not part.is_counted]:
+        lines.append(
+            f"not counted: what {', '.join(uncounted)} computes in a loop, so operations, times and activations are too"
+            " low. Keras' recurrent layers have no loop with unroll=True."
+        )
     for number, proposal in enumerate(proposals, 1):
         found = proposal.estimate
         fits, layout = found.fits(hardware), found.layout.describe()

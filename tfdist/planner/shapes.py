@@ -41,6 +41,7 @@ class ModelPart:
     weights: tuple[Weight, ...] = ()
     constants: int = 0  # elements that are kept but not trained (moving averages)
     flops: float = 0.0  # of the forward pass; only products and convolutions; a multiplication plus an addition are two
+    is_counted: bool = True  # False: more operations than `flops`, in a loop (recurrent layers)
     saved: float = 0.0  # bytes that the forward pass saves for the backward pass
     divided: float = 0.0  # those of them that tensor parallelism divides
     largest: float = 0.0  # bytes of the largest tensor; the backward pass needs a few more of that size
@@ -140,6 +141,7 @@ def from_json(values: Mapping[str, Any], tokens: int) -> ModelShape:
             tuple(Weight(path, tuple(shape), "expert" if "expert" in path else "") for path, shape in part["weights"]),
             constants=part["constants"],
             flops=part["flops"],
+            is_counted=part["is_counted"],
             saved=sum(part["saved"]),
             largest=max(part["saved"], default=0.0),
             fixed=part["fixed"],

@@ -146,8 +146,7 @@ def _update_seconds(stages: list[list[ModelPart]], config: Config, layout: Layou
     return sum(map(moved_by, largest)) / (hardware.memory_gbs * 1e9)
 
 
-def mfu(model: ModelShape, config: Config, layout: Layout, hardware: Hardware, seconds: float) -> float:
+def mfu(forward_flops: float, config: Config, devices: int, hardware: Hardware) -> float:
     """Model FLOP utilization: 3 x the operations of the forward pass, without those that recompute adds, over the peak
-    (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
-    peak = layout.devices * hardware.tflops(config.precision.precision) * 1e12
-    return 3 * model.flops * layout.global_batch / (seconds * peak)
+    (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). forward_flops: of the forward pass, a second."""
+    return 3 * forward_flops / (devices * hardware.tflops(config.precision.precision) * 1e12)

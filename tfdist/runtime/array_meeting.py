@@ -47,14 +47,17 @@ class ArrayMeeting(RingConnections):
         offers = self.all_gather(self._shared.offer(), "offer")
         readable = bytearray(self.size)
         for rank, offer in enumerate(offers):
-            if rank != self.rank or self.size == 1:
-                self._others[rank] = OthersArrays(bytes(offer))
-                readable[rank] = self._others[rank].readable
+            others = OthersArrays(bytes(offer)) if rank != self.rank or self.size == 1 else None
+            if others and others.readable:
+                self._others[rank] = others
+                readable[rank] = True
         by_rank = self.all_gather(bytes(readable), "readable")
         self._shared.withdraw()
         self._shared.readers = frozenset(rank for rank, of_rank in enumerate(by_rank) if of_rank[self.rank])
         self.shares = (self.rank + 1) % self.size in self._shared.readers
         self.all_read = self.size > 1 and all(sum(of_rank) == self.size - 1 for of_rank in by_rank)
+        if not self.all_read:  # then only the right neighbor is told of an array, and could not read it on another host
+            self._shared.readers &= {(self.rank + 1) % self.size}
 
     def empty(self, length: int) -> np.ndarray:
         """A zeroed float32 [length], on a page boundary, which other ranks can read in place if possible."""

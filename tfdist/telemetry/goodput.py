@@ -253,7 +253,8 @@ class _Walk:
         training = clock if self.trained or not self.pace else min(clock, steps * self.pace)
         left = gap - clock
         pauses = {part: min(left, _number(values, f"pause/{name}_s")) for name, part in _PAUSES.items()}
-        self._lay("other" if self.trained else "startup", max(0.0, left - sum(pauses.values())))
+        rest = "lost" if pauses["lost"] else "other" if self.trained else "startup"  # lost: steps before a rollback
+        self._lay(rest, max(0.0, left - sum(pauses.values())))
         self._lay("trace", clock - training)
         for part, seconds in pauses.items():
             self._lay(part, min(seconds, record["at"] - training - self.at))

@@ -182,6 +182,18 @@ class RunLog:
         return f"{points[max(points)]:.4g}" if points else ""
 
 
+def steady_rate(folder: Path) -> float:
+    """Returns the median samples per second of a run's log, without the first interval of each attempt, which includes
+    tracing; 0 if there is no other."""
+    begun, rates = set[int](), list[float]()
+    for record in read_jsonl(folder / "logs" / "rank-0.jsonl"):
+        if record["kind"] == "train" and isinstance(rate := record["values"].get("perf/samples_per_s"), int | float):
+            if record["attempt"] in begun:
+                rates.append(rate)
+            begun.add(record["attempt"])
+    return statistics.median(rates) if rates else 0.0
+
+
 def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float:
     """Returns the smallest value at or below which `share` of the weight lies. weighted: (value, weight), not empty."""
     left = share * sum(weight for _, weight in weighted)

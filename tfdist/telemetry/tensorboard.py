@@ -68,7 +68,8 @@ class TensorBoardObserver(Observer):
     def __init__(self, folder: Path, resumed_step: int, *, forgets: bool = True, run: Run | None = None):
         self._proto = _messages("event")
         self._writer = _EventsFile(folder)
-        self._run, self._forgets, self._last = run, forgets, resumed_step
+        self._run, self._forgets = run, forgets
+        self._last = {"train": resumed_step, "eval": resumed_step - 1}  # which may be evaluated again
         self._histograms_every = run.flags.get("histograms_every", 0) if run else 0
         if forgets:
             self._forget(resumed_step + 1)
@@ -80,8 +81,13 @@ class TensorBoardObserver(Observer):
 
     def __call__(self, event: Event) -> None:
         Summary = _messages("summary").Summary
-        if event.kind == "train":
-            self._on_train(event)
+        if event.step <= self._last.get(event.kind, -1) and self._forgets:  # after a rollback
+            self._forget(event.step)
+            self._last = {kind: min(last, event.step - 1) for kind, last in self._last.items()}
+        elif event.kind == "train":
+            self._write_histograms(event)
+        if event.kind in self._last:
+            self._last[event.kind] = event.step
         scalars = [
             Summary.Value(tag=name, simple_value=float(value))
             for name, value in event.values.items()
@@ -102,14 +108,9 @@ class TensorBoardObserver(Observer):
         if self._run and event.kind in ("start", "end"):
             self._hyper_parameters(self._run, event)
 
-    def _on_train(self, event: Event) -> None:
-        if event.step <= self._last and self._forgets:  # after a rollback
-            self._forget(event.step)
-        elif (
-            self._run
-            and self._histograms_every
-            and event.step // self._histograms_every > self._last // self._histograms_every
-        ):
+    def _write_histograms(self, event: Event) -> None:
+        every = self._histograms_every
+        if self._run and every and event.step // every > self._last["train"] // every:
             from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
             for name, value in self._run.weights().items():
@@ -118,7 +119,6 @@ class TensorBoardObserver(Observer):
                         wall_time=event.time, step=event.step, summary=histogram_pb(f"weights/{name}", value)
                     )
                 )
-        self._last = event.step
 
     def _hyper_parameters(self, run: Run, event: Event) -> None:
         """Writes the flags at the start of the run, and its success at its end, but not before: TensorBoard keeps the

@@ -72,7 +72,7 @@ def train(hooks: LoopHooks, step: int) -> TrainResult:
                 raise DivergedError(out.why_not_finite(before, hooks.on_nan))
             with clock.pause("rollback"), hooks.section(sections.RESTORE):
                 step, iterators = hooks.rollback(step, schedule.next_period(before))
-            interval = _interval(hooks)
+                interval = _interval(hooks)  # its first event has the pause
             continue
         left = left and step < schedule.target
         interval.add(out, n, last=step == schedule.target)

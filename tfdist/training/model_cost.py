@@ -5,12 +5,14 @@ backward pass is traced for two batch sizes, and the two graphs are compared. Th
 that planner/shapes.py reads:
 
   {"name", "parts": [{"name", "weights": [[path, shape]], "constants": elements that are not trained,
-    "flops": per sample, "saved": [bytes], "fixed": bytes, "output": bytes}]}
+    "flops": per sample, "is_counted", "saved": [bytes], "fixed": bytes, "output": bytes}]}
 
 flops: floating-point operations of the forward pass, of products and convolutions only (a multiplication and an
-addition count as two). saved: the tensors that the forward pass leaves for the backward pass, bytes per sample, one
-number for each tensor; fixed: the same, but independent of the batch size (weights cast to the compute type, masks).
-output: bytes per sample that the part hands on, an upper bound. There is one part per layer of the model, in its order.
+addition count as two). is_counted: false if the part has more of them, whose number the graph does not tell: in a loop
+(recurrent layers), by cuDNN, or of unknown shapes; flops, saved and fixed are then too low. saved: the tensors that the
+forward pass leaves for the backward pass, bytes per sample, one number for each tensor; fixed: the same, but
+independent of the batch size (weights cast to the compute type, masks). output: bytes per sample that the part hands
+on, an upper bound. There is one part per layer of the model, in its order.
 """
 
 from __future__ import annotations
@@ -21,12 +23,29 @@ import os
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
+
+from tfdist.compat.tensorflow_graphs import graph_called_by, kinds_called_by
 
 # Views: they share their input's memory.
 _VIEWS = {"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "IdentityN"}
 # Operations that use only the shape of their inputs; the compiler replaces them with constants.
 _SHAPES_ONLY = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike", "BroadcastGradientArgs"}
+_PRODUCTS = {
+    "MatMul",
+    "BatchMatMulV2",
+    "BatchMatMul",
+    "Conv2D",
+    "DepthwiseConv2dNative",
+    "Conv1D",
+    "Conv3D",
+    "Einsum",
+    # Transposed convolutions.
+    "Conv2DBackpropInput",
+    "Conv3DBackpropInputV2",
+    "DepthwiseConv2dNativeBackpropInput",
+}
 _SIZES = (2, 4)  # samples in the two traces
 
 
@@ -62,7 +81,8 @@ def trace(model: Any, objective: Any, specs: tuple, batch: int) -> dict[str, dic
             [gradient.op for gradient in tf.nest.flatten(tf.gradients(loss, values[0])) if gradient is not None]
         )
     parts = {
-        name: {"flops": 0.0, "saved": {}, "output": 0} for name in [*(layer.name for layer in model.layers), "loss"]
+        name: {"flops": 0.0, "is_counted": True, "saved": {}, "output": 0}
+        for name in [*(layer.name for layer in model.layers), "loss"]
     }
     _fill(parts, [op for op in graph.get_operations() if op in forward or op in needed], inputs, in_model, forward)
     return parts
@@ -75,7 +95,9 @@ def _fill(parts: dict[str, dict[str, Any]], operations: list, inputs: set, in_mo
             # Plain operations between two layers count with the layer before them.
             name = _layer_of(operation.name, parts) or name if operation in in_model else "loss"
             owner[operation] = parts[name]
-            parts[name]["flops"] += _flops(operation)
+            flops = _flops(operation)
+            parts[name]["flops"] += flops or 0.0
+            parts[name]["is_counted"] &= flops is not None
             if operation.outputs and operation not in inputs:
                 parts[name]["output"] = _bytes(operation.outputs[0])
             continue
@@ -114,41 +136,45 @@ def _bytes(tensor: Any) -> int:
     return math.prod(tensor.shape.as_list()) * tensor.dtype.size if tensor.shape.is_fully_defined() else 0
 
 
-def _flops(operation: Any) -> float:
-    """Returns 2 x multiplications of a product or convolution of known shapes; 0 for everything else."""
-    if operation.type not in (
-        "MatMul",
-        "BatchMatMulV2",
-        "BatchMatMul",
-        "Conv2D",
-        "DepthwiseConv2dNative",
-        "Conv1D",
-        "Conv3D",
-        "Einsum",
-    ):
-        return 0.0
-    shapes = [tensor.shape.as_list() for tensor in (*operation.inputs, *operation.outputs)]
-    if any(size is None for shape in shapes for size in shape):
-        return 0.0
-    result = math.prod(shapes[-1])
-    if operation.type == "MatMul":
-        return 2.0 * result * shapes[0][0 if operation.get_attr("transpose_a") else 1]
-    if operation.type.startswith("BatchMatMul"):
-        return 2.0 * result * shapes[0][-2 if operation.get_attr("adj_x") else -1]
-    if operation.type == "Einsum":
+def _flops(operation: Any) -> float | None:
+    """Returns 2 x multiplications of the products and convolutions in an operation; None if the graph does not tell
+    their number."""
+    kind = operation.type
+    if kind in _PRODUCTS:
+        tensors = (*operation.inputs, *operation.outputs)
+        shapes: Any = [[None] if tensor.shape.rank is None else tensor.shape.as_list() for tensor in tensors]
+        # A transposed convolution has as many as the convolution from its result to its input; inputs[0] is a shape.
+        shapes = [shapes[2], shapes[1], shapes[2]] if "Backprop" in kind else shapes
+        if any(size is None for shape in shapes for size in shape):
+            return None
+        return 2.0 * _multiplications(operation, shapes)
+    if called := graph_called_by(operation):
+        inside = [_flops(each) for each in called.graph.get_operations()]
+        return None if None in inside else sum(filter(None, inside))
+    kinds = kinds_called_by(operation)  # of a loop, a branch
+    return None if kind.startswith("CudnnRNN") or kinds & _PRODUCTS else 0.0
+
+
+def _multiplications(operation: Any, shapes: Sequence[Sequence[int]]) -> int:
+    kind, kernel, result = operation.type, shapes[1], math.prod(shapes[-1])
+    if kind == "MatMul":
+        return result * shapes[0][0 if operation.get_attr("transpose_a") else 1]
+    if kind.startswith("BatchMatMul"):
+        return result * shapes[0][-2 if operation.get_attr("adj_x") else -1]
+    if kind == "Einsum":
         terms, out = operation.get_attr("equation").decode().split("->")
         sizes = {
             letter: size
             for term, shape in zip(terms.split(","), shapes, strict=False)
             for letter, size in zip(term, shape, strict=False)
         }
-        return 2.0 * result * math.prod(size for letter, size in sizes.items() if letter not in out)
-    kernel = shapes[1]
-    return 2.0 * result * (math.prod(kernel[:2]) if operation.type.startswith("Depthwise") else math.prod(kernel[:-1]))
+        return result * math.prod(size for letter, size in sizes.items() if letter not in out)
+    return result * math.prod(kernel[:2] if kind.startswith("Depthwise") else kernel[:-1])
 
 
 def forward_flops(model: Any, x_spec: Any, rows: int = 1) -> float:
-    """Returns the floating-point operations of the forward pass of one sample: products and convolutions.
+    """Returns the floating-point operations of the forward pass of one sample: products and convolutions. 0 if the
+    graph does not tell their number (recurrent layers).
 
     Traces it once, runs nothing. rows: rows of the traced batch (a model may accept no other number).
     """
@@ -156,7 +182,8 @@ def forward_flops(model: Any, x_spec: Any, rows: int = 1) -> float:
 
     spec = tf.nest.map_structure(lambda each: tf.TensorSpec([rows, *each.shape], each.dtype), x_spec)
     traced = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(spec)
-    return sum(_flops(operation) for operation in traced.graph.get_operations()) / rows
+    found = [_flops(operation) for operation in traced.graph.get_operations()]
+    return 0.0 if None in found else sum(filter(None, found)) / rows
 
 
 def count(model: Any, objective: Any, specs: tuple) -> dict[str, Any]:
@@ -183,6 +210,7 @@ def count(model: Any, objective: Any, specs: tuple) -> dict[str, Any]:
                 "weights": weights[name],
                 "constants": constants[name],
                 "flops": (more[name]["flops"] - fewer[name]["flops"]) / step,
+                "is_counted": fewer[name]["is_counted"],
                 "saved": [size for size in per_sample.values() if size],
                 "fixed": fixed,
                 "output": (more[name]["output"] - fewer[name]["output"]) / step,

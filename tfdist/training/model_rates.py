@@ -19,6 +19,7 @@ from tfdist.planner.shapes import Sample
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import own_devices
 from tfdist.telemetry.rates import Rates, host_memory
+from tfdist.telemetry.run_log import steady_rate
 from tfdist.training.model_cost import forward_flops
 
 
@@ -78,7 +79,8 @@ def baseline(text: str) -> float:
             return speed
     try:
         summary = json.loads((Path(text) / "summary.json").read_text(encoding="utf-8"))
-        workers, speed = summary["workers"], float(summary["samples_per_s"])
+        # The summary's own rate includes tracing and compiling.
+        workers, speed = summary["workers"], steady_rate(Path(text)) or float(summary["samples_per_s"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
             f"--scaling_baseline={text} is neither a number nor the folder of a finished run: give samples per second"

@@ -65,6 +65,26 @@ def test_three_runs_tell_everything(shared, tmp_path):
     assert predicted(found, 4, 32) == pytest.approx(measured, rel=0.02)  # the planner adds the update
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--mesh=model=2",
+        "--mesh=pipe=2",
+        "--mesh=data=2,expert=2",
+        "--zero=3",
+        "--recompute=block",
+        "--strategy=parameter_server",
+    ],
+)
+def test_runs_that_divide_more_than_samples_are_refused(flag, tmp_path):
+    """Their work and traffic is not what the fit assumes."""
+    make_run(tmp_path / "a", 2, 8, load_hardware("cpu"))
+    flags_file = tmp_path / "a" / "flags.txt"
+    flags_file.write_text(f"{flags_file.read_text()}\n{flag}\n")
+    with pytest.raises(ConfigError, match=f"--calibrate=.*/a was trained with {flag}: give runs whose workers have"):
+        read_run(str(tmp_path / "a"))
+
+
 def test_the_fullest_processor_sets_the_pace():
     """Three workers on two processors: the two that share one are what the third waits for."""
     crowded, own = load_hardware("cpu,shared=2"), load_hardware("cpu")

@@ -138,6 +138,16 @@ def test_replicas_of_a_stage_share_a_node_and_stages_do_not():
     assert estimate(asked, layout).step.tensor == pytest.approx(2 * one * (4 + 2 - 1))
 
 
+def test_a_batch_that_does_not_divide_counts_as_it_is():
+    """Replicas that have a sample less wait for the others."""
+    even, uneven = (
+        estimate(plan([*SMALL, f"--global_batch={batch}"], 16), Layout(data=16, micro_batch=7)) for batch in (112, 100)
+    )
+    assert uneven.step.total == even.step.total
+    assert uneven.samples_per_s == pytest.approx(even.samples_per_s * 100 / 112)
+    assert uneven.mfu == pytest.approx(even.mfu * 100 / 112)
+
+
 def test_a_step_is_its_parts():
     found = estimate(plan(LARGE, 16), Layout(data=2, pipe=2, model=4, micro_batch=1, micro_batches=4))
     step = found.step

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import PeerLostError
+from tfdist.runtime import array_meeting
 from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.reducer import RingReducer, _Site
 from tfdist.runtime.ring import Ring
@@ -102,6 +103,52 @@ def test_arrays_read_in_place_give_the_same_bits(size, shared):
         size, lambda ring: reduce(ring, ring.shares or pytest.fail("this system can share memory")), share=True
     )
     np.testing.assert_array_equal(read, sent)
+
+
+@pytest.mark.parametrize("hosts", ["AABB", "ABAB", "AAB"])
+@pytest.mark.parametrize("how", ["sum", "halved", "gather"])
+def test_workers_on_several_hosts_read_only_what_is_on_their_own(hosts, how, monkeypatch):
+    """Of the arrays of another host, a rank knows a process number and a descriptor that mean something else here."""
+    host_of_token = {}
+
+    class Shared(SharedArrays):
+        def offer(self):
+            host_of_token[self._token] = here.host
+            return super().offer()
+
+    class Others(OthersArrays):
+        def __init__(self, offer):
+            pid, descriptor, token = struct.unpack("!QQ16s", offer)
+            there = pid if host_of_token[token] == here.host else 2**22 + 1
+            super().__init__(struct.pack("!QQ16s", there, descriptor, token))
+
+    here, size, count = threading.local(), len(hosts), 300_000  # so many that they are not summed by doubling
+    monkeypatch.setattr(array_meeting, "SharedArrays", Shared)
+    monkeypatch.setattr(array_meeting, "OthersArrays", Others)
+    endpoints = Endpoints(size)
+
+    def run(rank):
+        here.host = hosts[rank]
+        ring = Ring(place(rank, size), endpoints.exchange(rank), Patience(20.0), share=True)
+        try:
+            found = []
+            for turn in range(2):
+                array = ring.empty(size * count if how == "gather" else count)
+                part = array[rank * count :][:count] if how == "gather" else array
+                part[:] = 10**rank + turn
+                ring.gather(array) if how == "gather" else ring.all_reduce(array, halved=how == "halved")
+                found.append(array.copy())
+            return found
+        finally:
+            ring.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        results = [future.result(timeout=60) for future in [pool.submit(run, rank) for rank in range(size)]]
+    for result in results:
+        for turn, array in enumerate(result):
+            parts = [10.0**rank + turn for rank in range(size)]
+            expected = np.repeat(parts, count) if how == "gather" else np.full(count, sum(parts))
+            np.testing.assert_allclose(array, expected, rtol=0.02 if how == "halved" else 0)
 
 
 @pytest.mark.parametrize("count", [0, 1, 1001, 1_000_003])

@@ -19,6 +19,7 @@ from tfdist.telemetry.jsonl import history as kept_history
 from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.plot import read_series
 from tfdist.telemetry.run_log import RunLog
+from tfdist.telemetry.tensorboard import TensorBoardObserver
 from tfdist.telemetry.trackers import Run, by_path, make_trackers
 
 
@@ -177,6 +178,19 @@ def test_tensorboard_has_hyper_parameters_histograms_and_forgets_rollbacks(tmp_p
         ).status
         == api_pb2.STATUS_SUCCESS
     )
+
+
+def test_tensorboard_forgets_an_evaluation_that_comes_again(tmp_path):
+    """After a rollback to the last train event, where no train event goes back."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    observer = TensorBoardObserver(tmp_path, 0)
+    for step, kind in ((100, "train"), (100, "eval"), (150, "eval"), (150, "eval"), (200, "train"), (200, "eval")):
+        observer(Event(kind, step, {f"{kind}/loss": 1.0}))
+    observer.close()
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [scalar.step for scalar in found.Scalars("eval/loss")] == [100, 150, 200]
+    assert [scalar.step for scalar in found.Scalars("train/loss")] == [100, 200]
 
 
 def test_weights_that_share_a_path_are_told_apart():
