@@ -64,10 +64,12 @@ def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable:
 
 
 def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[int] | None:
-    """The indices of the weights that decay; None without weight decay. Relies on `Optimizer._use_weight_decay`;
-    without it workers that exclude different weights go unnoticed."""
+    """The indices of the weights that decay; None without weight decay. Relies on `Optimizer._use_weight_decay`, which
+    the update asks with TensorFlow's variables, and on `_exclude_from_weight_decay_cache`, which keeps its answers;
+    without them workers that exclude different weights go unnoticed."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     decays = getattr(inner, "_use_weight_decay", None)
     if not getattr(inner, "weight_decay", None) or decays is None:
         return None
-    return [number for number, weight in enumerate(weights) if decays(weight)]
+    with attribute_replaced(inner, "_exclude_from_weight_decay_cache", {}):
+        return [number for number, weight in enumerate(weights) if decays(weight.value)]
