@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -61,6 +61,22 @@ def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable:
     Relies on `Optimizer._learning_rate`; without it a callback's change on one worker is not adopted by the others.
     """
     return optimizer._learning_rate
+
+
+def choose_decaying(optimizer: keras.Optimizer, decays: Callable[[str], bool]) -> None:
+    """Makes `optimizer.apply` decay the variables for whose path in the model `decays` is true. Keras' own
+    `exclude_from_weight_decay` looks at TensorFlow's names, where inner layers are missing, and with Muon at the
+    variable's own name. Relies on `Optimizer._use_weight_decay`, which `apply` asks, and on `_trainable_variables` and
+    `_get_variable_index`. Raises UnsupportedError if the first is gone; if `apply` no longer asks it, all variables
+    decay, and tests/unit/training/test_optimizer.py fails.
+    """
+    if not callable(getattr(optimizer, "_use_weight_decay", None)):
+        raise UnsupportedError(f"Keras {keras.__version__} chooses what decays in an unknown way: install keras~=3.15.")
+
+    def use_weight_decay(variable: Any) -> bool:
+        return decays(optimizer._trainable_variables[optimizer._get_variable_index(variable)].path)
+
+    optimizer._use_weight_decay = use_weight_decay
 
 
 def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[int] | None:
