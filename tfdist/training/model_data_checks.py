@@ -63,10 +63,20 @@ def check(
             f"--global_batch={plan.global_batch} is more than the {train.size:,} samples of {train.name}: each batch"
             f" holds samples several times; lower it to at most {train.size}."
         )
-    if ":" in config.objective:
+    is_own, y = ":" in config.objective, train.element_spec[1]
+    of_values = not is_own and (
+        config.objective == "regression" or (config.objective == "auto" and not y.dtype.is_integer)
+    )
+    if config.label_smoothing and (is_own or of_values):
+        chosen = f" for y of type {y.dtype.name}" if config.objective == "auto" else ""
+        warnings.append(
+            f"--label_smoothing={config.label_smoothing:g} has no effect with --objective={config.objective}{chosen}:"
+            " use it with whole numbers for classes."
+        )
+    if is_own:
         return warnings
-    y, outputs = train.element_spec[1], output_shape(flag, model, train.element_spec[0])
-    if config.objective == "regression" or (config.objective == "auto" and not y.dtype.is_integer):
+    outputs = output_shape(flag, model, train.element_spec[0])
+    if of_values:
         _refuse_one_hot(config, train)
         _check_regression(config, train, outputs)
         return warnings
