@@ -461,7 +461,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "state of losses": Fault(
         "the state of losses and metrics is in no backup",
-        "keras_fit/variables.py",
+        "artifacts/hidden_state.py",
         ", *state_beside_layers(model, hidden)]",
         "]",
         ("tests/unit/keras_fit/test_unsaved_state.py",),
@@ -497,7 +497,7 @@ FAULTS: dict[str, Fault] = {
     "other data": Fault(
         "a fit resumes with other data than before it was killed",
         "keras_fit/data_identity.py",
-        "if name in before and before[name] != now[name])",
+        "if name in before and _differ(before[name], now[name]))",
         "if name in before and before[name] is None)",
         ("tests/unit/keras_fit/test_resumed_data.py::test_a_fit_that_resumes_with_other_data_is_refused",),
     ),
@@ -906,8 +906,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "callbacks of skipped batches": Fault(
         "callbacks count the skipped batches of a resumed epoch, and set the learning rate by them",
-        "artifacts/backup.py",
-        "            self._others.mute(count)\n",
+        "artifacts/resumed_epoch.py",
+        "        self._mute(count)\n",
         "",
         ("tests/unit/artifacts/test_backup.py",),
     ),

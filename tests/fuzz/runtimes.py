@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from tests.fuzz import gpu_form
+from tests.fuzz import gpu_form, hosts
 from tests.fuzz.space import strategy_flags
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
@@ -34,7 +35,8 @@ class Runtimes:
             kind = "sockets" if self.cluster.size > 1 else "one_device"
         if kind == "fit_ring":  # TensorFlow's collectives, which a process must start first
             return self._once(kind, lambda: self._start(strategy="sockets", communication="ring"))
-        return self._once(kind, lambda: self._start(**strategy_flags(kind)))
+        with hosts.two(self.cluster) if kind == "sockets_hosts" else contextlib.nullcontext():
+            return self._once(kind, lambda: self._start(**strategy_flags(kind)))
 
     def _once(self, name: str, make) -> Any:
         if name not in self._made:

@@ -24,6 +24,7 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
     "sockets:2": ("sockets", 2, 2),
     "sockets:3": ("sockets", 3, 3),
     "sockets_tcp:3": ("sockets_tcp", 3, 3),  # as between hosts: no rank reads another's memory in place
+    "sockets_hosts:3": ("sockets_hosts", 3, 3),  # two on one host, one on another (hosts.py)
     "multi_worker:2": ("tensorflow", 2, 2),
     "multi_worker:3": ("tensorflow", 3, 3),
     "mesh:2": ("tensorflow", 2, 2),
@@ -39,7 +40,10 @@ RUNTIMES: dict[str, tuple[str, int, int]] = {
 }
 
 # Runtimes that are a strategy with other flags.
-FLAGS_OF = {"sockets_tcp": {"strategy": "sockets", "communication": "socket"}}
+FLAGS_OF = {
+    "sockets_tcp": {"strategy": "sockets", "communication": "socket"},
+    "sockets_hosts": {"strategy": "sockets"},
+}
 
 INSTEAD = {  # block -> another block, which is sometimes drawn in its place
     "attention": "attention_causal",

@@ -100,7 +100,9 @@ def _write(case: Mapping[str, Any], place: str, folder: str) -> None:
             with tf.io.TFRecordWriter(str(path)) as writer:
                 for row in rows:
                     feature = {"x": _feature(x[row]), "y": _feature(y[row])}
-                    writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+                    example = tf.train.Example(features=tf.train.Features(feature=feature))
+                    # Else each process orders the features in its own way: a run that is moved finds other files.
+                    writer.write(example.SerializeToString(deterministic=True))
             files.append(path)
     ObjectStore(place).send_all((path, path.name) for path in files)
     for path in files:

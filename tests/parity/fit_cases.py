@@ -643,6 +643,26 @@ def callback_stops_in_a_batch_on_one_worker(fit, evaluate, predict, folder):
 
 
 @case
+def callback_that_writes_and_decides(fit, evaluate, predict, folder):
+    """A user's subclass of a callback that runs on the chief only."""
+
+    class Warming(keras.callbacks.ModelCheckpoint):
+        batches = 0
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.batches += 1
+            self.model.optimizer.learning_rate = 0.01 * self.batches
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = self.batches == 6
+
+        def on_epoch_end(self, epoch, logs=None):
+            logs["batches"] = self.batches
+
+    return with_callback(fit, Warming(f"{folder}/model.keras"))[1]
+
+
+@case
 def callback_swap_ema_weights(fit, evaluate, predict, folder):
     return with_callback(fit, keras.callbacks.SwapEMAWeights(), use_ema=True, ema_momentum=0.8)[1]
 

@@ -9,7 +9,7 @@ chief (`writes=True`) writes.
 
 resumes in the middle of an epoch, at the exact batch: the first batches of that epoch are read but not trained on
 again, and the data is advanced through the earlier epochs (data_position.py). The data must come in the same order as
-before.
+before; if they are shuffled without a seed, backups within an epoch are refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tfdist.artifacts import backup_checks, backup_file, state
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
-from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers
-from tfdist.artifacts.resumed_epoch import AfterOthers, pass_over
+from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers, variables_of_model
+from tfdist.artifacts.resumed_epoch import AfterOthers
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -86,6 +86,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
         self._is_slow = False  # which has been said
+        self._at_first, self._beside = [], []  # variables of the model, and beside its layers, when training began
         self._fit_state, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
         self._assign_again: Callable[[], None] = lambda: None  # assigns all variables once more
@@ -100,11 +101,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
+        self._at_first = variables_of_model(model)
+        self._beside = state_beside_layers(model, hidden_state(model))
         self._restored, self._others = None, AfterOthers(self)
         fit = RunningFit.of(model)
         may_restore = self._others.join(fit.values["callbacks"])
-        snapshot, _ = self.store.newest_valid()
-        if snapshot is None or not may_restore:
+        newest, _ = self.store.newest_valid()
+        snapshot = newest if may_restore else None
+        if fit.has_no_seed():
+            batch = snapshot.manifest["batch"] if snapshot is not None else 0
+            backup_checks.refuse_without_seed(self.backup_dir, batch, self.save_freq, (self.params or {}).get("steps"))
+        if snapshot is None:
             return
         self._others.has_restored = True
         written_by = snapshot.manifest.get("fit", 1)
@@ -120,14 +127,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
         self._assign_again = functools.partial(
-            state.assign, state.collect(model, model.optimizer, _beside(model, has_drawn)), arrays
+            state.assign, state.collect(model, model.optimizer, self._train(has_drawn)), arrays
         )
         self._assign_again()
+        self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
+        if fit.go_to(self._epoch, snapshot.manifest["ends"]):
+            self._assign_again()  # reading may have drawn from Keras' global generator
+        else:
+            state.restore_generator_states(snapshot.manifest["generators"])  # otherwise reading has drawn from them
         if not snapshot.manifest["batch"]:
             keras_trainer.begin_an_epoch_of_metrics(model)
-        self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
-        if not fit.go_to(self._epoch, snapshot.manifest["ends"]):
-            state.restore_generator_states(snapshot.manifest["generators"])  # otherwise reading has drawn from them
         if self._restored and self._restored["stopped"]:
             say(f"the fit that wrote {self.backup_dir} had been stopped: no epoch is left.")
             keras_trainer.begin_at(model, fit.values["epochs"])
@@ -135,8 +144,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         keras_trainer.begin_at(model, self._epoch)
         if count := snapshot.manifest["batch"]:
             self._to_skip = count
-            self._others.mute(count)
-            pass_over(model, count, metrics)
+            self._others.pass_over(count, metrics)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0
@@ -244,13 +252,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _variables(self) -> dict[str, Any]:
         model = self._trained
+        backup_checks.refuse_later_variables(model, self._at_first)
         metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
-        return {**state.collect(model, model.optimizer, _beside(model)), **metrics}
+        return {**state.collect(model, model.optimizer, self._train()), **metrics}
 
-
-def _beside(model: keras.Model, with_drawn: bool = True) -> dict[str, Any]:
-    """The state held by losses and metrics of the model, and the state of Keras' global generator, if there is one."""
-    generator = global_seed_generator() if with_drawn else None
-    beside = state_beside_layers(model, hidden_state(model))
-    held = {f"beside/{index:04d}": variable for index, variable in enumerate(beside)}
-    return held if generator is None else {**held, _DRAWN_WITHOUT_ONE: generator.state}
+    def _train(self, with_drawn: bool = True) -> dict[str, Any]:
+        """The state held by losses and metrics, and the state of Keras' global generator, if there is one."""
+        generator = global_seed_generator() if with_drawn else None
+        held = {f"beside/{index:04d}": variable for index, variable in enumerate(self._beside)}
+        return held if generator is None else {**held, _DRAWN_WITHOUT_ONE: generator.state}

@@ -7,9 +7,14 @@ would find the backup of the second. If backups are kept, this is intended: each
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable
+from typing import Any
 
 import keras
 
+from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics, variables_of_model
+from tfdist.artifacts.state import name_of, tf_variable
+from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 _ended: collections.Counter[str] = collections.Counter()  # finished fits of this process, by name of their backup
@@ -45,6 +50,41 @@ def refuse_between_executions(backup: str, batch: int, steps_per_execution: int)
         raise CheckpointError(
             f"{backup} was saved after {batch} batches of an epoch, which is not a multiple of"
             f" compile(steps_per_execution={steps_per_execution}): resume with the previous value, or with 1."
+        )
+
+
+def refuse_without_seed(backup: str, batch: int, save_freq: int | str, steps: int | None) -> None:
+    """For a fit to data that are shuffled without a seed: raises CheckpointError if the backup to be restored was saved
+    after `batch` batches of an epoch, and ConfigError if a backup would be: the resumed fit would draw another order.
+
+    steps: the number of batches of an epoch, if it is known."""
+    if batch:
+        raise CheckpointError(
+            f"{backup} was saved after {batch} batches of an epoch, but the data are shuffled without a seed, so that"
+            " the other batches of this epoch cannot be found again: set the seed of the fit that wrote it, or remove"
+            " the backup to start from the beginning."
+        )
+    if isinstance(save_freq, int) and (steps is None or save_freq % steps):
+        raise ConfigError(
+            f"BackupAndRestore(save_freq={save_freq}) saves within an epoch, but the data are shuffled without a seed,"
+            " so that a resumed fit would take some samples twice and others never: call"
+            " keras.utils.set_random_seed(1) before the data are made (a dataset can have its own,"
+            ' shuffle(n, seed=1)), or give save_freq="epoch".'
+        )
+
+
+def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
+    """Raises ConfigError if the model has other variables than `at_first`, when the fit began: a resumed fit would not
+    have them when it is restored. Metrics may make theirs late: Keras resets them at each epoch."""
+    metrics = [*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)]
+    known = {id(tf_variable(each)) for each in (*at_first, *variables_of_metrics(metrics))}
+    later = [each for each in variables_of_model(model) if id(tf_variable(each)) not in known]
+    if later:
+        raise ConfigError(
+            f"The variable {name_of(later[0])} of {type(model).__name__} was made after fit had begun (by a layer that"
+            " is used only in training, or by a loss that is called), so that a resumed fit could not restore it: make"
+            " it before fit (build all layers, for example by model(x, training=True); or in a constructor), or train"
+            " without BackupAndRestore."
         )
 
 

@@ -96,6 +96,11 @@ class RunningFit:
             "The backup works with Keras' own fit, which this model does not use: save and restore in your own loop."
         )
 
+    def has_no_seed(self) -> bool:
+        """Whether the training data are shuffled without a seed, as far as this can be seen: another process draws
+        another order."""
+        return _has_no_seed(self.values["epoch_iterator"].data_adapter)
+
     def ends(self) -> dict[str, int | None]:
         """The batch at which the data ended, if its length was not known before; JSON to be saved."""
         evaluated = keras_epochs.validation_iterator(self.model)
@@ -215,4 +220,5 @@ def _has_no_seed(adapter: Any) -> bool:
     read = keras_epochs.dataset_of(adapter)
     if read is not None:
         return any(map(tensorflow_data.shuffles_without_a_seed, tensorflow_data.with_inputs(read)))
-    return keras_epochs.shuffles_arrays(adapter) and tensorflow_random.global_seed() is None
+    shuffles = keras_epochs.shuffles_arrays(adapter) or keras_epochs.shuffles_pages(adapter)
+    return shuffles and tensorflow_random.global_seed() is None

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_layers, keras_trainer, keras_variables
+from tfdist.compat import keras_layers, keras_optimizers, keras_trainer, keras_variables
 from tfdist.compat.code_origin import is_of_keras, module_of, package_of
 
 _DEPTH = 4  # nesting depth of lists, dictionaries and objects
@@ -63,18 +63,27 @@ def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
     return [each for one in found if isinstance(one, (tf.Variable, tf.random.Generator)) for each in _variables_of(one)]
 
 
+def variables_of_model(model: keras.Model) -> list[keras.Variable | tf.Variable]:
+    """The variables that all workers of tfdist.fit hold alike, and that a backup holds: including those that Keras does
+    not know of, in layers and in the losses and metrics that `compile` was given."""
+    hidden = hidden_state(model)
+    return [*model.variables, *hidden, *state_beside_layers(model, hidden)]
+
+
 def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> list[tf.Variable]:
     """The variables in the losses, metrics and the optimizer given to `compile` (such as a schedule with its own
-    variable) that neither the model nor the optimizer knows. Excludes Keras' own metrics, which are reset at each
-    epoch. hidden: the `hidden_state` of the model."""
+    variable) that neither the model nor the optimizer knows. Excludes what Keras' own metrics hold, and what Keras
+    makes at the first batch for metrics derived from them: it is reset at each epoch. hidden: the `hidden_state` of
+    the model."""
     losses = keras.tree.flatten(getattr(model, "loss", None))
     metrics = keras_trainer.given_metrics(model)
     own_metrics = [each for each in metrics if not (isinstance(each, keras.metrics.Metric) and is_of_keras(each))]
     functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
-    optimizers = keras_trainer.with_inner(getattr(model, "optimizer", None))
+    optimizers = keras_optimizers.with_inner(getattr(model, "optimizer", None))
     of_optimizers = [value for each in optimizers for value in vars(each).values()]
     counted = (*model.variables, *(one for each in optimizers for one in each.variables))
-    known = {id(one) for one in (*map(keras_variables.stored_value, counted), *hidden)}
+    made_late = [one for each in own_metrics if keras_trainer.made_at_the_first_batch(each) for one in each.variables]
+    known = {id(one) for one in (*map(keras_variables.stored_value, (*counted, *made_late)), *hidden)}
     return [each for each in held_by([*losses, *own_metrics, *functions, *of_optimizers]) if id(each) not in known]
 
 

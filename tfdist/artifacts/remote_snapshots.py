@@ -201,6 +201,7 @@ class RemoteSnapshots:
             self._allowed()
             self._send(step)
             self._allowed()
+            self._remove_abandoned()
             self.retain()
 
     def _send(self, step: int) -> None:
@@ -250,6 +251,16 @@ class RemoteSnapshots:
         for step in self._retention.to_delete(self._there, self._there):
             if not os.path.isdir(self._store.path(step)):  # otherwise it would be sent again
                 self.remove(step)
+
+    def _remove_abandoned(self) -> None:
+        """Removes the snapshots after the newest one here, once that is there, too: the run has gone back past them,
+        and nobody must resume from them. Those that are kept for ever stay. Raises StoreError.
+        """
+        newest = max(self._store.steps(), default=-1)
+        if newest in self._there:
+            for step in set(self._there) - self._retention.kept_for_ever(list(self._there), self._there):
+                if step > newest:
+                    self.remove(step)
 
     def remove(self, step: int) -> None:
         """Removes a snapshot, manifest first: killed midway, it leaves nothing that is trusted. Raises StoreError."""

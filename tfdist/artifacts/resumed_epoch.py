@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_trainer
+from tfdist.compat import keras_epochs, keras_trainer
 
 _BATCHES = ("on_train_batch_begin", "on_train_batch_end")
 
@@ -34,6 +35,7 @@ class AfterOthers(keras.callbacks.Callback):
         super().__init__()
         self._backup, self._all = backup, keras.callbacks.CallbackList()
         self.has_restored = False
+        self._pass_over: Callable[[], None] = lambda: None
 
     def join(self, callbacks: keras.callbacks.CallbackList) -> bool:
         """Takes its place, while `on_train_begin` of the list runs. Returns whether this is the backup to restore: the
@@ -51,9 +53,27 @@ class AfterOthers(keras.callbacks.Callback):
             return False
         self._unmute()
         pass_over_nothing(self.model)
+        keras_trainer.begin_at(self.model, None)
+        self._forget_where_to_begin()
         return True
 
-    def mute(self, count: int) -> None:
+    def _forget_where_to_begin(self) -> None:
+        """Undoes `begin_at` as soon as Keras has read it: if this fit fails, a later one must begin as it says."""
+
+        def on_epoch_begin(epoch: int, logs: Mapping | None = None) -> None:
+            vars(self._all).pop("on_epoch_begin")
+            keras_trainer.begin_at(self.model, None)
+            self._all.on_epoch_begin(epoch, logs)
+
+        setattr(self._all, "on_epoch_begin", on_epoch_begin)  # noqa: B010 - it replaces a method
+
+    def pass_over(self, count: int, metrics: Sequence[np.ndarray]) -> None:
+        """Lets the first epoch begin with its batch number `count`; callbacks do not see the batches before it.
+        metrics: see the function `pass_over`."""
+        self._mute(count)
+        self._pass_over = functools.partial(pass_over, self.model, count, metrics)
+
+    def _mute(self, count: int) -> None:
         """Keeps the first `count` batches of an epoch, which are not trained on, from all callbacks."""
 
         def after_batch(batch: int, logs: Mapping | None = None) -> None:
@@ -74,6 +94,11 @@ class AfterOthers(keras.callbacks.Callback):
         left_out = (keras.callbacks.BackupAndRestore, keras.callbacks.ProgbarLogger, AfterOthers)
         self._backup.begin_with([each for each in kept if not isinstance(each, left_out)])
 
+    def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
+        # No earlier: if another callback fails before, later fits of the model would pass over their batches.
+        self._pass_over()
+        self._pass_over = lambda: None
+
     def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
         self._backup.after_batch(batch)
 
@@ -93,22 +118,23 @@ def pass_over(model: Any, count: int, metrics: Sequence[np.ndarray]) -> None:
 
     def passing(iterator: Any) -> Mapping[str, float]:
         nonlocal left
+        model.train_function = train_function  # also if reading fails
         for place in range(min(model.steps_per_execution, left)):
             try:
                 batch = next(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 left = 0
-                model.train_function = train_function
                 if not place:
                     raise
-                return model.get_metrics_result()  # the last call of an epoch may have fewer batches
+                break  # the last call of an epoch may have fewer batches
             if left == count:
+                batch = keras.tree.map_structure(keras_epochs.none_for_placeholder, batch)
                 keras_trainer.build_for(model, batch)  # Keras creates the metrics' variables at the first batch
                 for variable, value in zip(model.metrics_variables, metrics, strict=True):
                     variable.assign(value)
             left -= 1
-        if not left:
-            model.train_function = train_function
+        if left:
+            model.train_function = passing
         return model.get_metrics_result()
 
     passing.instead_of = train_function  # pyright: ignore[reportFunctionMemberAccess]

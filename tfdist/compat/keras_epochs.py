@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator as EpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfdist.compat.temporary_attributes import attribute_replaced
@@ -50,6 +51,12 @@ def _not_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     return inner.with_options(options)
+
+
+def none_for_placeholder(leaf: Any) -> Any:
+    """A part of a batch, with None again where Keras' iterators have a placeholder for it: an Optional of TensorFlow's,
+    which nothing else in a batch is."""
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
 
 def validation_iterator(model: keras.Model) -> EpochIterator | None:
@@ -97,3 +104,9 @@ def reads_arrays(adapter: Any) -> bool:
 def shuffles_arrays(adapter: Any) -> bool:
     """Whether a fit reads arrays and shuffles them. Relies on `ArrayDataAdapter._shuffle`."""
     return reads_arrays(adapter) and bool(adapter._shuffle)
+
+
+def shuffles_pages(adapter: Any) -> bool:
+    """Whether a fit reads the batches of a PyDataset in an order that Keras draws. Relies on keras.src's
+    `PyDatasetAdapter.shuffle`."""
+    return isinstance(adapter, PyDatasetAdapter) and bool(adapter.shuffle) and adapter.num_batches is not None

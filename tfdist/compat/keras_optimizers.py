@@ -56,11 +56,22 @@ def count_steps_atomically(optimizer: keras.Optimizer) -> None:
     iterations.assign_add = iterations.value.assign_add
 
 
-def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable:
-    """The variable of a learning rate that can be set. Raises AttributeError if there is none, as with a schedule.
-    Relies on `Optimizer._learning_rate`; without it a callback's change on one worker is not adopted by the others.
+def with_inner(optimizer: keras.Optimizer | None) -> list[keras.Optimizer]:
+    """Returns the optimizer and all inside it: the one for which a LossScaleOptimizer scales the loss, those of a
+    MultiOptimizer."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return []
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]
+    return [optimizer, *(one for each in inner for one in with_inner(each))]
+
+
+def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable | None:
+    """The variable of a learning rate that can be set; None if there is none, as with a schedule. An optimizer around
+    others has one that it does not use. Relies on `Optimizer._learning_rate`; without it a callback's change on one
+    worker is not adopted by the others.
     """
-    return optimizer._learning_rate
+    rate = getattr(optimizer, "_learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
 
 
 def choose_decaying(optimizer: keras.Optimizer, decays: Callable[[str], bool]) -> None:
@@ -79,13 +90,15 @@ def choose_decaying(optimizer: keras.Optimizer, decays: Callable[[str], bool]) -
     optimizer._use_weight_decay = use_weight_decay
 
 
-def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[int] | None:
-    """The indices of the weights that decay; None without weight decay. Relies on `Optimizer._use_weight_decay`, which
-    the update asks with TensorFlow's variables, and on `_exclude_from_weight_decay_cache`, which keeps its answers;
-    without them workers that exclude different weights go unnoticed."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    decays = getattr(inner, "_use_weight_decay", None)
-    if not getattr(inner, "weight_decay", None) or decays is None:
-        return None
-    with attribute_replaced(inner, "_exclude_from_weight_decay_cache", {}):
-        return [number for number, weight in enumerate(weights) if decays(weight.value)]
+def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[list[int]]:
+    """The indices of the weights that decay, for each optimizer with weight decay among this one and those inside it.
+    Relies on `Optimizer._use_weight_decay`, which the update asks with TensorFlow's variables, and on
+    `_exclude_from_weight_decay_cache`, which keeps its answers; without them workers that exclude different weights go
+    unnoticed."""
+    found = []
+    for each in with_inner(optimizer):
+        decays = getattr(each, "_use_weight_decay", None)
+        if each.weight_decay and decays is not None:
+            with attribute_replaced(each, "_exclude_from_weight_decay_cache", {}):
+                found.append([number for number, weight in enumerate(weights) if decays(weight.value)])
+    return found

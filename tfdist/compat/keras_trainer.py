@@ -10,7 +10,8 @@ import keras
 from keras.src import backend
 from keras.src.losses.losses import LossFunctionWrapper
 
-from tfdist.compat import keras_layers
+from tfdist.compat import keras_layers, keras_optimizers
+from tfdist.compat.code_origin import module_of, package_of
 from tfdist.compat.temporary_attributes import attribute_replaced
 
 
@@ -45,19 +46,15 @@ def _updating_nothing(model: keras.Model) -> Iterator[None]:
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     """Returns the compiled optimizer, if any, and others that the model keeps, as a GAN does: as attributes, in lists
-    and dicts, and those of inner models that can train. Relies on Keras keeping a model's attributes in its `__dict__`;
-    without it the others do not start with the chief's values.
+    and dicts, and those of inner models that can train; not those inside other optimizers. Relies on Keras keeping a
+    model's attributes in its `__dict__`; without it the others do not start with the chief's values.
     """
     inner = [layer for layer in keras_layers.all_layers(model, include_self=False) if isinstance(layer, keras.Model)]
     of_inner = [getattr(each, "optimizer", None) for each in inner if each.trainable_variables]
     held = _optimizers_in([getattr(model, "optimizer", None), list(vars(model).values()), of_inner])
-    return list({id(one): one for one in held}.values())
-
-
-def with_inner(optimizer: keras.Optimizer | None) -> list[keras.Optimizer]:
-    """Returns the optimizer and, if it scales the loss for an inner optimizer, that one, too."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [each for each in (optimizer, inner) if isinstance(each, keras.optimizers.Optimizer)]
+    found = {id(one): one for one in held}
+    inside = {id(one) for each in found.values() for one in keras_optimizers.with_inner(each)[1:]}
+    return [one for one in found.values() if id(one) not in inside]
 
 
 def _optimizers_in(value: Any, depth: int = 0) -> Iterator[keras.Optimizer]:
@@ -125,6 +122,15 @@ def given_metrics(model: keras.Model) -> list[Any]:
     return [each for each in given if callable(each)]
 
 
+def made_at_the_first_batch(metric: Any) -> bool:
+    """Whether Keras makes variables of this metric at its first batch, and resets all of them itself at each epoch.
+    Relies on `_built` of Keras' F1Score, FBetaScore and R2Score; without it a backup with a metric derived from them
+    fits only the process that wrote it.
+    """
+    resets = getattr(type(metric), "reset_state", None)
+    return isinstance(getattr(metric, "_built", None), bool) and package_of(module_of(resets)) == "keras"
+
+
 def begin_an_epoch_of_metrics(model: keras.Model) -> None:
     """Resets metrics as Keras does at the start of each epoch, and also those that are not built yet: Keras has nothing
     to reset in them, but after a restore they hold values. Relies on what `given_metrics` relies on."""
@@ -161,6 +167,17 @@ def begin_at(model: keras.Model, epoch: int | None) -> None:
     Relies on `Trainer._initial_epoch`, which Keras' own BackupAndRestore sets; without it a resumed fit starts over.
     """
     model._initial_epoch = epoch
+
+
+@contextlib.contextmanager
+def beginning_anew(model: keras.Model) -> Iterator[None]:
+    """Context manager around a `fit`: what `begin_at` was given in an earlier one that failed does not count in it, nor
+    does what it is given in this one count in a later one."""
+    begin_at(model, None)
+    try:
+        yield
+    finally:
+        begin_at(model, None)
 
 
 def built_under_a_strategy(model: keras.Model) -> bool:

@@ -47,6 +47,13 @@ def shuffles_without_a_seed(dataset: tf.data.Dataset) -> bool:
     return kind(dataset) == "ShuffleDataset" and not (int(dataset._seed) or int(dataset._seed2))
 
 
+def shuffles_anew(dataset: tf.data.Dataset) -> bool:
+    """Whether the dataset comes in another order at each pass, seeded or not. Relies on
+    `_ShuffleDataset._reshuffle_each_iteration`; without it some shuffled data would be noticed only by their samples.
+    """
+    return kind(dataset) == "ShuffleDataset" and bool(dataset._reshuffle_each_iteration)
+
+
 def is_stateful(operation: str) -> bool:
     """Whether an operation keeps state from one call to the next; also true if TensorFlow does not know the operation.
     Relies on tensorflow.python's `op_def_registry`.

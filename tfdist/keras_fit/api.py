@@ -126,7 +126,7 @@ def fit(
     with _mistakes_explained(runtime, "fit"):
         agree_on(runtime, "fit", arguments)
         refuse_lists("fit", model, x=x, y=y, sample_weight=sample_weight, validation_data=validation_data)
-        with backup_held(callbacks, runtime):
+        with backup_held(callbacks, runtime), keras_trainer.beginning_anew(model):
             arranged = arrange(callbacks, runtime, model)
             backup = backup_of(arranged, {"x": x, "y": y, **arguments})
             if has_peers(runtime) or backup is not None:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_epochs
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.control.terminal import say
 from tfdist.runtime.base import PeerRuntime
@@ -116,8 +117,7 @@ class Batches:
 def _as_tensor(leaf: Any) -> Any:
     """Returns None for the placeholders of None in Keras' iterators, and tensors for the NumPy arrays of
     train_on_batch."""
-    if isinstance(leaf, tf.experimental.Optional):
-        return None
+    leaf = keras_epochs.none_for_placeholder(leaf)
     return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_arrays
 from tfdist.data.checksums import checksum
 from tfdist.data.contents import known_length
 
@@ -40,14 +41,21 @@ def _rows_as_arrays(value: Any) -> Any:
 
 def what_changed(before: Identity, now: Identity) -> str:
     """The names of the arguments that hold other data than before; "" if there are none."""
-    return ", ".join(name for name in now if name in before and before[name] != now[name])
+    return ", ".join(name for name in now if name in before and _differ(before[name], now[name]))
+
+
+def _differ(before: list[list], now: list[list]) -> bool:
+    if len(before) != len(now):
+        return True
+    # Earlier versions have written [] for arrays of pandas, JAX and torch.
+    return any(one != other and not (one == [] and len(other) == 3) for one, other in zip(before, now, strict=True))
 
 
 def _of(leaf: Any) -> list:
     if isinstance(leaf, tf.data.Dataset):
         length = known_length(leaf)
         return [] if length is None else [length]
-    if isinstance(leaf, (np.ndarray, tf.Tensor)):
+    if leaf is not None and keras_arrays.are_arrays(leaf):
         array = np.asarray(leaf)
         return [list(array.shape), array.dtype.name, checksum(array)]
     return []

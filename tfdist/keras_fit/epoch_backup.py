@@ -21,6 +21,7 @@ from tfdist.artifacts import backup_checks
 from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
+from tfdist.artifacts.hidden_state import variables_of_model
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -32,7 +33,6 @@ from tfdist.keras_fit import data_identity
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import backup_place
 from tfdist.keras_fit.fit_callback import FitCallback
-from tfdist.keras_fit.variables import of_model
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import of_the_chief
 from tfdist.runtime.host import host_view
@@ -104,6 +104,7 @@ class EpochBackup(FitCallback):
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
         self._beside = FitState(others, says=runtime.rank == 0)
+        self._at_first: list = []  # the variables of the model when training began
         self.epoch = self._backup.epoch if self._backup else 0
         self.order = self._backup.order if self._backup else None
 
@@ -143,7 +144,7 @@ class EpochBackup(FitCallback):
         of_the_chief(self._runtime, compare)
 
     def _variables(self) -> list:
-        return [*of_model(self.fitted), *self.fitted.optimizer.variables]
+        return [*self._at_first, *self.fitted.optimizer.variables]
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         if len(keras_trainer.optimizers_of(self.fitted)) > 1:
@@ -153,6 +154,7 @@ class EpochBackup(FitCallback):
                 " without it."
             )
         backup_checks.refuse_unbuilt(self.fitted)
+        self._at_first = variables_of_model(self.fitted)
         self._beside.begin(self.fitted)
         backup = self._backup
         if backup is None:
@@ -169,15 +171,18 @@ class EpochBackup(FitCallback):
         for variable, value in zip(variables, backup.variables, strict=True):
             variable.assign(value)
         keras_trainer.begin_an_epoch_of_metrics(self.fitted)
-        if (drawn := backup.drawn_without_one) is not None and (made := made_global_seed_generator()):
-            made.state.assign(drawn)
+        drawn = backup.drawn_without_one
+        made = None if drawn is None else made_global_seed_generator()
         self._beside.restore(self.fitted, backup.to_dict())
+        self.fitted.history.history = dict(backup.history)
         # A run that had been stopped has no epochs left.
         keras_trainer.begin_at(self.fitted, self.epochs if backup.stopped else self.epoch)
         if self._runtime.rank == 0:
             say(f"resumed after epoch {self.epoch} from {self._place.name}.")
         if not backup.stopped:
             self._find_the_place_in_the_data(backup)
+        if made is not None:  # not earlier: data that are read again may draw from it
+            made.state.assign(drawn)
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
         if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends):
@@ -190,15 +195,18 @@ class EpochBackup(FitCallback):
             host_state.restore_generator_states(backup.generators)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self._restore_history()
+        self._restore_epochs()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        backup_checks.refuse_later_variables(self.fitted, self._at_first)
         if self._runtime.rank:
             return
         history = self.fitted.history
-        # Keras' History comes after this callback: the present epoch is not in it yet.
         without_one = global_seed_generator()  # for layers without a generator of their own
-        values = {name: [*history.history.get(name, []), value] for name, value in (logs or {}).items()}
+        values, epochs = dict(history.history), list(history.epoch)
+        if epochs[-1:] != [epoch]:  # Keras' own History comes after this callback; a user's has come before
+            values |= {name: [*values.get(name, []), value] for name, value in (logs or {}).items()}
+            epochs.append(epoch)
         content = BackupContent(
             variables=[host_view(host_state.tf_variable(each)).copy() for each in self._variables()],
             drawn_without_one=None if without_one is None else np.asarray(without_one.state.value),
@@ -206,8 +214,8 @@ class EpochBackup(FitCallback):
             data=self._data,
             fit=backup_checks.number(self._place.name),
             stopped=bool(self.fitted.stop_training),
-            history=storable_history({**history.history, **values}),
-            epochs=[*history.epoch, epoch],
+            history=storable_history(values),
+            epochs=epochs,
             order=self.order,
             ends=RunningFit.of(self.fitted).ends(),
             generators=host_state.generator_states(),
@@ -217,14 +225,14 @@ class EpochBackup(FitCallback):
             backup_count.count_one()
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        self._restore_history()
+        self._restore_epochs()
         keras_trainer.begin_at(self.fitted, None)
         backup_checks.end(self._place.name)
         if self._delete and self._runtime.rank == 0:
             self._place.remove()
 
-    def _restore_history(self) -> None:
+    def _restore_epochs(self) -> None:
+        """Restores what Keras' History has cleared when training began."""
         if self._backup is not None:
-            history = self.fitted.history
-            history.history, history.epoch = dict(self._backup.history), list(self._backup.epochs)
+            self.fitted.history.epoch = list(self._backup.epochs)
             self._backup = None

@@ -22,7 +22,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_tensors, keras_trainer
+from tfdist.artifacts.hidden_state import variables_of_model
+from tfdist.compat import keras_batch_norm, keras_epochs, keras_layers, keras_optimizers, keras_tensors, keras_trainer
 from tfdist.compat.kept_attributes import kept_on
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.data.tuning import untuned
@@ -181,7 +182,7 @@ class DistributedModel:
     def take_the_chiefs_variables(self) -> None:
         """Gives every worker the chief's values, bit for bit."""
         of_optimizers = [variable for one in self._optimizers() for variable in one.variables]
-        variables.take_the_chiefs(self._runtime, [*variables.of_model(self._model), *of_optimizers])
+        variables.take_the_chiefs(self._runtime, [*variables_of_model(self._model), *of_optimizers])
 
     def check_weights(self) -> None:
         """Compares weights; if any have drifted apart, all workers take the chief's."""
@@ -202,21 +203,23 @@ def rows_in_one_order(optimizer: keras.Optimizer) -> Iterator[None]:
     """Context manager in which an optimizer that updates only the rows of a table that were looked up combines
     duplicates in one order; otherwise the workers would drift apart. This comes last: clipping before it sees the
     duplicates, as in plain Keras."""
-    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
-    if not updates_rows(inner):
-        yield
-        return
-    update, with_xla = inner.update_step, not tf.config.list_logical_devices("GPU")
+    with_xla = not tf.config.list_logical_devices("GPU")
 
-    def update_step(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
-        if isinstance(gradient, tf.IndexedSlices) and not (with_xla and takes_repeated_rows(variable)):
-            gradient = rows_once(gradient)
-        update(gradient, variable, learning_rate)
+    def once(update: Callable) -> Callable:
+        def update_step(
+            gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable, learning_rate: tf.Tensor
+        ) -> None:
+            if isinstance(gradient, tf.IndexedSlices) and not (with_xla and takes_repeated_rows(variable)):
+                gradient = rows_once(gradient)
+            update(gradient, variable, learning_rate)
+
+        return update_step
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(attribute_replaced(inner, "update_step", update_step))
-        if with_xla:
-            stack.enter_context(attribute_replaced(inner, "assign_sub", subtracting_rows(inner)))
+        for each in filter(updates_rows, keras_optimizers.with_inner(optimizer)):
+            stack.enter_context(attribute_replaced(each, "update_step", once(each.update_step)))
+            if with_xla:
+                stack.enter_context(attribute_replaced(each, "assign_sub", subtracting_rows(each)))
         yield
 
 

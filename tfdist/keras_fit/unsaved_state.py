@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import hidden_state, metrics_held, variables_of_metrics
+from tfdist.artifacts.hidden_state import hidden_state, metrics_held, variables_of_metrics, variables_of_model
 from tfdist.compat import keras_layers, keras_trainer, tensorflow_graphs
 from tfdist.compat.kept_attributes import kept_on
 from tfdist.compat.keras_random import global_seed_generator
@@ -22,7 +22,6 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
 from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.random_numbers import RandomNumbers
-from tfdist.keras_fit.variables import of_model
 from tfdist.training import unsaved_state_checks
 
 _GENERATOR = "StateVar"  # TensorFlow's name for the state of a tf.random.Generator, which workers advance alike
@@ -42,8 +41,8 @@ class _Backup:
 
     def __init__(self, model: keras.Model, tells: bool):
         self._tells, self._has_warned = tells, False
-        # Variables that are made later cannot have been restored. In a model that is not built, nothing is restored.
-        self.held = {id(each) for each in of_model(model)} if keras_layers.all_built(model) else None
+        # Variables that are made later cannot have been restored.
+        self.held = {id(each) for each in variables_of_model(model)}
 
     def ask(self, found: _Found) -> None:
         """Raises ConfigError for state that the backup does not hold; logs once if a resumed fit would draw other
@@ -53,7 +52,8 @@ class _Backup:
                 f"Each step of this fit sets {found.unsaved[0]}, which was found neither in the model nor in its losses"
                 " and metrics before it (it belongs to a module or a class, or is created in the first step), so"
                 " BackupAndRestore does not save it, and a resumed fit would compute something else: make it an"
-                " attribute of the model, a layer, or the loss, in its constructor, or train without BackupAndRestore."
+                " attribute of the model, a layer, or the loss, in its constructor (build layers that only training"
+                " uses before fit), or train without BackupAndRestore."
             )
         if found.drawn and self._tells and not self._has_warned:
             self._has_warned = True
@@ -110,8 +110,8 @@ def _look(model: keras.Model, step: str) -> None:
     metrics = [*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)]
     without_one = global_seed_generator()
     drawn = [] if without_one is None else [without_one.state]
-    held = of_model(model)
-    if backup is not None and backup.held is not None:
+    held = variables_of_model(model)
+    if backup is not None:
         held = [each for each in held if id(each) in backup.held]
     kinds = unsaved_state_checks.kinds_here()
     unsaved = unsaved_state_checks.unsaved(kinds, [*held, *of_optimizers, *variables_of_metrics(metrics), *drawn])

@@ -8,18 +8,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.artifacts.hidden_state import hidden_state, hidden_variables, state_beside_layers
+from tfdist.artifacts.hidden_state import hidden_variables
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.control.terminal import say
 from tfdist.runtime import first_values
 from tfdist.runtime.base import PeerRuntime
-
-
-def of_model(model: keras.Model) -> list[keras.Variable | tf.Variable]:
-    """The variables that all workers hold alike, and that a backup holds: including those that Keras does not know of,
-    in layers and in the losses and metrics that `compile` was given."""
-    hidden = hidden_state(model)
-    return [*model.variables, *hidden, *state_beside_layers(model, hidden)]
 
 
 def take_the_chiefs(runtime: PeerRuntime, variables: Sequence[keras.Variable | tf.Variable]) -> list[str]:

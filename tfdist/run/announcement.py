@@ -12,16 +12,21 @@ from tfdist.build import Job
 from tfdist.control.cluster import Cluster
 from tfdist.control.run_address import is_url
 from tfdist.planner.communication import Link, ring_all_reduce
+from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.results import source_info
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.timer import process_seconds
 
 
 class Announcement:
-    """Measures time from its construction. xla: what was found about XLA; "": nothing."""
+    """Measures time from its construction. xla: what was found about XLA; "": nothing.
 
-    def __init__(self) -> None:
-        self._began, self._import_s = time.monotonic(), process_seconds()
+    memory: if this process was in a group of workers before, nothing was imported for this start.
+    """
+
+    def __init__(self, memory: WorkerMemory | None = None) -> None:
+        is_first = memory is None or memory.groups == 1
+        self._began, self._import_s = time.monotonic(), process_seconds() if is_first else 0.0
         self._restoring = self._restored = self._began
         self._messages: Sequence[str] = ()
         self.xla = ""
@@ -52,7 +57,7 @@ class Announcement:
             "import_s": self._import_s,
             "build_s": self._restoring - self._began,
             "restore_s": self._restored - self._restoring,
-            "startup_s": process_seconds(),
+            "startup_s": self._import_s + time.monotonic() - self._began,
             "flags": (folder / flags.FLAGS_FILE).read_text() if runtime.rank == 0 else "",
         }
         yield Event("start", first_step, values | source_info(job) | _evaluated(job))

@@ -45,6 +45,7 @@ def run(config: Config, command: str, secret: Secret) -> ExitCode:
         cluster = memory.member.join(step, lost)
         if cluster is None:
             return ExitCode.PREEMPTED if memory.signals.stop else ExitCode.OK
+        memory.groups += 1
         try:
             return session.run(session.Start(config, cluster, command, memory))
         except session.GroupChange:

@@ -28,5 +28,6 @@ class WorkerMemory:
 
     member: Member
     signals: SignalRequests
+    groups: int = 0  # that it has been in
     checkpoint: InMemoryCheckpoint | None = None
     time_policy: TimePolicy | None = None  # kept, so that a new group does not start counting again

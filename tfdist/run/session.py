@@ -96,7 +96,7 @@ class Session:
 
     def __init__(self, start: Start, stored: RemoteRun | None):
         self.start, self.memory, self.config, self.stored = start, start.memory, start.config, stored
-        self.folder, self.announcement = run_folder(start.config), Announcement()
+        self.folder, self.announcement = run_folder(start.config), Announcement(self.memory)
         self.clock, self.resources = Clock(), OpenResources()
         self._all_leave = False  # this worker ends together with the others
 

@@ -6,7 +6,10 @@ import os
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
 
+from tfdist.artifacts import backup_checks
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
@@ -367,3 +370,122 @@ def test_a_list_of_keras_is_used_again(tmp_path):
     model.fit(x, x[:, :3], batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
     assert int(model.optimizer.iterations) == 12
     assert callbacks.callbacks[:2] == [backup, counter] and len(callbacks.callbacks) == 3
+
+
+class Pages(keras.utils.PyDataset):
+    """Keras shuffles them, if they are finite, with Python's random numbers."""
+
+    def __init__(self, count=3):
+        super().__init__()
+        self.count = count
+
+    @property
+    def num_batches(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return np.ones((4, 1)), np.ones((4, 1))
+
+
+ROWS = np.arange(12, dtype="float32").reshape(12, 1)
+SHUFFLED = tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).shuffle(12)
+WITHOUT_SEED = {
+    "arrays": {"x": ROWS, "y": ROWS, "batch_size": 4},
+    "dataset": {"x": SHUFFLED.batch(4)},
+    "dataset of unknown length": {"x": SHUFFLED.filter(lambda x, y: True).batch(4)},
+    "pages": {"x": Pages()},
+}
+IN_ORDER = {
+    "arrays": {**WITHOUT_SEED["arrays"], "shuffle": False},
+    "dataset": {"x": tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).shuffle(12, seed=1).batch(4)},
+    "pages": {"x": Pages(), "shuffle": False},
+    "endless pages": {"x": Pages(None), "steps_per_epoch": 3},
+}
+
+
+def unseeded_fit(given, folder, save_freq, *others):
+    """In a process where nobody has set a seed."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    callbacks = [BackupAndRestore(folder, save_freq=save_freq), *others]
+    return model.fit(**given, epochs=2, verbose=0, callbacks=callbacks).epoch
+
+
+@pytest.mark.parametrize("name", WITHOUT_SEED)
+def test_within_an_epoch_whose_order_cannot_be_found_again_nothing_is_saved(name, tmp_path, monkeypatch):
+    """A resumed fit would draw another order: samples would come twice, or never."""
+    monkeypatch.setattr(context.context(), "_seed", None)
+    with pytest.raises(ConfigError, match=r"save_freq=2\).* without a seed.*set_random_seed\(1\).*save_freq=\"epoch\""):
+        unseeded_fit(WITHOUT_SEED[name], tmp_path, 2)
+    for save_freq in ("epoch",) if "unknown" in name else ("epoch", 3, 6):  # these end with an epoch of three batches
+        assert unseeded_fit(WITHOUT_SEED[name], tmp_path, save_freq) == [0, 1]
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_an_order_that_is_known_needs_no_seed(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(context.context(), "_seed", None)
+    assert unseeded_fit(IN_ORDER[name], tmp_path, 2) == [0, 1]
+
+
+def test_a_backup_within_an_epoch_without_a_seed_is_not_taken(tmp_path, monkeypatch):
+    """Earlier versions wrote such backups."""
+    monkeypatch.setattr(context.context(), "_seed", None)
+    given = WITHOUT_SEED["dataset"]
+    with monkeypatch.context() as earlier, pytest.raises(Killed):
+        earlier.setattr(backup_checks, "refuse_without_seed", lambda *_, **__: None)
+        unseeded_fit(given, tmp_path, 2, Counter([], die_after=2))
+    for save_freq in (2, "epoch"):
+        with pytest.raises(CheckpointError, match=r"after 2 batches .* without a seed.*: set the seed .*, or remove"):
+            unseeded_fit(given, tmp_path, save_freq)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupts(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        raise Interrupted
+
+
+def interrupted_while_reading():
+    for _ in range(2):
+        yield ROWS[:4], ROWS[:4], None
+    raise Interrupted
+
+
+def test_a_resumed_fit_that_fails_leaves_nothing_behind(tmp_path):
+    """As in a notebook: later fits of the model, without a backup, train all their epochs and batches."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+
+    def trained(given, *callbacks, epochs=2):
+        before = int(model.optimizer.iterations)
+        model.fit(**given, epochs=epochs, verbose=0, callbacks=list(callbacks))
+        return int(model.optimizer.iterations) - before
+
+    given = IN_ORDER["arrays"]
+    with pytest.raises(Killed):
+        trained(given, BackupAndRestore(tmp_path, save_freq=1), Counter([], die_after=5))
+    for place in (0, 1):
+        with pytest.raises(Interrupted):
+            trained(given, *[BackupAndRestore(tmp_path, save_freq=1), Interrupts()][:: 1 - 2 * place])
+        assert trained(given) == 6
+    with pytest.raises(Exception, match="Interrupted"):
+        trained({"x": interrupted_while_reading(), "steps_per_epoch": 3}, BackupAndRestore(tmp_path, save_freq=1))
+    assert trained(given) == 6
+
+
+def weighted_by_nothing():
+    while True:
+        yield ROWS[:4], ROWS[:4], None
+
+
+def test_an_epoch_of_batches_without_weights_is_resumed(tmp_path):
+    """Keras' iterators have a placeholder in place of None."""
+    given = {"x": weighted_by_nothing(), "steps_per_epoch": 3}
+    with pytest.raises(Killed):
+        unseeded_fit(given, tmp_path, 1, Counter([], die_after=5))
+    done = []
+    assert unseeded_fit({**given, "x": weighted_by_nothing()}, tmp_path, 1, Counter(done)) == [0, 1]
+    assert done == [6]

@@ -88,8 +88,22 @@ def test_a_step_goes_on_where_a_snapshot_was_taken():
         np.testing.assert_array_equal(resumed[key], value, err_msg=key)
 
 
+def arrays():
+    return {"x": X, "y": X[:, :4], "batch_size": 32, "shuffle": False}
+
+
+def drawing():
+    """Data that draw from the same generator as the model; they are read again."""
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    keras_random.made_global_seed_generator()
+    dataset = tf.data.Dataset.from_tensor_slices((X, X[:, :4])).batch(32).with_options(options)
+    return {"x": dataset.map(lambda x, y: (x + keras.random.normal(tf.shape(x)), y))}
+
+
+@pytest.mark.parametrize("data", [arrays, drawing])
 @pytest.mark.parametrize("kind", ["of tfdist.fit", "for Keras"])
-def test_a_fit_goes_on_where_it_was_killed(kind, tmp_path):
+def test_a_fit_goes_on_where_it_was_killed(kind, data, tmp_path):
     class Killed(Exception):
         pass
 
@@ -101,7 +115,7 @@ def test_a_fit_goes_on_where_it_was_killed(kind, tmp_path):
     def run(*callbacks):
         model = model_of(Keeps(draws_without=True))
         model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=False)
-        model.fit(X, X[:, :4], batch_size=32, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+        model.fit(**data(), epochs=4, verbose=0, callbacks=callbacks)
         drawn = keras_random.global_seed_generator().state
         return [np.asarray(each) for each in (*model.weights, drawn, *hidden_variables(model))]
 

@@ -227,6 +227,29 @@ def test_a_step_that_is_saved_again_is_sent_again(s3, tmp_path):
     assert np.array_equal(there.read(there.verify(10))["model/kernel"], 2 * arrays(10)["model/kernel"])
 
 
+def test_what_a_run_that_has_gone_back_leaves_behind_is_removed_when_the_next_one_is_there(s3, tmp_path):
+    """Not before: the store would have no backup for a while. What is kept for ever stays."""
+    store = local(tmp_path, "here")
+    snapshots = RemoteSnapshots(ObjectStore(URL, 20.0), store, Retention(1, every=8))
+    snapshots.start()
+
+    def sent(*steps):
+        for step in steps:
+            store.write(step, arrays(step), {})
+            assert snapshots.sender.finish_soon(30.0) == [], snapshots.sender.trouble()
+
+    sent(5, 8, 9)
+    for step in (8, 9):
+        store.delete(step)
+    assert snapshots.steps() == [5, 8, 9]
+    sent(6)
+    store.delete(5)
+    assert snapshots.steps() == [5, 6, 8]
+    sent(7)
+    snapshots.sender.end()
+    assert snapshots.steps() == [6, 7, 8]
+
+
 def test_a_store_that_is_away_holds_nothing_up_and_gets_the_rest_later(through_proxy, tmp_path):
     away = [True]
     store = local(tmp_path, "here")

@@ -23,7 +23,7 @@ def test_asking_which_weights_decay_changes_no_answer():
     optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_names=["head_a"])
     weights = model.trainable_variables
-    assert weights_that_decay(optimizer, weights) == [2, 3]
+    assert weights_that_decay(optimizer, weights) == [[2, 3]]
     before = [weight.numpy() for weight in weights]
     optimizer.apply([keras.ops.zeros(weight.shape) for weight in weights], weights)
     for weight, value, factor in zip(weights, before, (1, 1, 0.5, 0.5), strict=True):

@@ -177,6 +177,89 @@ def test_a_stream_that_is_shuffled_at_each_pass():
     assert compared(split(1), split(2)).startswith("Rank 1")
 
 
+CLASSES = np.arange(300) // 150  # the first samples are all of one class
+
+
+def noisy_stream(x, y, anew=False):
+    """x differs at each reading, and so does the order (anew)."""
+    chance = np.random.default_rng()
+
+    def rows():
+        order = chance.permutation(300) if anew else np.arange(300)
+        return x[order] + chance.normal(size=[300, 1]).astype(np.float32), y[order]
+
+    data = tf.data.Dataset.range(1).map(lambda _: tf.numpy_function(rows, [], [tf.float32, tf.int64]))
+    data = data.map(lambda x, y: (tf.ensure_shape(x, [300, 8]), tf.ensure_shape(y, [300]))).unbatch()
+    return Split("mine:data/train", None, data.element_spec, stream=lambda shard, shards: data)
+
+
+def test_a_part_whose_first_samples_are_alike_does_not_show_their_order():
+    """It is the same whatever the order is."""
+    ones = np.ones(300, np.int64)
+    for y in (ones, CLASSES):
+        first, second = noisy_stream(X, y, anew=True), noisy_stream(X, y, anew=True)
+        assert not contents.read_twice(first).shows_order
+        assert compared(first, second).startswith("Rank 1 and rank 0 have different samples")
+        assert "other samples" in contents.changed(first, contents.identity(first), contents.identity(first))
+
+
+def test_noise_in_a_stream_is_no_difference_where_another_part_shows_the_order():
+    """Also where that takes more than the first 16 samples."""
+    rare = (np.arange(300) == 290).astype(np.int64)
+    for y in (Y, CLASSES, rare):
+        assert compared(noisy_stream(X, y), noisy_stream(X, y)) == ""
+        split = noisy_stream(X, y)
+        before, now = contents.identity(split), contents.identity(split)
+        assert before["checksums"] != now["checksums"] and contents.changed(split, before, now) == ""
+    other = noisy_stream(X, CLASSES[::-1].copy())
+    assert compared(noisy_stream(X, CLASSES), other).startswith("Rank 1")
+    assert compared(stream(X, CLASSES), noisy_stream(X, CLASSES)) == ""  # one happens to draw nothing
+    late = np.concatenate([CLASSES[:200], 1 - CLASSES[200:]])  # the first samples are the same
+    before, now = contents.identity(noisy_stream(X, CLASSES)), contents.identity(noisy_stream(X, late))
+    assert before["checksums"][1] == now["checksums"][1]  # of the first samples
+    assert "another order" in contents.changed(noisy_stream(X, late), before, now)
+    before.pop("first_samples")  # of a snapshot of an earlier version, which looked at the first samples only
+    assert contents.changed(noisy_stream(X, late), before, now) == ""
+
+
+def test_how_far_a_stream_is_read_depends_on_what_shows_its_order(monkeypatch):
+    counts = []
+    firsts = contents._columns
+    monkeypatch.setattr(contents, "_columns", lambda split, count: counts.append(count) or firsts(split, count))
+
+    def read(split):
+        counts.clear()
+        return contents.read_twice(split), counts[::2]
+
+    assert read(stream(X, Y)) == (contents.read_twice(stream(X, Y)), [16])
+    assert read(noisy_stream(X, Y))[1] == [16]  # four classes
+    assert read(noisy_stream(X, np.arange(300) % 2))[1] == [16, 64]
+    both, looked_at = read(noisy_stream(X, CLASSES))
+    assert looked_at == [16, 64, 512] and both.steady == [False, True] and both.shows_order
+    shuffled_anew = Split("a", None, stream(X, Y).element_spec, stream=lambda *_: stream(*shuffled(None)).stream(0, 1))
+    both, looked_at = read(shuffled_anew)
+    assert looked_at == [16] and not any(both.steady) and not both.shows_order
+    constant = stream(np.ones([3, 8]), np.ones(3, np.int64))
+    assert read(constant)[0].shows_order and read(constant)[1] == [16]  # nothing differs
+    texts = stream(np.array([b"a", b"a\0"], object), np.zeros(2))
+    assert contents._columns(texts, 2)[0][0] != contents._columns(texts, 2)[0][1]
+
+
+def test_a_part_that_the_data_have_gained_is_a_change():
+    kinds = [array_split("a", (X, Y)), object_split("a", Items(X, Y)), stream(X, Y)]
+    weights = np.ones(300, np.float32)
+    samples = list(zip(X, Y, weights, strict=True))
+    longer = tf.data.Dataset.from_tensor_slices((X, Y, weights))
+    gained = [
+        array_split("a", (X, Y, weights)),
+        object_split("a", samples),
+        Split("a", None, longer.element_spec, stream=lambda *_: longer),
+    ]
+    for before, now in zip(kinds, gained, strict=True):
+        assert "other samples" in contents.changed(now, contents.identity(before), contents.identity(now))
+        assert "other samples" in contents.changed(before, contents.identity(now), contents.identity(before))
+
+
 def test_the_users_function_finds_the_same_seeds_whatever_ran_before(tmp_path, monkeypatch):
     (tmp_path / "unseeded_split.py").write_text(
         "import random, numpy as np, tensorflow as tf\ndef data(split):\n    order = np.random.permutation(40)[:30] if"

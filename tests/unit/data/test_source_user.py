@@ -55,6 +55,8 @@ item_away = lambda split: Items(lambda i: server_away() if i else (1, 1))
 dataset_away = lambda split: tf.data.Dataset.from_generator(
     lambda: iter(server_away, 0), output_signature=(tf.TensorSpec((), tf.int32),) * 2)
 
+texts = lambda split: Items(lambda i: ({"text": b"ab\\0\\0", "word": "é\\0"}, i % 2))
+text_arrays = lambda split: Items(lambda i: (np.array([b"a\\0", "b"], object), tf.constant(b"a\\0")))
 def other(at, first, then): return lambda split: Items(lambda i: then if i == at else first)
 fractions = lambda split: Items(lambda i: (i, (0, 0.5, 1.7)[i % 3]))
 mixed = lambda split: Items(lambda i: ({"b": i % 2 == 0, "a": "word"}, np.float32(1) if i else 3))
@@ -89,7 +91,28 @@ def batches(split): return Batches()
 def batched(split): return dataset(split).batch(4)
 def triple_dataset(split): return tf.data.Dataset.range(4)
 def shuffled_dataset(split): return dataset(split).shuffle(20)
-def noisy_dataset(split): return dataset(split).map(lambda x, y: (x + tf.random.normal([2]), y))
+def blocks(): return tf.data.Dataset.from_tensor_slices((np.arange(400), np.arange(400) // 200))
+chance = np.random.default_rng()
+def noise_x(x, y):
+    noise = tf.numpy_function(lambda: chance.normal(), [], tf.float64)
+    return tf.cast(x, tf.float64) + tf.reshape(noise, []), y
+def split_of(data): return Split("mine", None, data.element_spec, stream=lambda shard, shards: data)
+def generated(): return iter([(x[row], 1) for row in np.random.default_rng().permutation(20)])
+by_class = lambda split: blocks().shuffle(100, seed=1)
+all_mask = lambda split: dataset(split).map(lambda x, y: ({"x": x, "mask": tf.ones(4)}, y)).shuffle(20)
+all_weights = lambda split: dataset(split).shuffle(20).map(lambda x, y: (x, y, 1))
+shuffled_split = lambda split: split_of(blocks().shuffle(100))
+generated_anew = lambda split: tf.data.Dataset.from_generator(
+    generated, output_signature=(tf.TensorSpec([2]), tf.TensorSpec((), tf.int64)))
+shuffled_files = lambda split: tf.data.Dataset.list_files(
+    [__file__, np.__file__]).map(lambda path: (path, 1)).concatenate(tf.data.Dataset.from_tensors(("", 1)).repeat(20))
+shuffled_noise = lambda split: tf.data.Dataset.zip((dataset(split), dataset(split).shuffle(20))).map(
+    lambda own, other: (own[0] + 0.1 * other[0], own[1]))
+shuffled_once = lambda split: blocks().shuffle(400, reshuffle_each_iteration=False).map(noise_x)
+noise_by_class = lambda split: blocks().map(noise_x)
+noise_and_constant = lambda split: blocks().map(lambda x, y: noise_x(x, 1))
+no_samples = lambda split: dataset(split).filter(lambda x, y: y < 0)
+def noisy_dataset(split): return dataset(split).map(lambda x, y: noise_x(x, y))
 def empty_dataset(split): return dataset(split).take(0)
 def none(split): return None
 def one_array(split): return x
@@ -195,6 +218,15 @@ def test_split():
         ("batched", "not batches"),
         ("triple_dataset", "must be (x, y) or (x, y, w)"),
         ("shuffled_dataset", "first samples differ at a second look"),
+        ("by_class", "first samples differ at a second look"),
+        ("all_mask", "first samples differ at a second look"),
+        ("all_weights", "first samples differ at a second look"),
+        ("shuffled_split", "first samples differ at a second look"),
+        ("generated_anew", "first samples differ at a second look"),
+        ("noise_and_constant", "let --augment draw what is random"),
+        ("shuffled_files", "list_files"),
+        ("shuffled_noise", "reshuffle_each_iteration=False"),
+        ("no_samples", "no_samples/train is a tf.data.Dataset that yields no sample"),
         ("nothing_at_0", "item 0 of user_data_module:nothing_at_0/train has y = None"),
         ("mixed_text", "have text for y, others numbers"),
         ("empty_dataset", "is an empty tf.data.Dataset"),
@@ -282,7 +314,7 @@ def test_the_type_holds_all_of_the_items():
         ("negative", "has x = -1 (int64), which uint8"),
         ("infinite", "has y = 1.e+300 (float64), which float32"),
         ("nothing_there", "has y = None, which is neither numbers nor text"),
-        ("text_late", "has y = 'a' (<U1), which int64"),
+        ("text_late", "has y = 'a' (str), which int64"),
         ("weight_missing", "is (int, int), item 0 is (int, int, float): give all items the same parts, weights too"),
         ("other_keys", "is ({'a': int}, int), item 0 is ({'a': int, 'b': int}, int)"),
         ("wrong_shape", "has x of shape (1,), item 0 has (3,)"),
@@ -306,8 +338,16 @@ def test_a_function_that_returns_both_splits_is_called_once():
     assert sorted(train + held_out) == list(range(40)) and sys.modules["user_data_module"].Shuffled.calls == 1
 
 
-def test_a_stream_may_draw_noise():
-    assert load("noisy_dataset").size is None
+@pytest.mark.parametrize("function", ["noisy_dataset", "noise_by_class", "shuffled_once"])
+def test_a_stream_may_draw_noise(function):
+    assert load(function).size is None
+
+
+def test_text_keeps_zeros_at_its_end():
+    split = load("texts")
+    assert values(split, 3, 0) == ({"text": [b"ab\0\0", b"ab\0\0"], "word": [b"\xc3\xa9\0", b"\xc3\xa9\0"]}, [1, 0])
+    assert split.element_spec[0]["text"] == tf.TensorSpec([], tf.string)
+    assert values(load("text_arrays"), 0) == ([[b"a\0", b"b"]], [b"a\0"])
 
 
 def test_an_item_of_another_shape_is_not_broadcast():

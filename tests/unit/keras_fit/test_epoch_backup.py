@@ -267,7 +267,7 @@ def test_what_would_come_back_as_another_type_is_not_held():
     assert left_out(callback) == ["records", "by_name"]
 
 
-def fitted_in_turn(folder, epochs, end_at=-1, **options):
+def fitted_in_turn(folder, epochs, end_at=-1, others=(), **options):
     """The epochs of a fit of a new model, or until it is ended before one of them."""
 
     def end(epoch, logs=None):
@@ -277,7 +277,7 @@ def fitted_in_turn(folder, epochs, end_at=-1, **options):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     backup = keras.callbacks.BackupAndRestore(folder, **options)
-    callbacks = [keras.callbacks.LambdaCallback(on_epoch_begin=end), backup]
+    callbacks = [*others, keras.callbacks.LambdaCallback(on_epoch_begin=end), backup]
     data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
     return tfdist.fit(model, *data, epochs=epochs, verbose=0, callbacks=callbacks).epoch
 
@@ -302,6 +302,62 @@ def test_backups_that_are_kept_are_gone_on_from(tmp_path):
     backup_checks._ended.clear()  # as in a new process
     for epochs, trained in ((1, [0, 1, 2]), (4, [0, 1, 2, 3])):
         assert fitted_in_turn(tmp_path, epochs, delete_checkpoint=False) == trained
+
+
+def test_a_resumed_fit_that_fails_leaves_no_epoch_at_which_later_ones_begin(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+
+    def end(at):
+        def note(epoch, logs=None):
+            if epoch == at:
+                raise Ended
+
+        return [keras.callbacks.LambdaCallback(on_epoch_begin=note), keras.callbacks.BackupAndRestore(tmp_path)]
+
+    for at in (2, 3):  # begun at 0, and at 2
+        with pytest.raises(Ended):
+            tfdist.fit(model, *data, epochs=4, verbose=0, callbacks=end(at))
+        assert model.fit(*data, epochs=2, verbose=0).epoch == [0, 1]
+    with pytest.raises(Ended):
+        tfdist.fit(model, *data, epochs=4, verbose=0, callbacks=end(3))  # before its first epoch has begun
+    assert tfdist.fit(model, *data, epochs=2, verbose=0).epoch == [0, 1]
+
+
+class OwnHistory(keras.callbacks.History):
+    """With an attribute of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+
+@pytest.mark.parametrize("kind", [keras.callbacks.History, OwnHistory])
+def test_a_history_among_the_callbacks_has_each_epoch_once(tmp_path, kind):
+    with pytest.raises(Ended):
+        fitted_in_turn(tmp_path, 3, end_at=2, others=[kind()])
+    history = kind()
+    assert fitted_in_turn(tmp_path, 3, others=[history]) == history.epoch == [0, 1, 2]
+    assert len(history.history["loss"]) == 3
+
+
+def test_other_callbacks_find_the_history_of_a_resumed_fit(tmp_path):
+    """A schedule may decide by it, or what is done when training ends."""
+
+    def noting(seen):
+        def note(*_, logs=None):
+            seen.append(len(callback.model.history.history.get("loss", [])))
+
+        callback = keras.callbacks.LambdaCallback(on_epoch_begin=note, on_train_end=note)
+        return callback
+
+    seen = []
+    with pytest.raises(Ended):
+        fitted_in_turn(tmp_path, 3, end_at=2, others=[noting(seen)])
+    fitted_in_turn(tmp_path, 3, others=[noting(seen)], delete_checkpoint=False)
+    fitted_in_turn(tmp_path, 3, others=[noting(seen)])  # which has no epoch left
+    assert seen == [0, 1, 2, 2, 3, 3]
 
 
 class Warming(keras.callbacks.Callback):

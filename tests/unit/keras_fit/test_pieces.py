@@ -430,6 +430,29 @@ def test_texts_in_lists_are_known_again():
     assert what_changed(asked, identity_of({"x": {"prompts": ["a", "bc"]}})) == "x" and len(asked["x"]) == 1
 
 
+class Frame:
+    """An array of another library (pandas, JAX, torch), as Keras knows it."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+@pytest.mark.parametrize("make", [Frame, tf.Variable, "pandas"])
+def test_arrays_of_any_kind_are_known_again(make):
+    make = pytest.importorskip("pandas").DataFrame if make == "pandas" else make
+    given, rows = {"x": make([[1.0], [2.0]]), "validation_data": (make([[3]]), None)}, make([[1.0], [4.0]])
+    known = identity_of(given)
+    assert not what_changed(known, identity_of(given)) and known["validation_data"][1] == []
+    assert what_changed(known, identity_of(given | {"x": rows})) == "x"
+    assert what_changed(known, identity_of(given | {"validation_data": (make([[5]]), None)})) == "validation_data"
+    assert not what_changed({"x": [[]]}, known), "earlier versions did not look at them"
+    numbers = tf.data.Dataset.range(4)
+    assert what_changed(identity_of({"x": numbers.filter(lambda x: x < 4)}), identity_of({"x": numbers})) == "x"
+
+
 def test_what_is_compared_is_spread_over_all_rows_and_inputs():
     inputs = {"a": tf.range(4000 * 8), "b": tf.range(8 * 4096), "few": tf.range(24)}
     shaped = {"a": [4000, 8], "b": [8, 4096], "few": [8, 3]}

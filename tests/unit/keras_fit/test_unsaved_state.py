@@ -199,6 +199,105 @@ def test_what_a_loss_makes_late_is_refused(tmp_path):
         fit(compiled(model_of(keras.layers.Dense(4)), Lazy()), [kept(tmp_path)])
 
 
+MADE_LATE = "variable .* of .* was made after fit had begun .*: make it before fit"
+
+
+class OnlyInTraining(keras.Model):
+    """Is built by a call in which one of its layers is not used. Another is never used."""
+
+    def __init__(self, trainable=True):
+        super().__init__()
+        self.out, self.late, self.unused = keras.layers.Dense(4), keras.layers.Dense(6), keras.layers.Dense(1)
+        self.late.trainable = trainable
+        self(X)
+
+    def call(self, x, training=False):
+        return self.out(self.late(x) if training and self.late else x)
+
+
+@pytest.mark.parametrize(("run", "make"), [(tfdist.fit, kept), (keras.Model.fit, backup.BackupAndRestore)])
+@pytest.mark.parametrize(("trainable", "eagerly"), [(True, False), (False, False), (True, True)])
+def test_a_layer_that_only_training_uses_is_refused_when_nothing_is_saved_yet(run, make, trainable, eagerly, tmp_path):
+    model = compiled(OnlyInTraining(trainable), run_eagerly=eagerly)
+    with pytest.raises(ConfigError, match=f"{MADE_LATE}|{REFUSED.replace('calls', 'kernel|bias')}"):
+        fit(model, [make(tmp_path)], run)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(("run", "make"), [(tfdist.fit, kept), (keras.Model.fit, backup.BackupAndRestore)])
+def test_a_layer_that_is_never_used_is_not_missed(run, make, tmp_path):
+    model = compiled(OnlyInTraining())
+    model.late = None
+    assert len(fit(model, [make(tmp_path)], run, 2).history.history["loss"]) == 2
+
+
+@pytest.mark.parametrize(("run", "make"), [(tfdist.fit, kept), (keras.Model.fit, backup.BackupAndRestore)])
+def test_what_a_loss_makes_late_in_an_eager_step_is_refused(run, make, tmp_path):
+    model = compiled(model_of(keras.layers.Dense(4)), Lazy(), run_eagerly=True)
+    with pytest.raises(ConfigError, match=MADE_LATE):
+        fit(model, [make(tmp_path)], run)
+
+
+class Macro(keras.metrics.F1Score):
+    """Keras makes the variables of this one at the first batch."""
+
+    def __init__(self):
+        super().__init__("macro", name="macro")
+        self.running = tf.Variable(0.0, trainable=False)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(keras.ops.one_hot(keras.ops.reshape(y_true, [-1]), 4), y_pred)
+        self.running.assign_add(tf.reduce_mean(y_pred))
+
+    def result(self):
+        return super().result() + self.running
+
+
+class MadeByTheUser(keras.metrics.Metric):
+    """The user makes the variables of this one at the first batch."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.total = None
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if self.total is None:
+            with tf.init_scope():
+                self.total = self.add_variable([4], "zeros")
+        self.total.assign_add(keras.ops.mean(y_pred, 0))
+
+    def reset_state(self):
+        if self.total is not None:
+            self.total.assign(keras.ops.zeros(4))
+
+    def result(self):
+        return keras.ops.max(self.total)
+
+
+@pytest.mark.parametrize(
+    ("run", "make"),
+    [
+        (tfdist.fit, kept),
+        (keras.Model.fit, backup.BackupAndRestore),
+        (keras.Model.fit, lambda folder: backup.BackupAndRestore(folder, save_freq=1)),
+    ],
+)
+@pytest.mark.parametrize("metric", [Macro, MadeByTheUser])
+def test_a_metric_may_make_its_variables_at_the_first_batch(metric, run, make, tmp_path):
+    def model():
+        keras.utils.set_random_seed(1)
+        return compiled(model_of(keras.layers.Dense(4)), metrics=[metric()])
+
+    expected = fit(model(), run=run, epochs=3)
+    with pytest.raises(Killed):
+        fit(model(), [make(tmp_path), KilledAfter(2)], run, 3)
+    again = model()
+    if metric is Macro:  # in the same process, too, where the variables are there before fit
+        with pytest.raises(Killed):
+            fit(again, [make(tmp_path), KilledAfter(2)], run, 3)
+    assert fit(again, [make(tmp_path)], run, 3).history.history == expected.history.history
+
+
 @pytest.mark.parametrize("traced", ["fit", "train_on_batch"])
 def test_a_step_that_plain_keras_has_traced_is_looked_at(traced, tmp_path):
     model = compiled(of_a_module())

@@ -86,7 +86,7 @@ class World:
         put("exportable", lambda job: job, session.results)
         put("run_summary", lambda *_: {}, session.results)
         announcement = SimpleNamespace(built=lambda: None, restored=lambda messages: None, events=self.announce)
-        put("Announcement", lambda: announcement)
+        put("Announcement", lambda memory: announcement)
         put("held", self.lease, session.lease)
 
     def at(self, place):

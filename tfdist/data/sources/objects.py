@@ -77,8 +77,8 @@ class _Items:
                 if part.dtype != self.dtypes[number] and not _fits(part, self.dtypes[number]):
                     raise DataError(
                         f"--source: item {index} of {self.name} has {self.places[number]} = {_said(part)}"
-                        f" ({part.dtype}), which {self.dtypes[number]}, the type of the first items, cannot hold: give"
-                        " all items one type."
+                        f" ({_type_name(part)}), which {self.dtypes[number]}, the type of the first items, cannot hold:"
+                        " give all items one type."
                     )
                 columns[number][row] = part[()]
         return columns
@@ -102,7 +102,7 @@ class _Items:
         item = self._item(index)
         try:
             tf.nest.assert_same_structure(self.structure, item)
-            parts = [np.asarray(value) for value in tf.nest.flatten(item)]
+            parts = [_as_array(value) for value in tf.nest.flatten(item)]
         except (ValueError, TypeError):  # another structure, or a list whose parts differ in length
             raise DataError(
                 f"--source: item {index} of {self.name} is {_form(item)}, item 0 is {_form(self.structure)}: give all"
@@ -126,6 +126,15 @@ class _Items:
                 )
             return np.dtype(object)
         return np.result_type(*(part.dtype for part in parts))
+
+
+def _as_array(value: Any) -> np.ndarray:
+    # NumPy's own choice for text, an array of dtype S or U, would drop zeros at the end.
+    return np.asarray(value, object) if isinstance(value, str | bytes) else np.asarray(value)
+
+
+def _type_name(part: np.ndarray) -> str:
+    return str(part.dtype) if part.ndim or part.dtype != object else type(part[()]).__name__
 
 
 def _fits(part: np.ndarray, dtype: np.dtype) -> bool:

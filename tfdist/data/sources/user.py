@@ -9,8 +9,9 @@ everything). It returns the data of one split:
                            type (objects.py says how these are found). Several threads may call it at the same time.
                            Its attribute `num_classes` is read if it has one
   tf.data.Dataset          of single samples, not of batches, the same at every pass. It must not be shuffled, repeated
-                           or sharded, since tfdist does that; it is refused if its first samples differ at a second
-                           reading. It is read as a stream (streams.py says what is lost)
+                           or sharded, since tfdist does that. Some parts may be drawn anew at each pass (noise) if
+                           another one shows that the order is the same (contents.py). It is read as a stream
+                           (streams.py says what is lost)
   Split                    anything else (tfdist/data/sources/split.py)
 
 or of both: {"train": ..., "eval": ...}, or a pair of pairs, as keras.datasets.*.load_data() returns them. A function
@@ -35,13 +36,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import tensorflow_data
 from tfdist.config import DataConfig, parse_args
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.control.passing_errors import reading_failed
 from tfdist.control.user_errors import failure_in_text
-from tfdist.data.contents import checksums
+from tfdist.data import contents
 from tfdist.data.sources.objects import object_split
-from tfdist.data.sources.split import Split, array_split
+from tfdist.data.sources.split import Split, array_split, places
 from tfdist.plugins import own_code, resolve
 from tfdist.runtime.errors import cause
 
@@ -111,6 +113,8 @@ def _arguments(function: Callable, config: DataConfig, split: str) -> tuple[dict
 def _split(name: str, data: Any) -> Split:
     """Makes one split from whatever the function returned for it."""
     if isinstance(data, Split):
+        if data.check().size is None:
+            _must_keep_order(data)
         return data
     if isinstance(data, tf.data.Dataset):
         return _dataset_split(name, data)
@@ -185,18 +189,35 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
 
     element_spec: Any = data.element_spec
     split = Split(name, None, element_spec, stream=stream)
+    _must_keep_order(split)
+    return split
+
+
+def _must_keep_order(split: Split) -> None:
+    """Raises DataError if a stream is empty, cannot be read, or may come in another order at each pass."""
+    named, stream = f"--source: {split.name}", split.stream(0, 1)
     try:
-        first, second = checksums(split), checksums(split)
+        steady, shows_order, _ = contents.read_twice(split)
     except tf.errors.OpError as error:
         reason = failure_in_text(str(error.message)) or f"cannot be read: {cause(str(error.message))}"
-        raise reading_failed(f"--source: {name}, a tf.data.Dataset, {reason}", str(error.message)) from error
-    if not any(a == b for a, b in zip(first, second, strict=False)):
-        raise DataError(
-            f"--source: {name} is a tf.data.Dataset whose first samples differ at a second look: each worker reads all"
-            " of it and keeps its share, and a resumed run reads up to where it was, so it must be the same at every"
-            " pass; drop its shuffle(), tfdist shuffles."
+        raise reading_failed(f"{named}, a tf.data.Dataset, {reason}", str(error.message)) from error
+    if not steady:
+        raise DataError(f"{named} is a tf.data.Dataset that yields no sample: check what it reads, and its filters.")
+    if not shows_order:
+        differing = [place for place, same in zip(places(split.element_spec), steady, strict=True) if not same]
+        what = (
+            f"whose first samples differ at a second look in {', '.join(differing)}, and no other part shows that they"
+            " came in the same order"
         )
-    return split
+    elif any(map(tensorflow_data.shuffles_anew, tensorflow_data.with_inputs(stream))):
+        what = "that is shuffled anew at each pass"
+    else:
+        return
+    raise DataError(
+        f"{named} is a tf.data.Dataset {what}: each worker reads all of it and keeps its share, and a resumed run reads"
+        " up to where it was, so the order must be the same at every pass; drop its shuffle() (tfdist shuffles) or set"
+        " reshuffle_each_iteration=False, use list_files(shuffle=False), and let --augment draw what is random."
+    )
 
 
 def _is_pair_of_pairs(value: Any) -> bool:

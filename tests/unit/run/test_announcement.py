@@ -1,0 +1,25 @@
+"""The start event: how long a start took, in a new process and in one that was in a group of workers before."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tfdist import build
+from tfdist.config import Config
+from tfdist.control.cluster import Cluster
+from tfdist.flags import write_flagfile
+from tfdist.run import announcement
+
+
+@pytest.mark.parametrize("groups", [None, 1, 2])
+def test_only_the_first_group_of_a_process_is_told_its_age(groups, tmp_path, monkeypatch):
+    monkeypatch.setattr(announcement, "process_seconds", lambda: 3600.0)
+    config = Config().replace(source="digits", model="mlp", global_batch=8, steps=1, run_dir=str(tmp_path)).validate()
+    job = build.compose(config, build.start_runtime(config, Cluster()))
+    write_flagfile(config, tmp_path / "flags.txt", command="")
+    found = announcement.Announcement(groups and SimpleNamespace(groups=groups))
+    found.built()
+    found.restored([])
+    values = next(found.events(Cluster(), job, tmp_path, 0)).values
+    assert values["import_s"] == (0.0 if groups == 2 else 3600.0)
+    assert 0 <= values["startup_s"] - values["import_s"] < 60
