@@ -166,6 +166,12 @@ def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
         options[name] = float(value)
 
 
+def check_variables(config: OptimizerConfig, optimizer: keras.Optimizer, model: keras.Model) -> list[str]:
+    """Returns warnings. Raises ConfigError for variables that the optimizer cannot update."""
+    check_decays(optimizer, model.trainable_variables)
+    return unused_parts(config, model.variables)
+
+
 def check_decays(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> None:
     """Raises ConfigError if a decay of the optimizer rounds to 1 in the dtype of a variable, in which Keras computes
     the update: with beta_2 = 0.999, which is 1 in bfloat16, Adam never changes the variable.
