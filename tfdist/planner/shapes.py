@@ -27,6 +27,7 @@ class Weight:
     path: str
     shape: tuple[int, ...]
     axis: str = ""
+    element_bytes: int = 4
 
     @property
     def elements(self) -> int:
