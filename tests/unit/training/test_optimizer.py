@@ -187,6 +187,17 @@ def test_averages_are_there_from_the_first_update_on(kind):
     np.testing.assert_allclose(ema_variables(optimizer)[0], weight)
 
 
+def test_replicas_have_averages_too():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        weight = keras.Variable([2.0, 3.0])
+        optimizer = switch_off_reduction(keras.optimizers.SGD(0.1, use_ema=True))
+        optimizer.build([weight])
+    assert ema_variables(optimizer) == []
+    strategy.run(tf.function(lambda: optimizer.apply([tf.constant([1.0, 1.0])], [weight])))
+    np.testing.assert_allclose(ema_variables(optimizer)[0].numpy(), [1.9, 2.9])
+
+
 class Inner(keras.layers.Layer):
     """A layer of whose inner layers TensorFlow's names of variables say nothing."""
 
