@@ -5,8 +5,9 @@
   python -m tfdist.evaluate --run_dir=runs/first --model_file=runs/first/export/model.keras
   python -m tfdist.evaluate --run_dir=runs/first --follow              each new snapshot, until training is over
 
-The run's own flags are read from RUN_DIR/flags.txt; flags given here win over them. In a cluster, TF_CONFIG with the
-task type "evaluator" makes `tfdist.train` do the same as --follow.
+The run's own flags are read from RUN_DIR/flags.txt; flags given here win over them, except those that only training
+uses (its length, its schedule, XLA). In a cluster, TF_CONFIG with the task type "evaluator" makes `tfdist.train` do the
+same as --follow, by the flags of its own command line alone: give it those of the workers.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ joins them. With --ps=M a chief and M parameter servers are started in addition 
 chief, workers, servers; a worker that dies is then restarted alone. With --on=ray the workers run where Ray places
 them, each with its own --cpus_per_worker and --gpus_per_worker. When a node is lost they are placed again; with
 --min_workers=M on the remaining resources, and on more as soon as these are available. SIGTERM (or Ctrl-C once) lets
-the workers save and end; a second one ends them at once. SIGUSR1 lets them save and continue.
+the workers save and end; a second one ends them at once. SIGUSR1 lets them save and continue,
+SIGUSR2 lets them trace the next call of the step.
 """
 
 from __future__ import annotations
@@ -90,14 +91,13 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
     if options.elastic:
         check_elastic(config)
     run_dir, standbys, fits = config.run.folder, Standbys(), partial(mesh.fits, config.parallel.mesh)
-    follow = [sys.executable, "-m", "tfdist.evaluate", "--follow", *train]
 
     def make_job(workers: int) -> LocalJob:
         as_flags_say = workers == options.workers and not options.elastic
         batch = [] if as_flags_say or config.run.dry_run else same_batch(config, options)
         command, logs = [sys.executable, "-m", "tfdist.train", *train, *batch], run_dir / "logs"
         alike = {
-            "evaluator": follow if options.evaluator else None,
+            "evaluator": command if options.evaluator else None,  # its TF_CONFIG makes it one
             "standbys": standbys,
             **job_options(options),
         }
@@ -262,7 +262,8 @@ def run(supervisor: Supervisor, logs: Path) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     on_hangup(on_signal)
-    signal.signal(signal.SIGUSR1, lambda *_: supervisor.job and supervisor.job.forward(signal.SIGUSR1))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: supervisor.job and supervisor.job.forward(number))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was ignored, exit codes would be lost
     result = supervisor.run()
     if result.last_lines:

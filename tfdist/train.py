@@ -69,7 +69,7 @@ def _run(config: Config, argv: list[str]) -> int:
     versions.quiet()
     versions.prefer_cublas()
     if cluster.role == "evaluator":
-        from tfdist.run.snapshot_evaluation import follow
+        from tfdist.run.follower import follow
 
         return follow(config)
     strategy = strategy_or_undecided(resolve_strategy(config, cluster, gpus=lambda: 0))  # counting starts TensorFlow

@@ -144,6 +144,7 @@ class Attacker:
             "at": "",
             "waiting_for": None,
             "error": "forged \x1b[2J failure",
+            "code": 4,
             "error_time": 1.0,
             "secondary": False,
             "rank": rank,

@@ -179,7 +179,7 @@ def test_not_a_number_ends_with_its_own_code(tmp_path):
 def test_an_evaluator_follows_the_snapshots(tmp_path):
     run(
         2,
-        [*CLUSTERS, "--steps=60", "--save_every=20", "--eval_every=20", f"--run_dir={tmp_path}"],
+        [*CLUSTERS, "--epochs=2.4", "--save_every=20", "--eval_every=20", f"--run_dir={tmp_path}"],
         launch_flags=("--evaluator",),
     )
     followed = {

@@ -28,10 +28,11 @@ from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers, variables_of_model
 from tfdist.artifacts.resumed_epoch import AfterOthers
+from tfdist.artifacts.snapshot_folder import Snapshot
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
-from tfdist.control.exit_codes import ConfigError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.terminal import say
 
 _METRIC = "metric/"
@@ -106,7 +107,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._restored, self._others = None, AfterOthers(self)
         fit = RunningFit.of(model)
         may_restore = self._others.join(fit.values["callbacks"])
-        newest, _ = self.store.newest_valid()
+        newest = self._newest()
         snapshot = newest if may_restore else None
         if fit.has_no_seed():
             batch = snapshot.manifest["batch"] if snapshot is not None else 0
@@ -145,6 +146,21 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if count := snapshot.manifest["batch"]:
             self._to_skip = count
             self._others.pass_over(count, metrics)
+
+    def _newest(self) -> Snapshot | None:
+        """Returns the newest valid backup. Those that are damaged are told and set aside: else they would count as the
+        newest, and later ones would be removed. Raises CheckpointError if only damaged ones are there."""
+        found, damaged = self.store.newest_valid()
+        if damaged and found is None:
+            raise CheckpointError(
+                f"No backup in {self.backup_dir} is valid ({'; '.join(damaged)}): remove it to start from the"
+                " beginning, or name another folder."
+            )
+        for reason in damaged:
+            say(f"skipped a backup: {reason}")
+        if self.writes:
+            self.store.set_aside_damaged()
+        return found
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0

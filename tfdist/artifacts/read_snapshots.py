@@ -23,10 +23,12 @@ from tfdist.storage.store_errors import as_sentence
 
 
 def bring_for_reading(
-    objects: ObjectStore | None, store: SnapshotFolder, step: int = -1, told: set[str] | None = None
+    objects: ObjectStore | None, store: SnapshotFolder, step: int = -1, told: set[str] | None = None, after: int = -1
 ) -> None:
     """Brings the newest snapshot, or that of a step, if the run is in an object store and `store` lacks it. Reports
     those that are passed over, except messages in `told`, to which it adds. Raises TfdistError.
+
+    after: the newest one is brought only if it is of a later step.
     """
     if objects is None:
         return
@@ -35,14 +37,14 @@ def bring_for_reading(
         stored = RemoteSnapshots(objects, store, Retention(1))
         there = stored.steps()
         _forget_others(objects, store, there, step)
-        if step < 0:
+        if step >= 0 and step not in store.steps():
+            must_be_of(step, there, objects.url)
+            stored.bring(step)
+        elif step < 0 and max(there, default=-1) > after:
             for message in stored.bring_newest(there=there):
                 if message not in told:
                     say(message)
                     told.add(message)
-        elif step not in store.steps():
-            must_be_of(step, there, objects.url)
-            stored.bring(step)
 
 
 def _forget_others(objects: ObjectStore, store: SnapshotFolder, there: Sequence[int], step: int) -> None:

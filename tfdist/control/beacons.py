@@ -3,7 +3,8 @@
 Every worker sends a small UDP datagram to every other about once a second: rank, section, calls, where its main thread
 is. Datagrams from strangers are dropped (datagrams.py). So when something is stuck, or a peer is lost, each worker can
 name the rank that is the cause, whatever the state of TensorFlow's own connections; and the error of the first worker
-that failed appears in every log. Losing a datagram does no harm.
+that failed appears in every log. If no new start mends it, the others end with its exit code. Losing a datagram does no
+harm.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Report:
     at: str = ""  # where the main thread is
     waiting_for: int | None = None  # the rank whose data it waits for, if the runtime knows it
     error: str = ""  # the error with which it failed
+    code: int = 0  # the exit code with which it ends then; 0: unknown
     error_time: float = 0.0  # Unix seconds, by the sender's clock
     secondary: bool = False  # it failed because it lost another worker
     rank: int = -1
@@ -66,7 +68,7 @@ class Beacons:
         self.cluster, self.watchdog, self.waiting_for = cluster, watchdog, waiting_for
         self.interval = interval * max(1.0, cluster.size / 64)  # N workers send N * (N - 1) datagrams
         self._lock = threading.Lock()
-        self._error, self._error_time, self._secondary = "", 0.0, False
+        self._error, self._code, self._error_time, self._secondary = "", 0, 0.0, False
         self._closed = threading.Event()
         self._socket = _open(bind_address(cluster.address, cluster.peers))
         endpoints = exchange(wire.endpoint(cluster.address.rpartition(":")[0], self._socket))
@@ -84,9 +86,10 @@ class Beacons:
 
     # -- called by the session -------------------------------------------------------------------------------------
 
-    def announce(self, error: str, secondary: bool = False) -> None:
-        """Tells all other workers why this one ends. secondary: it ends because it lost another worker."""
-        self._error, self._error_time, self._secondary = error, time.time(), secondary
+    def announce(self, error: str, secondary: bool = False, code: int = 0) -> None:
+        """Tells all other workers why this one ends. secondary: it ends because it lost another worker. code: the exit
+        code of the error; 0: unknown."""
+        self._error, self._code, self._error_time, self._secondary = error, code, time.time(), secondary
         for _ in range(_REPEAT):
             self._send()
 
@@ -160,6 +163,7 @@ class Beacons:
             at=main_thread_at(),
             waiting_for=self.waiting_for(),
             error=self._error,
+            code=self._code,
             error_time=self._error_time,
             secondary=self._secondary,
             rank=self.cluster.rank,
@@ -213,6 +217,7 @@ def parse_report(rank: int, data: bytes, size: int) -> Report | None:
     except ValueError:
         return None
     waiting_for = message.pop("waiting_for", None)
+    message.setdefault("code", 0)
     report = Report(time.monotonic(), waiting_for=waiting_for)
     expected = {name: type(value) for name, value in vars(report).items() if name not in ("heard", "waiting_for")}
     if message.get("rank") != rank or {name: type(value) for name, value in message.items()} != expected:

@@ -69,6 +69,9 @@ MEANING: dict[ExitCode, str] = {
 
 # After these codes, starting the same job again can help; after the others it fails in the same way.
 RESTARTABLE = frozenset({ExitCode.INTERNAL, ExitCode.STARTUP, ExitCode.PEER_LOST, ExitCode.HANG, ExitCode.PREEMPTED})
+FINAL = frozenset(ExitCode) - RESTARTABLE - {ExitCode.OK}
+
+PASSED_ON = "passed on"  # at the end of the last line of a worker that ends with another one's code
 
 
 class TfdistError(ValueError):
@@ -104,6 +107,14 @@ class DivergedError(TfdistError):
 
 class CheckpointError(TfdistError):
     exit_code = ExitCode.CHECKPOINT
+
+
+class PeerFailedError(TfdistError):
+    """Another worker has failed in a way that no new start mends. This one, which has lost it, ends with its code."""
+
+    def __init__(self, sentence: str, code: ExitCode):
+        super().__init__(sentence)
+        self.exit_code = code
 
 
 class UnsupportedError(TfdistError):
@@ -145,7 +156,8 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
         say_last_words("tfdist: interrupted.")
         code = ExitCode.INTERRUPTED
     except TfdistError as error:
-        say_last_words(error_line(as_line(_sentence(error)), error.exit_code))
+        passed_on = isinstance(error, PeerFailedError)
+        say_last_words(error_line(as_line(_sentence(error)), error.exit_code, passed_on))
         code = error.exit_code
     except BaseException as error:  # noqa: BLE001 - the last resort
         what = f"unexpected {type(error).__name__}: {as_line(first_line(error))}"
@@ -180,9 +192,9 @@ def _say_who_holds_the_end(code: int) -> None:
     threading.Thread(target=say, name="tfdist-held", daemon=True).start()
 
 
-def error_line(sentence: str, code: ExitCode) -> str:
-    """Returns the last line of a process that ends with an error."""
-    return f"tfdist: error: {sentence} (exit code {code.value}, {code.name})"
+def error_line(sentence: str, code: ExitCode, passed_on: bool = False) -> str:
+    """Returns the last line of a process that ends with an error. passed_on: with one of another worker."""
+    return f"tfdist: error: {sentence} (exit code {code.value}, {code.name}{f', {PASSED_ON}' if passed_on else ''})"
 
 
 def end_process(sentence: str, code: ExitCode) -> NoReturn:

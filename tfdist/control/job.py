@@ -225,6 +225,7 @@ class Job(Generic[_Worker]):
             exit_codes=codes,
             last_lines=() if cause.shown else tuple(cause.last_lines),
             rank=cause.rank,
+            trained=all(worker.code == 0 for worker in self.workers if worker.rank is not None),
         )
 
 

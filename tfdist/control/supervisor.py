@@ -103,7 +103,7 @@ class Supervisor:
                 result, resized = self._watch(job, count)
             finally:
                 job.kill()
-            if result.code == ExitCode.OK or self._stopped:
+            if result.code == ExitCode.OK or result.trained or self._stopped:
                 return result
             step = self.newest_step()
             if resized and result.code == ExitCode.PREEMPTED:

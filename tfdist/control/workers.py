@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from tfdist.control.exit_codes import MEANING, ExitCode
+from tfdist.control.exit_codes import MEANING, PASSED_ON, ExitCode
 
 _LAST_LINES = 20
 # Lines that do not explain a failure: empty lines; indented ones (source lines of tracebacks and warnings); warnings of
@@ -78,7 +78,8 @@ class JobResult:
     cause: str  # a sentence; "" if the job succeeded
     exit_codes: dict[str, int]  # by worker name; negative: the signal that killed it
     last_lines: tuple[str, ...] = ()  # last output of the worker that caused the failure, if not shown
-    rank: int | None = None  # of the worker that caused the failure
+    rank: int | None = None  # of the worker that caused the failure; None also if it is the evaluator
+    trained: bool = False  # all workers have ended with 0, and only the evaluator has failed
 
 
 def root_cause_order(worker: Worker) -> int:
@@ -87,7 +88,8 @@ def root_cause_order(worker: Worker) -> int:
         return 3
     if worker.lost:
         return 0
-    if worker.code in (ExitCode.PEER_LOST, ExitCode.PREEMPTED, -signal.SIGTERM, 128 + signal.SIGTERM):
+    consequences = (ExitCode.PEER_LOST, ExitCode.PREEMPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
+    if worker.code in consequences or worker.error.endswith(f", {PASSED_ON})"):
         return 2
     return 1 if worker.code == -signal.SIGABRT else 0  # TensorFlow aborts some processes whose peers are gone
 
@@ -108,7 +110,7 @@ def describe(worker: Worker) -> str:
     known = f" ({_meaning(code, worker.error)})" if code in set(ExitCode) else ""
     causes = (line.strip() for line in reversed(worker.last_lines) if not _NO_CAUSE.match(line))
     said = worker.error or next(causes, "")
-    said = "" if code == ExitCode.PREEMPTED else re.sub(r" \(exit code \d+, \w+\)$", "", said)
+    said = "" if code == ExitCode.PREEMPTED else re.sub(rf" \(exit code \d+, \w+(, {PASSED_ON})?\)$", "", said)
     return f"{worker.name} ended with exit code {code}{known}{': ' + said if said else ''}"
 
 

@@ -14,7 +14,15 @@ from tfdist.config import ClusterConfig, Config
 from tfdist.control import faults, sections
 from tfdist.control.beacons import ENDPOINT_BYTES, Beacons
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import RESTARTABLE, ExitCode, PeerLostError, TfdistError, error_line, say_last_words
+from tfdist.control.exit_codes import (
+    FINAL,
+    ExitCode,
+    PeerFailedError,
+    PeerLostError,
+    TfdistError,
+    error_line,
+    say_last_words,
+)
 from tfdist.control.signals import SignalRequests
 from tfdist.control.terminal import say
 from tfdist.control.watchdog import Watchdog, all_stacks
@@ -81,22 +89,26 @@ class HealthMonitor:
         lost, found_at = isinstance(found, PeerLostError), time.time()
         if self.beacons is None:
             return found
+        code = found.exit_code if isinstance(found, TfdistError) else ExitCode.INTERNAL
         unexpected = sentence is None and not isinstance(found, TfdistError)
-        self.beacons.announce(f"{type(found).__name__}: {found}" if unexpected else str(found), secondary=lost)
+        said = f"{type(found).__name__}: {found}" if unexpected else str(found)
+        self.beacons.announce(said, secondary=lost, code=code)
         if lost:
             return self._lost_peer(str(found), found_at, self.beacons)
-        if isinstance(found, TfdistError) and found.exit_code not in RESTARTABLE:
+        if code in FINAL:
             # Most such errors are verdicts on the result of a collective call (differing flags or weights). A worker
             # that left at once would break that call for those that are still receiving, and they would report a lost
             # peer.
             self.beacons.wait_for_errors(_VERDICT_SECONDS)
         return found
 
-    def _lost_peer(self, sentence: str, found_at: float, beacons: Beacons) -> PeerLostError:
-        """Makes the error about a lost peer, with what that peer or another worker has said about the cause."""
+    def _lost_peer(self, sentence: str, found_at: float, beacons: Beacons) -> PeerLostError | PeerFailedError:
+        """Makes the error about a lost peer, with what that peer or another worker has said about the cause. If no new
+        start mends that, this worker ends with the same code, for engines that see only one of the workers' codes."""
         words = beacons.first_error(_WORDS_SECONDS)
         if words and not words.secondary:
-            return PeerLostError(f"{self.cluster.name(words.rank)} failed: {words.error}")
+            said = f"{self.cluster.name(words.rank)} failed: {words.error}"
+            return PeerFailedError(said, ExitCode(words.code)) if words.code in FINAL else PeerLostError(said)
         if words and words.error_time < found_at:
             said = words.error.partition(" Look at")[0]
             sentence += f" Before that, {self.cluster.name(words.rank)} reported: {said}"
@@ -130,7 +142,7 @@ class HealthMonitor:
             words = f"tfdist: this worker's Python stacks:\n{all_stacks()}\n{words}"
         say_last_words(words)
         if self.beacons:
-            self.beacons.announce(sentence)
+            self.beacons.announce(sentence, code=ExitCode.HANG)
             # The others' time is up as well: let them still see where this worker is.
             time.sleep(self.beacons.interval)
         os._exit(ExitCode.HANG)

@@ -62,7 +62,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Restart:
-    """A death, or a stop on request, after which the run was restarted."""
+    """A death, a stop on request, or a change of an elastic group, after which the run continued."""
 
     attempt: int  # number of the new attempt
     died: float  # Unix seconds of the last event before the restart
@@ -85,9 +85,8 @@ class Goodput:
     spans: tuple[Span, ...]
     restarts: tuple[Restart, ...]
     lost_steps: int
-    state: (
-        str  # "finished", "stopped" (on request), "failed", or "running or killed": the log cannot tell these two apart
-    )
+    # "finished", "stopped" (on request), "failed", or "running or killed": the log cannot tell these two apart
+    state: str
     unsaved_steps: int  # done, but in no snapshot that the log mentions
 
     @property
@@ -202,6 +201,8 @@ class _Attempt:
             "stopped": "stopped on request, after saving",
             "running or killed": "no final event: it was killed",
         }.get(self.state, "")
+        if self.last["kind"] == "regroup":  # instead of a final event
+            self.reason = str(self.last["values"].get("message", ""))
         saves = [
             int(record["values"].get("save/step", record["step"]))
             for record in records

@@ -155,6 +155,20 @@ def test_a_damaged_backup_gives_way_to_the_one_before(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
+def test_where_only_damaged_backups_are_nothing_begins_anew(tmp_path):
+    """The damaged one would count as the newest, so that each new one, of an earlier step, would be removed at once."""
+    with pytest.raises(Killed):
+        fit([BackupAndRestore(tmp_path, save_freq=4), Counter([], die_after=9)])
+    before = sorted(tmp_path.iterdir())
+    (data,) = tmp_path.glob("step-00000008/*.data-*")
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(
+        CheckpointError, match=f"^No backup in {tmp_path} is valid .*step-00000008.*: remove it to start"
+    ):
+        fit([BackupAndRestore(tmp_path, save_freq=4)])
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_kept_when_asked_and_written_by_the_chief_alone(tmp_path):
     fit(
         [

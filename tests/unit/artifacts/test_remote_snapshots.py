@@ -364,6 +364,15 @@ def test_an_evaluator_is_told_of_damaged_snapshots(s3, tmp_path, capfd):
     assert "skipped a snapshot of s3://" in capfd.readouterr().err
 
 
+def test_a_reader_that_is_done_with_the_newest_reads_nothing(s3, tmp_path, monkeypatch):
+    """One that follows a run asks each second; all of its copy was verified each time."""
+    send(local(tmp_path, "here"), 10)
+    there = local(tmp_path, "there")
+    bring_for_reading(ObjectStore(URL), there)
+    monkeypatch.setattr(SnapshotFolder, "verify", lambda self, step: pytest.fail("is read again"))
+    bring_for_reading(ObjectStore(URL), there, after=10)
+
+
 def test_an_evaluator_brings_the_step_that_it_is_asked_for(s3, tmp_path):
     send(local(tmp_path, "here"), 10, 20)
     there = local(tmp_path, "there")

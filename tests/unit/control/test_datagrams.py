@@ -67,8 +67,11 @@ GOOD = {name: value for name, value in vars(Report(0.0, rank=1)).items() if name
 
 
 def test_a_report_is_read_as_it_was_sent():
-    report = parse_report(1, json.dumps({**GOOD, "waiting_for": 2, "error": "why", "seconds": 1.5}).encode(), 3)
-    assert (report.rank, report.waiting_for, report.error, report.seconds) == (1, 2, "why", 1.5)
+    sent = {**GOOD, "waiting_for": 2, "error": "why", "code": 4, "seconds": 1.5}
+    report = parse_report(1, json.dumps(sent).encode(), 3)
+    assert (report.rank, report.waiting_for, report.error, report.code, report.seconds) == (1, 2, "why", 4, 1.5)
+    del sent["code"]  # as from an earlier version
+    assert parse_report(1, json.dumps(sent).encode(), 3).code == 0
 
 
 @pytest.mark.parametrize(
@@ -86,6 +89,10 @@ def test_a_report_is_read_as_it_was_sent():
         {"seconds": float("inf")},
         {"error": 5},
         {"error": ["x"]},
+        {"code": "4"},
+        {"code": 4.0},
+        {"code": True},
+        {"code": None},
         {"error_time": "now"},
         {"error_time": float("-inf")},
         {"secondary": 0},

@@ -34,6 +34,11 @@ def test_every_code_has_a_meaning_and_every_error_a_code():
             2,
             ["tfdist: error: x is wrong: mend it. (exit code 2, CONFIG)"],
         ),
+        (
+            "raise exit_codes.PeerFailedError('worker 1 failed: no files.', exit_codes.ExitCode.DATA)",
+            4,
+            ["tfdist: error: worker 1 failed: no files. (exit code 4, DATA, passed on)"],
+        ),
         ("raise KeyError('surprise')", 1, ["Traceback", "unexpected KeyError: 'surprise' (exit code 1, INTERNAL)"]),
         ("raise KeyboardInterrupt", 130, ["interrupted"]),
         ("raise SystemExit(0)", 0, []),

@@ -221,6 +221,14 @@ def test_a_batch_script_is_a_shell_script(capsys, tmp_path):
     assert shlex.split(line) == ["python", "-m", "tfdist.train", *TRAIN]
 
 
+def test_slurm_ends_no_worker_since_another_has_ended(capsys):
+    """A chief that still sent its snapshots --grace seconds after the end of the others was killed. srun(1): "how long
+    to wait after the first task terminates before terminating all remaining tasks. A value of 0 indicates an unlimited
+    wait"."""
+    line = next(line for line in written(capsys, "slurm", "--grace=90").splitlines() if line.startswith("srun "))
+    assert {"--wait=0", "--kill-on-bad-exit=0"} <= set(line.split())
+
+
 @pytest.mark.parametrize("code", [*(code.value for code in ExitCode), 137, 143])
 @pytest.mark.parametrize("restarts", [None, 10])
 def test_a_batch_script_goes_back_to_the_queue_by_the_exit_code(code, restarts, capsys, tmp_path):

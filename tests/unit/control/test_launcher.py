@@ -14,12 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist import launch, train
+from tfdist import flags, launch, train
 from tfdist.config import Config
 from tfdist.control import job as job_module
 from tfdist.control import machine_shares, terminal
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
+from tfdist.control.launch_options import parse_launch_options
 from tfdist.control.local_job import LocalJob, PortReservation
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.supervisor import RestartPolicy, Supervisor
@@ -228,6 +229,18 @@ def test_an_endless_line_is_shown_in_pieces():
             ["worker 1", "SIGSEGV"],
         ),
         (AFTER_WORKER_0 + "sys.exit(6)", 6, ["worker 0"]),
+        (  # worker 0 ends first, with the code of worker 1, which is the cause
+            AFTER_WORKER_0
+            + "end = '' if rank else ', passed on'\nprint(f'tfdist: error: no such data. (exit code 4, DATA{end})')\n"
+            + "sys.exit(4)",
+            4,
+            ["worker 1 ended with exit code 4 (DATA: ", "no such data."],
+        ),
+        (
+            "print('tfdist: error: worker 9 failed: no data. (exit code 4, DATA, passed on)')\nsys.exit(4)",
+            4,
+            ["ended with exit code 4 (DATA: ", "worker 9 failed: no data."],
+        ),
     ],
 )
 def test_the_first_failure_stops_all_and_is_named(tmp_path, code, exit_code, words):
@@ -366,6 +379,18 @@ def test_the_workers_share_a_token_of_which_the_evaluator_and_no_command_line_kn
     lines = dict(line[1:].split("] ") for line in output.getvalue().splitlines())
     first, second = (lines[f"worker {rank}"].split()[0] for rank in range(2))
     assert first == second and len(first) == 64 and lines["evaluator"] == "none" and output.getvalue().count(first) == 2
+
+
+@pytest.mark.parametrize(
+    "workers, batch", [(2, []), (1, ["--global_batch=32", "--micro_batch=16", "--accumulation=0"])]
+)
+def test_the_evaluator_gets_the_command_of_the_workers(workers, batch, tmp_path, monkeypatch):
+    """All their flags, and nothing from flags.txt: that may be of an earlier attempt."""
+    monkeypatch.setattr(launch, "run", lambda supervisor, logs: supervisor.make_job(workers))
+    train = ["--source=digits", "--model=mlp", "--micro_batch=16", "--epochs=3", f"--run_dir={tmp_path}"]
+    options = parse_launch_options(["--workers=2", "--min_workers=1", "--evaluator"], "", "")
+    made = launch.launch_here(train, options, flags.parse(train).config)
+    assert made.evaluator == made.command == [sys.executable, "-m", "tfdist.train", *train, *batch]
 
 
 def test_an_evaluator_that_fails_is_told_and_stops_nobody(tmp_path):
@@ -619,10 +644,11 @@ def test_a_request_that_comes_twice_lets_the_workers_save(tmp_path, first, again
     assert launched.ends()[0] == 42
 
 
-def test_sigusr1_is_passed_on(tmp_path):
-    launched = Launched(tmp_path, "signal.signal(signal.SIGUSR1, lambda *_: print('saved', flush=True))")
-    launched.process.send_signal(signal.SIGUSR1)
-    assert sorted(launched.process.stdout.readline() for _ in range(2)) == ["[worker 0] saved\n", "[worker 1] saved\n"]
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+def test_requests_to_save_and_to_trace_are_passed_on(tmp_path, name):
+    launched = Launched(tmp_path, f"signal.signal(signal.{name}, lambda *_: print('done', flush=True))")
+    launched.process.send_signal(getattr(signal, name))
+    assert sorted(launched.process.stdout.readline() for _ in range(2)) == ["[worker 0] done\n", "[worker 1] done\n"]
     launched.process.kill()
     launched.ends()
 
@@ -639,7 +665,7 @@ def test_the_last_lines_of_a_hidden_worker_are_shown(tmp_path, capsys):
     made, _ = job(tmp_path, "print('why')\nsys.exit(4 if rank else 0)", show={0})
     kept = {
         number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
     }
     try:
         assert (

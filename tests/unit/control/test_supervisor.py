@@ -63,11 +63,12 @@ starts = len(list(folder.glob("start-*")))
 """
 
 
-def supervise(tmp_path, code, **options):
+def supervise(tmp_path, code, evaluator=None, **options):
     script = tmp_path / "worker.py"
     script.write_text(WORKER + code)
+    command, logs = [sys.executable, str(script)], tmp_path / "logs"
     made = Supervisor(
-        lambda workers: LocalJob([sys.executable, str(script)], workers, tmp_path / "logs", output=io.StringIO()),
+        lambda workers: LocalJob(command, workers, logs, evaluator=evaluator, output=io.StringIO()),
         policy(first_wait=0.01, **options),
         lambda: newest_saved_step(tmp_path, backup_folder=""),
         WorkerCount(1, 1),
@@ -78,6 +79,11 @@ def supervise(tmp_path, code, **options):
 def test_a_job_that_recovers(tmp_path):
     made, result, starts = supervise(tmp_path, "sys.exit(0 if starts == 2 else 6)")
     assert (result.code, made.restarts, starts) == (0, 2, 3)
+
+
+def test_a_finished_training_is_not_started_again_since_its_evaluator_has_failed(tmp_path):
+    _, result, starts = supervise(tmp_path, "sys.exit(0)", evaluator=[sys.executable, "-c", "import sys; sys.exit(5)"])
+    assert (result.code, starts) == (5, 1) and "evaluator ended with exit code 5" in result.cause
 
 
 def test_a_crash_loop_ends_with_its_cause_and_step(tmp_path):

@@ -12,7 +12,15 @@ import pytest
 from tfdist.config import Config
 from tfdist.control.beacons import Beacons
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import ConfigError, DataError
+from tfdist.control.exit_codes import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    ExitCode,
+    MemoryShortError,
+    PeerFailedError,
+    PeerLostError,
+)
 from tfdist.control.token import Secret
 from tfdist.control.watchdog import Watchdog, all_stacks, main_thread_at
 from tfdist.run.health import HealthMonitor
@@ -258,6 +266,36 @@ def test_who_alone_has_an_error_does_not_stay_for_ever(monkeypatch):
     beacons, _ = crowd(2)
     error = DataError("a file is missing")
     assert guarded(beacons[1]).failed(error) is error
+
+
+@pytest.mark.parametrize("error", [DataError("a file is missing"), DivergedError("NaN"), MemoryShortError("full")])
+def test_who_loses_a_peer_to_an_error_that_no_new_start_mends_ends_with_its_code(error, monkeypatch):
+    """Else what starts jobs again (Slurm, which goes by the highest code) would see PEER_LOST, and start it in vain."""
+    monkeypatch.setattr("tfdist.run.health._VERDICT_SECONDS", 0.1)
+    beacons, _ = crowd(3)
+    guarded(beacons[1]).failed(error)
+    until(lambda: beacons[0].first_error(0))
+    found = guarded(beacons[0]).failed(PeerLostError("Lost contact with rank 1."))
+    assert isinstance(found, PeerFailedError) and found.exit_code == error.exit_code
+    assert str(found) == f"worker 1 (rank 1, 127.0.0.1:2001) failed: {error}"
+    until(lambda: (report := beacons[2]._all()[0]).error and report.secondary)
+
+
+@pytest.mark.parametrize("code", [0, ExitCode.OK, ExitCode.INTERNAL, ExitCode.STARTUP, ExitCode.HANG, 99, -9, 10**20])
+def test_who_loses_a_peer_to_another_error_has_lost_a_peer(code):
+    beacons, _ = crowd(2)
+    beacons[1].announce("the cause", code=code)
+    until(lambda: beacons[0].first_error(0))
+    found = guarded(beacons[0]).failed(PeerLostError("Lost contact with rank 1."))
+    assert type(found) is PeerLostError and "failed: the cause" in str(found)
+
+
+def test_an_error_that_is_tfdists_own_or_unexpected_is_told_with_its_code(monkeypatch):
+    monkeypatch.setattr("tfdist.run.health._VERDICT_SECONDS", 0.1)
+    beacons, _ = crowd(3)
+    for rank, error in ((0, KeyError("x")), (1, DataError("a file is missing"))):
+        guarded(beacons[rank]).failed(error)
+    until(lambda: [report.code for report in beacons[2]._all().values()] == [1, 4, 0])
 
 
 def test_datagrams_of_strangers_are_ignored():

@@ -8,11 +8,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tfdist import flags
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.artifacts.status import note_failure, read_status, write_status
 from tfdist.config import Config
-from tfdist.control.exit_codes import CheckpointError, ConfigError, DivergedError, PeerLostError
-from tfdist.run import snapshot_evaluation
+from tfdist.control.exit_codes import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    ExitCode,
+    PeerFailedError,
+    PeerLostError,
+)
+from tfdist.run import follower, snapshot_evaluation
 
 
 def test_a_folder_that_holds_no_run(tmp_path):
@@ -46,6 +54,16 @@ def test_where_no_flags_are_stored_nobody_asks_how_long_to_train(tmp_path):
     assert snapshot_evaluation.run_configuration(config, [], tmp_path).run.steps == 1
 
 
+def test_flags_given_again_do_not_contradict_what_the_run_has_resolved(tmp_path):
+    """The launcher's evaluator gets all flags of the workers: with --epochs or --jit_tune nothing was evaluated."""
+    given = ["--flagfile=flags/digits_cnn.flags", "--jit_tune", f"--run_dir={tmp_path}"]
+    config = flags.parse(given).config
+    resolved = config.replace(steps=30, epochs=0.0, warmup_steps=5, jit_tune=False, jit_compile=True)
+    flags.write_flagfile(resolved, tmp_path / flags.FLAGS_FILE, "")
+    found = snapshot_evaluation.run_configuration(config, [*given, "--eval_samples=7"], tmp_path)
+    assert found == resolved.replace(eval_samples=7)
+
+
 @pytest.fixture
 def running(tmp_path, monkeypatch):
     """A run that writes a snapshot and removes the one before while the model of an evaluation is built, and, if
@@ -73,7 +91,7 @@ def running(tmp_path, monkeypatch):
 
     store.write(10, {"train/step": np.array(10)}, {})
     monkeypatch.setattr(SnapshotFolder, "read", read_late)
-    monkeypatch.setattr(snapshot_evaluation, "_compose", compose)
+    monkeypatch.setattr(snapshot_evaluation, "compose", compose)
     monkeypatch.setattr(snapshot_evaluation, "_scores", lambda job: {"loss": 1.0})
     monkeypatch.setattr("tfdist.artifacts.state.collect", lambda *_: {})
     monkeypatch.setattr("tfdist.artifacts.state.assign", lambda there, arrays: run.assigned.append(arrays))
@@ -124,7 +142,7 @@ def test_a_snapshot_that_is_there_and_cannot_be_read_is_no_removed_one(running, 
         raise KeyError("of the reader")
 
     monkeypatch.setattr(SnapshotFolder, "read", fail)
-    monkeypatch.setattr(snapshot_evaluation, "_compose", lambda config: SimpleNamespace())
+    monkeypatch.setattr(snapshot_evaluation, "compose", lambda config: SimpleNamespace())
     with pytest.raises(KeyError, match="of the reader"):
         snapshot_evaluation.main([f"--run_dir={running.folder}"])
 
@@ -145,9 +163,9 @@ def test_one_that_follows_goes_on_with_the_next(running, status, monkeypatch, ca
     config = Config().replace(run_dir=str(running.folder), trackers="none")
     monkeypatch.setattr(snapshot_evaluation, "run_configuration", lambda *_: config)
     job = SimpleNamespace(config=config, model=None, optimizer=None, step=SimpleNamespace(variables={}))
-    compose = snapshot_evaluation._compose
-    monkeypatch.setattr(snapshot_evaluation, "_compose", lambda config: compose(config) and job)
-    assert snapshot_evaluation.follow(config) == 0
+    compose = snapshot_evaluation.compose
+    monkeypatch.setattr(snapshot_evaluation, "compose", lambda config: compose(config) and job)
+    assert follower.follow(config) == 0
     assert running.assigned == [{"train/step": 12}]
     assert ("has ended with an error" in capsys.readouterr().err) == (status == "failed")
 
@@ -158,6 +176,7 @@ def test_only_what_no_restart_mends_counts_as_failed(tmp_path):
         (ConfigError("another job has taken over the folder"), "running"),
         (KeyError("of the user's"), "running"),
         (DivergedError("NaN"), "failed"),
+        (PeerFailedError("worker 1 failed: no data", ExitCode.DATA), "failed"),
     ]:
         write_status(tmp_path, "running", "abc")
         note_failure(tmp_path, error, "abc")

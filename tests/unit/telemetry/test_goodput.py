@@ -107,6 +107,16 @@ def test_a_kill_before_the_first_new_step_makes_one_long_restart():
     assert account(records(history)).state == "running or killed" and account(records(history)).unsaved_steps == 20
 
 
+def test_a_group_that_changes_in_order_was_not_killed():
+    history = [
+        *TWO_KILLS[:6],
+        (53, 0, "regroup", 30, {"message": "a new group of workers is formed at step 30"}),
+        (66, 1, "start", 30, {"startup_s": 8.0}),
+    ]
+    (change,) = account(records(history)).restarts
+    assert change.reason == "a new group of workers is formed at step 30"
+
+
 def test_an_older_snapshot_loses_the_steps_of_several_attempts():
     history = [*TWO_KILLS[:12], (110, 2, "start", 5, {"startup_s": 6.0})]
     assert account(records(history)).lost_steps == (30 - 5) + (35 - 10)
