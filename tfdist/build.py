@@ -43,7 +43,7 @@ from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import Objective, make_objective
-from tfdist.training.optimizer import check_decays, make_optimizer
+from tfdist.training.optimizer import check_variables, make_optimizer
 from tfdist.training.parallel import segments
 from tfdist.training.parallel.compose import compose_mesh
 from tfdist.training.parallel.sharded_state import ShardedState
@@ -159,7 +159,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         if limits:
             composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)
-        check_decays(optimizer, model.trainable_variables)
+        warnings += check_variables(config.optimizer, optimizer, model)
         loss_scale = LossScale(config.precision)
     rows = _first_rows(config, train_split)
     added = row_trials.check_rows(config, runtime, model, objective, plan, rows)

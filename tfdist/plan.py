@@ -101,16 +101,15 @@ def model_shape(config: Config, train: list[str], input_shape: str, outputs: int
         return found
     source = []
     if sample:  # replaces a source that is not available here
-        text = len(sample.shape) == 1 and config.model.model in ("transformer",)
         size = (
             f"vocab={sample.outputs}"
-            if text
+            if sample.is_text
             else f"shape=({','.join(map(str, sample.shape))},),classes={sample.outputs}"
         )
         source = [
             "--source=synthetic",
-            f"--source_args=task={'text' if text else 'image'},{size}",
-            *([f"--sequence_length={sample.shape[0]}"] if text else []),
+            f"--source_args=task={'text' if sample.is_text else 'image'},{size}",
+            *([f"--sequence_length={sample.shape[0]}"] if sample.is_text else []),
         ]
     command = [sys.executable, "-m", "tfdist.training.model_cost", *train, *source]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -136,9 +135,7 @@ def model_shape(config: Config, train: list[str], input_shape: str, outputs: int
             said.rpartition(" (exit code")[0]
             or f"The model could not be counted: {' '.join(command)} reports {result.stderr[-500:]}"
         )
-    return shapes.from_json(
-        json.loads(result.stdout.splitlines()[-1]), config.data.sequence_length if config.data.source == "text" else 1
-    )
+    return shapes.from_json(json.loads(result.stdout.splitlines()[-1]), sample.tokens if sample else 1)
 
 
 def _samples(config: Config, options: argparse.Namespace, model: ModelShape) -> float:

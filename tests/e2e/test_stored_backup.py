@@ -20,11 +20,12 @@ URL = f"s3://{BUCKET}/{BACKUP}"
 @pytest.mark.slow
 def test_a_machine_that_is_lost_is_replaced_by_another(s3, tmp_path):
     """Killed when the store has a backup; on the other machine neither the run folder nor the cache has anything."""
-    flags = [*FLAGS, "--steps=40", "--save_every=0", "--backup_every=5"]
+    flags = [*FLAGS, "--steps=40", "--save_every=0"]
     job.run(1, [*flags, f"--run_dir={tmp_path / 'undisturbed'}"])
 
     def of_machine(name: str) -> list[str]:
-        return [*flags, f"--backup_dir={URL}", f"--run_dir={tmp_path / name / 'run'}", f"--cache_dir={tmp_path / name}"]
+        backup = [f"--backup_dir={URL}", "--backup_every=5"]
+        return [*flags, *backup, f"--run_dir={tmp_path / name / 'run'}", f"--cache_dir={tmp_path / name}"]
 
     pace(tmp_path / "first" / "run", 0.2)
     command = [sys.executable, "-m", "tfdist.train", *of_machine("first"), "--steps_per_loop=1"]

@@ -8,11 +8,13 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src import backend
 from keras.src.backend.common import global_state
 
 from tfdist.models import compiled_functions
@@ -27,6 +29,19 @@ def restored() -> Iterator[None]:
     finally:
         keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(policy)
+
+
+@contextlib.contextmanager
+def sums_of_numpy() -> Iterator[None]:
+    """Context manager in which Keras adds as NumPy does. Otherwise, in batches of some sizes, it mistakes a number for
+    each row, or position, for a bias of the channels."""
+
+    def add(x1: Any, x2: Any) -> tf.Tensor:
+        dtype = keras.backend.result_type(*(getattr(each, "dtype", type(each)) for each in (x1, x2)))
+        return tf.add(*(keras.ops.convert_to_tensor(each, dtype) for each in (x1, x2)))
+
+    with mock.patch.object(backend.numpy, "add", add):
+        yield
 
 
 def seed(number: int) -> None:

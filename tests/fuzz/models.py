@@ -94,9 +94,10 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "float16": ("rows", 'x = layers.Dense({width}, activation="tanh", dtype="{low_float16}", name="{name}")(x)'),
     "residual": ("rows steps", 'x = layers.Add(name="{name}_add")([x, layers.Dense({width}, name="{name}")(x)])'),
     "twins": ("rows steps", 'x = own.twins(x, {width}, "{name}")'),  # instead of residual
-    "column": (  # instead of twins
+    "column": (  # instead of twins: [.., D] + [.., 1], then [.., D, D] + [.., D, 1]
         "rows steps",
-        'x = layers.Add(name="{name}_add")([x, layers.Dense(1, name="{name}")(x)])',
+        'x = layers.Add(name="{name}_add")([x, layers.Dense(1, name="{name}")(x)])\n{name} = x[..., None] *'
+        " keras.ops.tanh(x)[..., None, :] + x[..., None]\nx = keras.ops.mean({name}, axis=-1)",
     ),
     "conv": (
         "grid",

@@ -92,10 +92,14 @@ class Reference:
             "lamb": keras.optimizers.Lamb,
             "adafactor": keras.optimizers.Adafactor,
         }[kind]
+        parts = [part for part in options.get("weight_decay_exclude", "bias,gamma,beta").split(",") if part]
+
+        def kept(variable: keras.Variable) -> bool:  # as it is, by weight decay
+            whole, own = variable.path, variable.path.split("/")[-1]
+            return any(part in (own if part in ("bias", "gamma", "beta") else whole) for part in parts)
+
         optimizer = make(**arguments, **({"momentum": 0.9} if kind == "momentum" else {}))
-        excluded = options.get("weight_decay_exclude", "bias,gamma,beta")
-        if options.get("weight_decay") and excluded:
-            optimizer.exclude_from_weight_decay(var_names=excluded.split(","))
+        optimizer.exclude_from_weight_decay(var_list=[each for each in self.model.trainable_variables if kept(each)])
         return optimizer
 
     # -- a run -----------------------------------------------------------------------------------------------------
@@ -342,5 +346,5 @@ def runs(kind: str, case: Mapping[str, Any], order: np.ndarray) -> list[dict[str
     }[kind]
     if kind == "some" and case["options"].get("compression") in ("bf16", "fp16"):
         ways += [{"double": True, "travelling": seed} for seed in (1, 2, 3, 4)]
-    with keras_settings.restored():
+    with keras_settings.restored(), keras_settings.sums_of_numpy():
         return [Reference(case, **how).run(order) for how in ways]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -74,8 +74,31 @@ def learning_rate_variable(optimizer: keras.Optimizer) -> keras.Variable | None:
     return rate if isinstance(rate, keras.Variable) else None
 
 
+def choose_decaying(optimizer: keras.Optimizer, decays: Callable[[str], bool]) -> None:
+    """Makes `optimizer.apply` decay the variables for whose path in the model `decays` is true. Keras' own
+    `exclude_from_weight_decay` looks at TensorFlow's names, where inner layers are missing, and with Muon at the
+    variable's own name. Relies on `Optimizer._use_weight_decay`, which `apply` asks, and on `_trainable_variables` and
+    `_get_variable_index`. Raises UnsupportedError if the first is gone; if `apply` no longer asks it, all variables
+    decay, and tests/unit/training/test_optimizer.py fails.
+    """
+    if not callable(getattr(optimizer, "_use_weight_decay", None)):
+        raise UnsupportedError(f"Keras {keras.__version__} chooses what decays in an unknown way: install keras~=3.15.")
+
+    def use_weight_decay(variable: Any) -> bool:
+        return decays(optimizer._trainable_variables[optimizer._get_variable_index(variable)].path)
+
+    optimizer._use_weight_decay = use_weight_decay
+
+
 def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[list[int]]:
     """The indices of the weights that decay, for each optimizer with weight decay among this one and those inside it.
-    Relies on `Optimizer._use_weight_decay`; without it workers that exclude different weights go unnoticed."""
-    decays = [getattr(each, "_use_weight_decay", None) for each in with_inner(optimizer) if each.weight_decay]
-    return [[number for number, weight in enumerate(weights) if each(weight)] for each in decays if each is not None]
+    Relies on `Optimizer._use_weight_decay`, which the update asks with TensorFlow's variables, and on
+    `_exclude_from_weight_decay_cache`, which keeps its answers; without them workers that exclude different weights go
+    unnoticed."""
+    found = []
+    for each in with_inner(optimizer):
+        decays = getattr(each, "_use_weight_decay", None)
+        if each.weight_decay and decays is not None:
+            with attribute_replaced(each, "_exclude_from_weight_decay_cache", {}):
+                found.append([number for number, weight in enumerate(weights) if decays(weight.value)])
+    return found

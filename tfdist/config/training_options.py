@@ -146,7 +146,10 @@ class OptimizerConfig:
         0.0, "Decoupled weight decay per step, times the learning rate.", identity=True, least=0
     )
     weight_decay_exclude: str = option(
-        "bias,gamma,beta", "Variables whose name contains one of these are not decayed.", identity=True
+        "bias,gamma,beta",
+        "Variables with one of these in their path (layer/kernel) are not decayed. bias, gamma and beta: in the"
+        " variable's own name, the last of the path.",
+        identity=True,
     )
     clip_norm: float = option(
         0.0, "Clip the reduced gradient to this global norm. 0: off.", identity=True, least=0, most=LARGEST_FLOAT32

@@ -26,6 +26,10 @@ class OnlyWith(NamedTuple):
 ONLY_WITH = (
     OnlyWith("pipe_schedule", "--strategy=mesh --mesh=pipe=N", lambda config: "pipe" in config.parallel.mesh),
     OnlyWith("max_rollbacks", "--on_nan=rollback", lambda config: config.loop.on_nan == "rollback"),
+    *(
+        OnlyWith(flag, "--backup_dir=FOLDER", lambda config: bool(config.checkpoint.backup_dir))
+        for flag in ("backup_every", "double_backup", "delete_backup")
+    ),
 )
 
 

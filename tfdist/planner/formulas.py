@@ -7,6 +7,7 @@ type. Transformers are in transformer_formulas.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def shape_of(config: Config, sample: Sample) -> ModelShape | None:
     if options.get("experts"):
         return None  # models with experts are measured from their graph
     if "num_outputs" in options:
-        sample = Sample(sample.shape, options.pop("num_outputs"))
+        sample = dataclasses.replace(sample, outputs=options.pop("num_outputs"))
     if len(sample.shape) != (formula.sample_rank or len(sample.shape)):
         raise ConfigError(
             f"--model={config.model.model} does not take samples of shape {sample.shape}: use another --model, --source"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tfdist.config import Config, OptimizerConfig, parse_args
 from tfdist.planner.layout import Layout
+from tfdist.planner.pipeline import micro_batches_held
 from tfdist.planner.shapes import ModelPart, ModelShape, Weight
 
 _WORKING_TENSORS = 2  # tensors of the largest size that a layer's backward pass holds besides the saved ones
@@ -154,7 +155,8 @@ class Stage:
     def memory(self, reserved: float, copies: int) -> Memory:
         """Returns the total. `reserved` bytes are taken by others; `copies` as in the function `memory`."""
         layout, parts = self.layout, self.parts
-        states, held = self._states(), saved_bytes(parts, layout, self.index)
+        in_flight = micro_batches_held(self.config.parallel, layout, self.index)
+        states, held = self._states(), saved_bytes(parts, layout, in_flight)
         constants = 4.0 * sum(part.repeat * part.constants for part in parts)
         layer = KERAS.parameter * max((layout.elements(part) for part in parts), default=0)
         bucket = self._bucket()
@@ -248,18 +250,16 @@ def _working_bytes(part: ModelPart, layout: Layout) -> float:
     return _WORKING_TENSORS * part.largest * layout.micro_batch / layout.model
 
 
-def saved_bytes(parts: Sequence[ModelPart], layout: Layout, stage: int) -> Held:
-    """Returns the activations of a stage.
+def saved_bytes(parts: Sequence[ModelPart], layout: Layout, in_flight: float) -> Held:
+    """Returns the activations of a stage, which holds those of `in_flight` micro-batches at once.
 
-    Stage k of a pipeline of p stages holds min(micro-batches, p - k) micro-batches (1F1B: Narayanan et al. 2019). With
-    recompute, a block holds only its input, and one block at a time is recomputed (Chen et al. 2016,
+    With recompute, a block holds only its input, and one block at a time is recomputed (Chen et al. 2016,
     arXiv:1604.06174).
     """
 
     def whole(part: ModelPart) -> float:
         return (part.saved - part.divided + part.divided / layout.model) * layout.micro_batch
 
-    in_flight = min(layout.micro_batches, layout.pipe - stage) if layout.pipe > 1 else 1
     working = max((_working_bytes(part, layout) for part in parts), default=0.0)
     if not layout.recompute:
         return Held([part.repeat * whole(part) * in_flight for part in parts], working)

@@ -109,13 +109,17 @@ def check(config: Config, layout: Layout, weights: Sequence[tuple[Weight, int]],
 
 def least_states(config: Config, layout: Layout, weights: Iterable[tuple[Weight, int]]) -> States:
     """Returns the least state that each worker (with a pipeline: some worker) holds in the middle of a step."""
-    weights = list(weights)
-    elements = sum(times * weight.elements / layout.divisor(weight.axis) for weight, times in weights) / layout.pipe
-    slots = (
-        sum(times * slot_elements(config.optimizer, weight) / layout.divisor(weight.axis) for weight, times in weights)
-        / layout.pipe
-    )
+    elements = dense = slots = 0.0  # as many of float32
+    for weight, times in weights:
+        each = times * weight.element_bytes / KERAS.parameter / layout.divisor(weight.axis) / layout.pipe
+        elements += each * weight.elements
+        slots += each * slot_elements(config.optimizer, weight)
+        # A gradient of rows of a table may be slices, which plain SGD applies as they are.
+        is_sliced = config.optimizer.optimizer == "sgd" and "embedding" in weight.path.lower()
+        dense += 0 if is_sliced else each * weight.elements
     states = shard_states(elements, slots, KERAS, layout.zero, layout.replicas)
+    if elements:
+        states = dataclasses.replace(states, gradients=states.gradients * dense / elements)
     if layout.zero == 1 and config.batch.accumulation <= 1:  # a gradient may be scattered before the next one exists
         states = dataclasses.replace(states, gradients=states.gradients / layout.replicas)
     return states

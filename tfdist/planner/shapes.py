@@ -27,6 +27,7 @@ class Weight:
     path: str
     shape: tuple[int, ...]
     axis: str = ""
+    element_bytes: int = 4
 
     @property
     def elements(self) -> int:
@@ -158,6 +159,12 @@ class Sample:
 
     shape: tuple[int, ...]
     outputs: int
+    is_text: bool = False  # x are tokens, and a target for each
+
+    @property
+    def tokens(self) -> int:
+        """1 if samples are no texts."""
+        return self.shape[0] if self.is_text else 1
 
 
 def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | None:
@@ -171,11 +178,11 @@ def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | Non
     if data.source == "digits":
         found = Sample(DIGIT_SHAPE, DIGITS)
     elif data.source == "text":
-        found = Sample((data.sequence_length,), BYTES)
+        found = Sample((data.sequence_length,), BYTES, is_text=True)
     elif data.source == "synthetic":
         options = {**SYNTHETIC, **options}
         found = (
-            Sample((data.sequence_length,), options["vocab"])
+            Sample((data.sequence_length,), options["vocab"], is_text=True)
             if options["task"] == "text"
             else Sample(tuple(options["shape"]), options["classes"])
         )
@@ -192,5 +199,7 @@ def sample_of(config: Config, shape: str = "", outputs: int = 0) -> Sample | Non
             )
         if not outputs and not found:
             raise ConfigError(f"--input_shape={shape} needs --outputs=N, the number of classes or tokens.")
-        found = Sample(sizes, outputs or (found.outputs if found else 0))
-    return Sample(found.shape, outputs) if found and outputs else found
+        known = found.is_text if found else False
+        is_text = known or config.model.objective == "next_token" or config.model.model == "transformer"
+        found = Sample(sizes, outputs or (found.outputs if found else 0), is_text and len(sizes) == 1)
+    return dataclasses.replace(found, outputs=outputs) if found and outputs else found

@@ -17,6 +17,7 @@ from tfdist.planner.communication import ALGORITHMS, Group, all_reduce_seconds, 
 from tfdist.planner.hardware import Hardware
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import KERAS, slot_elements
+from tfdist.planner.pipeline import micro_batches_waited
 from tfdist.planner.shapes import ModelPart, ModelShape
 from tfdist.runtime.mesh import REPLICA_AXES
 
@@ -62,8 +63,8 @@ def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardw
     exposed = max(seconds - hardware.overlap * one * 2 / passes * windows, seconds * 0.02)
     return StepTime(
         compute=one * layout.micro_batches,
-        bubble=one * (layout.pipe - 1),
-        tensor=_inner_seconds(stages, layout, hardware) * crowding,
+        bubble=one * micro_batches_waited(config.parallel, layout),
+        tensor=_inner_seconds(stages, config, layout, hardware) * crowding,
         gradients=seconds,
         exposed=exposed if seconds else 0.0,
         update=_update_seconds(stages, config, layout, hardware) * crowding,
@@ -111,7 +112,7 @@ def gradient_traffic(
     return GradientTraffic(passes * once, "reduce-scatter and all-gather")
 
 
-def _inner_seconds(stages: list[list[ModelPart]], layout: Layout, hardware: Hardware) -> float:
+def _inner_seconds(stages: list[list[ModelPart]], config: Config, layout: Layout, hardware: Hardware) -> float:
     """Returns the seconds of traffic for which the next operation must wait."""
     seconds = 0.0
     blocks = max((sum(part.repeat for part in parts if part.block) for parts in stages), default=0)
@@ -123,7 +124,8 @@ def _inner_seconds(stages: list[list[ModelPart]], layout: Layout, hardware: Hard
     if layout.pipe > 1:
         group = Group.along(layout.mesh, ["pipe"], hardware)
         link = group.flat(hardware)
-        seconds += 2 * (link.alpha + output / link.beta) * (layout.micro_batches + layout.pipe - 1)
+        hops = layout.micro_batches * config.parallel.pipe_chunks + layout.pipe - 1
+        seconds += 2 * (link.alpha + output / link.beta) * hops
     if layout.expert > 1:  # tokens go to their experts and back, in the forward and the backward pass
         group = Group.along(layout.mesh, ["expert"], hardware)
         experts = max(sum(part.repeat for part in parts if "expert" in part.elements) for parts in stages)

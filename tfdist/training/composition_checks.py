@@ -131,9 +131,8 @@ def check_memory(config: Config, runtime: Runtime, model: keras.Model, limits: M
     """
     mesh = runtime.mesh or Mesh.create(data=runtime.replicas)
     layout = Layout(data=mesh.replicas, pipe=mesh.degree("pipe", "model", "expert"), zero=config.parallel.zero)
-    memory_check.check(
-        config,
-        layout,
-        [(Weight(variable.path, tuple(variable.shape)), 1) for variable in model.trainable_variables],
-        limits,
-    )
+    weights = [
+        Weight(variable.path, tuple(variable.shape), element_bytes=tf.as_dtype(variable.dtype).size)
+        for variable in model.trainable_variables
+    ]
+    memory_check.check(config, layout, [(weight, 1) for weight in weights], limits)

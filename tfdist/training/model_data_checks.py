@@ -63,10 +63,16 @@ def check(
             f"--global_batch={plan.global_batch} is more than the {train.size:,} samples of {train.name}: each batch"
             f" holds samples several times; lower it to at most {train.size}."
         )
-    if ":" in config.objective:
+    kind = "own" if ":" in config.objective else _kind_of(config, train.element_spec[1])
+    if config.label_smoothing and kind != "classes":
+        warnings.append(
+            f"--label_smoothing={config.label_smoothing:g} has no effect, since --objective={config.objective} does not"
+            " use it here: drop it."
+        )
+    if kind == "own":
         return warnings
-    y, outputs = train.element_spec[1], output_shape(flag, model, train.element_spec[0])
-    if config.objective == "regression" or (config.objective == "auto" and not y.dtype.is_integer):
+    outputs = output_shape(flag, model, train.element_spec[0])
+    if kind == "values":
         _refuse_one_hot(config, train)
         _check_regression(config, train, outputs)
         return warnings
@@ -79,6 +85,12 @@ def check(
             " would be slow and the loss wrong; drop the activation of the last layer."
         )
     return warnings
+
+
+def _kind_of(config: ModelConfig, y: tf.TensorSpec) -> str:
+    """Returns whether a built-in objective is about "classes" or "values"."""
+    of_values = config.objective == "regression" or (config.objective == "auto" and not y.dtype.is_integer)
+    return "values" if of_values else "classes"
 
 
 def _takes_moments(layer: keras.Layer) -> bool:

@@ -109,6 +109,8 @@ def make_optimizer(
                 f"--optimizer_args={config.optimizer_args}: {name} is set with {OWN_FLAGS[name]}, not here."
             )
     _check_numbers(config, options)
+    if config.optimizer == "muon":  # its rate for variables that it trains by Adam; Keras' default is 0.004
+        options.setdefault("adam_weight_decay", config.weight_decay or None)
     if config.ema:
         options |= {"use_ema": True, "ema_momentum": config.ema, "ema_overwrite_frequency": None}
     try:
@@ -119,10 +121,33 @@ def make_optimizer(
         raise ConfigError(
             f"--optimizer_args={config.optimizer_args} does not fit --optimizer={config.optimizer}: {error}"
         ) from None
-    excluded = [name for name in config.weight_decay_exclude.split(",") if name]
-    if config.weight_decay and excluded:
-        optimizer.exclude_from_weight_decay(var_names=excluded)
+    parts = _left_out(config)
+    keras_optimizers.choose_decaying(optimizer, lambda path: not any(_is_in(part, path) for part in parts))
     return switch_off_reduction(optimizer)
+
+
+def _left_out(config: OptimizerConfig) -> list[str]:
+    """Returns the parts of names in --weight_decay_exclude."""
+    return [part for each in config.weight_decay_exclude.split(",") if (part := each.strip())]
+
+
+def _is_in(part: str, path: str) -> bool:
+    """Whether a part of --weight_decay_exclude stands in a path. The usual parts are those of variables' own names: a
+    model may be called beta_vae, and a layer debias."""
+    return part in (path.rpartition("/")[2] if part in _left_out(OptimizerConfig()) else path)
+
+
+def unused_parts(config: OptimizerConfig, variables: Iterable[keras.Variable]) -> list[str]:
+    """Returns a warning for each part of the user's --weight_decay_exclude that is in no variable's path."""
+    paths, usual = [variable.path for variable in variables], _left_out(OptimizerConfig())
+    if not config.weight_decay or not paths:
+        return []
+    return [
+        f"--weight_decay_exclude={config.weight_decay_exclude}: {part} is in no variable's path, so it leaves nothing"
+        f" out of weight decay. Paths are like {paths[0]}."
+        for part in _left_out(config)
+        if part not in usual and not any(_is_in(part, path) for path in paths)
+    ]
 
 
 def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
@@ -139,6 +164,12 @@ def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
                 f" it is {usual:g}."
             )
         options[name] = float(value)
+
+
+def check_variables(config: OptimizerConfig, optimizer: keras.Optimizer, model: keras.Model) -> list[str]:
+    """Returns warnings. Raises ConfigError for variables that the optimizer cannot update."""
+    check_decays(optimizer, model.trainable_variables)
+    return unused_parts(config, model.variables)
 
 
 def check_decays(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]) -> None:
@@ -178,7 +209,7 @@ def updates_rows(optimizer: keras.Optimizer) -> bool:
 def ema_variables(optimizer: keras.Optimizer) -> list:
     """Returns the moving averages of the trainable variables, in their order; empty without --ema, and before the first
     update, with which Keras begins them."""
-    return keras_optimizers.moving_averages(optimizer) if int(optimizer.iterations) else []
+    return keras_optimizers.moving_averages(optimizer) if int(optimizer.iterations.numpy()) else []
 
 
 @contextlib.contextmanager

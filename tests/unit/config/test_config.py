@@ -99,6 +99,9 @@ def test_a_working_folder_whose_name_is_no_text_here_is_told(monkeypatch):
     [
         ({"pipe_schedule": "gpipe"}, "--pipe_schedule=gpipe has no effect", {"strategy": "mesh", "mesh": "pipe=2"}),
         ({"max_rollbacks": 5}, "--max_rollbacks=5 has no effect without --on_nan=rollback", {"on_nan": "rollback"}),
+        ({"backup_every": 50}, "--backup_every=50 has no effect without --backup_dir=FOLDER", {"backup_dir": "b"}),
+        ({"double_backup": True}, "--double_backup=True has no effect without --backup_dir", {"backup_dir": "b"}),
+        ({"delete_backup": False}, "--delete_backup=False has no effect without --backup_dir", {"backup_dir": "b"}),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_refused_where_a_training_starts(changes, sentence, other):

@@ -45,6 +45,14 @@ def test_stages_and_parts_divide():
     )
 
 
+def test_smaller_types_and_slices_of_tables_need_less():
+    halves = [(Weight("kernel", (500, 1000), element_bytes=2), 1)]
+    assert least_states(BASE, Layout(), halves).total == 16 * P / 4
+    tables = [(Weight("embedding/embeddings", (500, 1000)), 1), (Weight("kernel", (500, 1000)), 1)]
+    assert least_states(BASE.replace(optimizer="sgd"), Layout(), tables).total == 4 * P + 4 * P / 2
+    assert least_states(BASE, Layout(), tables).total == 16 * P
+
+
 def refuse(config, layout, limit, **options):
     limits = (MemoryLimit(limit, "the memory limit of its cgroup", **options),)
     with pytest.raises(MemoryShortError) as error:

@@ -50,6 +50,37 @@ def test_a_model_that_takes_too_long_to_count_is_named(monkeypatch):
         model_shape(flags.parse(train).config, train, input_shape="", outputs=0)
 
 
+@pytest.mark.parametrize(
+    ("train", "given", "source", "tokens"),
+    [
+        (["--source=text", "--sequence_length=64"], ("", 0), "task=text,vocab=256 --sequence_length=64", 64),
+        (
+            ["--source=synthetic", "--source_args=task=text,vocab=99", "--sequence_length=8"],
+            ("", 0),
+            "task=text,vocab=99 --sequence_length=8",
+            8,
+        ),
+        (["--source=tfrecord", "--objective=next_token"], ("32", 50), "task=text,vocab=50 --sequence_length=32", 32),
+        (["--source=digits"], ("", 0), "task=image,shape=(8,8,1,),classes=10", 1),
+        (["--source=tfrecord"], ("32", 50), "task=image,shape=(32,),classes=50", 1),
+        (["--source=mine:data"], ("", 0), "", 1),
+    ],
+)
+def test_samples_with_which_a_model_of_ones_own_is_counted(monkeypatch, train, given, source, tokens):
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, json.dumps({"name": "mine", "parts": []}), "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    train = [*train, "--model=mine:lm", "--global_batch=8", "--steps=1"]
+    shape = model_shape(flags.parse(train).config, train, *given)
+    assert shape.tokens == tokens
+    added = commands[0][3 + len(train) :]
+    assert added == (["--source=synthetic", *f"--source_args={source}".split()] if source else [])
+
+
 def test_a_model_of_seven_billion_needs_zero_on_eight_devices():
     found = search(plan(LARGE, 8))
     best = [each.estimate for each in found]

@@ -220,6 +220,7 @@ def test_shards_decay_as_the_whole_variables_do(spread):
         Schedule("constant", 0.1, 0, 10, 0.1, 0.0),
     )
     shards = spread(model.trainable_variables)
+    optimizer.build(shards)
     assert [optimizer._use_weight_decay(shard.value) for shard in shards] == [True, False, False, False]
     assert [(shard.path, len(shard.shape)) for shard in shards] == [
         (variable.path, len(shard.shape)) for variable, shard in zip(model.trainable_variables, shards, strict=True)

@@ -262,6 +262,23 @@ def test_classes_are_whole_numbers():
         checked(model(4), split(CLASSES / 4), objective="classification")
 
 
+@pytest.mark.parametrize(
+    ("objective", "y", "told"),
+    [
+        ("regression", np.zeros([60, 4], np.float32), True),
+        ("auto", np.zeros([60, 4], np.float32), True),
+        ("mine:f", CLASSES, True),
+        ("classification", CLASSES, False),
+        ("auto", CLASSES, False),
+    ],
+)
+def test_smoothing_of_labels_that_are_no_classes(objective, y, told):
+    config = ModelConfig(model="mine:model", objective=objective, label_smoothing=0.1)
+    warnings = model_data_checks.check(config, model(4), split(y), None, BatchPlan(10, 1, 1))
+    sentence = f"--label_smoothing=0.1 has no effect, since --objective={objective} does not use it here"
+    assert warnings == [f"{sentence}: drop it."] * told
+
+
 def test_batch_normalization_in_micro_batches():
     made = keras.Sequential([keras.Input([8]), keras.layers.BatchNormalization(), keras.layers.Dense(4)])
     assert checked(made, split(CLASSES)) == checked(model(4), split(CLASSES), accumulation=5) == []

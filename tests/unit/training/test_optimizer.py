@@ -18,6 +18,7 @@ from tfdist.training.optimizer import (
     ema_variables,
     make_optimizer,
     switch_off_reduction,
+    unused_parts,
 )
 from tfdist.training.schedule import Schedule
 
@@ -184,3 +185,82 @@ def test_averages_are_there_from_the_first_update_on(kind):
     assert ema_variables(optimizer) == []
     optimizer.apply([tf.constant([1.0, 1.0])], [weight])
     np.testing.assert_allclose(ema_variables(optimizer)[0], weight)
+
+
+def test_replicas_have_averages_too():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        weight = keras.Variable([2.0, 3.0])
+        optimizer = switch_off_reduction(keras.optimizers.SGD(0.1, use_ema=True))
+        optimizer.build([weight])
+    assert ema_variables(optimizer) == []
+    strategy.run(tf.function(lambda: optimizer.apply([tf.constant([1.0, 1.0])], [weight])))
+    np.testing.assert_allclose(ema_variables(optimizer)[0].numpy(), [1.9, 2.9])
+
+
+class Inner(keras.layers.Layer):
+    """A layer of whose inner layers TensorFlow's names of variables say nothing."""
+
+    def __init__(self):
+        super().__init__(name="debias")
+        self.inner = keras.layers.Dense(2, name="head.a")
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def decayed(**flags):
+    """The paths of the variables that a step without gradients makes smaller -> what is left of them."""
+    model = keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            keras.layers.Embedding(5, 4, name="table"),
+            keras.layers.LayerNormalization(name="norm"),
+            Inner(),
+        ],
+        name="beta_vae",
+    )
+    optimizer = make_optimizer(OptimizerConfig(**flags), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    optimizer.build(model.trainable_variables)
+    for variable in model.trainable_variables:
+        variable.assign(np.ones(variable.shape, np.float32))
+    optimizer.apply([tf.zeros(variable.shape) for variable in model.trainable_variables])
+    left = {
+        variable.path.removeprefix("beta_vae/"): float(variable.numpy().flat[0])
+        for variable in model.trainable_variables
+    }
+    return {path: round(value, 6) for path, value in left.items() if value != 1}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("exclude", "left"),
+    [
+        ("bias,gamma,beta", "table/embeddings debias/head.a/kernel"),
+        ("bias, gamma ,beta,", "table/embeddings debias/head.a/kernel"),
+        ("head.a", "table/embeddings norm/gamma norm/beta"),
+        ("head_a,h.*a", "table/embeddings norm/gamma norm/beta debias/head.a/kernel debias/head.a/bias"),
+        ("a/kernel,norm", "table/embeddings debias/head.a/bias"),
+        ("", "table/embeddings norm/gamma norm/beta debias/head.a/kernel debias/head.a/bias"),
+    ],
+)
+def test_what_is_left_out_of_weight_decay(optimizer, exclude, left):
+    found = decayed(optimizer=optimizer, weight_decay=0.5, weight_decay_exclude=exclude)
+    assert found == dict.fromkeys(left.split(), 0.95)
+
+
+def test_parts_of_no_name_are_told():
+    variables = [keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="head")]
+    config = OptimizerConfig(weight_decay=0.1, weight_decay_exclude="bias,head,h.*d, heads")
+    warnings = unused_parts(config, variables)
+    assert [warning.split(": ")[1].split(" is in no")[0] for warning in warnings] == ["h.*d", "heads"]
+    assert unused_parts(OptimizerConfig(weight_decay_exclude="heads"), variables) == []
+    assert unused_parts(OptimizerConfig(weight_decay=0.1), variables) == []
+
+
+def test_muon_decays_all_that_it_trains_alike():
+    """Keras' Muon has another rate for what it trains by Adam, which is 0.004 if nothing is said."""
+    assert decayed(optimizer="muon") == {}
+    others = {"table/embeddings": 0.98, "debias/head.a/kernel": 0.95}
+    assert decayed(optimizer="muon", weight_decay=0.5, optimizer_args="adam_weight_decay=0.2") == others
+    assert decayed(optimizer="muon", optimizer_args="adam_weight_decay=0.2") == {"table/embeddings": 0.98}

@@ -5,13 +5,12 @@ end in padding, which stays 0 under element-wise updates with zero gradients, an
 reassembled.
 
 Variables are cut one by one, not as one long vector: so an optimizer built on shards has one slot per variable, in the
-order of a data-parallel run, and names (for --weight_decay_exclude) still match. Several shards travel together as the
+order of a data-parallel run, and paths (for --weight_decay_exclude) still match. Several shards travel together as the
 columns of a matrix [n, sum of lengths], whose row i is for member i.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 
@@ -74,25 +73,17 @@ def _padded(vector: tf.Tensor, end: int) -> tf.Tensor:
 def shard_variables(variables: Sequence[keras.Variable], groups: Sequence[Group]) -> list[keras.Variable]:
     """Makes a variable [length] for each, which holds this member's shard of its value in its group.
 
-    The names stay the same.
+    The paths stay the same: by these --weight_decay_exclude and some optimizers choose, and slots get their names.
     """
     return [
-        named_like(variable, ShardLayout([variable.shape], group).cut(variable.numpy(), 0))
+        keras_variables.like(variable, ShardLayout([variable.shape], group).cut(variable.numpy(), 0))
         for variable, group in zip(variables, groups, strict=True)
     ]
 
 
 def empty_like(variable: keras.Variable) -> keras.Variable:
-    """Makes a variable without elements, with the same names and number of dims: some optimizers choose by these."""
-    return named_like(variable, np.zeros([0] * len(variable.shape), variable.dtype))
-
-
-def named_like(whole: keras.Variable, value: np.ndarray) -> keras.Variable:
-    """Makes a variable with another value. It has the path of `whole`, from which slots get their names, and its
-    TensorFlow name, by which Keras' optimizers recognize variables that do not decay."""
-    folder = whole.value.name.rpartition("/")[0]
-    with tf.name_scope(f"{folder}/") if folder else contextlib.nullcontext():
-        return keras_variables.like(whole, value)
+    """Makes a variable without elements, with the same path and number of dims: some optimizers choose by these."""
+    return keras_variables.like(variable, np.zeros([0] * len(variable.shape), variable.dtype))
 
 
 def build_optimizer(optimizer: keras.Optimizer, variables: Sequence[keras.Variable]) -> dict[int, int]:

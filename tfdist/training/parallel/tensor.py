@@ -286,7 +286,7 @@ def cut(
     places = tuple(block[:, start:stop].reshape(-1) for start, stop in zip(points, points[1:], strict=False))
     part = VariablePart(tuple(variable.shape), dim, places, group.index, axis)
     value = variable.numpy()
-    name = variable.value.name.partition(":")[0]  # by which optimizers recognize variables that do not decay
+    name = variable.value.name.partition(":")[0]  # in TensorFlow's messages
     cut_value = tf.Variable(tf.constant(part.cut(value)), trainable=variable.trainable, name=name)
     keras_variables.replace_value(variable, cut_value)
     return {id(variable): part}
