@@ -50,7 +50,7 @@ class RingReducer:
         threading.Thread(target=self._serve, name="tfdist-ring", daemon=True).start()
 
     def __call__(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
-        """Returns the sum over all workers of each tensor; each must pass `suits`.
+        """Returns the sum over all workers of each tensor, of its type; each must pass `suits`.
 
         Called while tracing; every worker must trace the same calls.
         """
@@ -229,7 +229,7 @@ def _off_wire(parts: list[tf.Tensor], like: tf.Tensor | tf.IndexedSlices) -> tf.
     if isinstance(like, tf.IndexedSlices):
         indices = tf.bitcast(parts[1], _index_type(like))
         return tf.IndexedSlices(parts[0], tf.cast(indices, like.indices.dtype), like.dense_shape)
-    return parts[0]
+    return tf.cast(parts[0], like.dtype)  # exact: the ring has rounded the sum of what travels as bfloat16
 
 
 def _index_type(slices: tf.IndexedSlices) -> tf.DType:

@@ -452,6 +452,7 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
             )
             assert slices.indices.dtype == tf.int64 and slices.dense_shape[0] == 2**31 - 1
             assert (first.numpy() == 3).all() and (last.numpy() == 3).all() and (small.numpy() == 9).all()
+            assert small.dtype == tf.bfloat16  # as `tape.gradient` must return it for a bfloat16 variable
 
 
 @pytest.mark.parametrize("share", [False, True])
