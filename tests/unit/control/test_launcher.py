@@ -39,7 +39,7 @@ else:
     open(note + ".new", "w").write(str(os.getpid()))
     os.rename(note + ".new", note)
 """
-# Variables of a Slurm step, of a pod, and of mpirun, each of several processes.
+# Variables of a Slurm step, a pod, mpirun and mpiexec, each of several processes.
 AROUND = {
     "SLURM_JOB_ID": "7",
     "SLURM_PROCID": "1",
@@ -51,6 +51,8 @@ AROUND = {
     "JOB_COMPLETION_INDEX": "1",
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
 }
 SLEEP = "print('ready', flush=True)\ntime.sleep(60)\n"
 
@@ -448,8 +450,8 @@ def test_the_only_worker_is_alone_whatever_the_launcher_was_started_in(tmp_path)
     """Not a task of the Slurm step, pod or mpirun around the launcher, nor of a cluster of somebody else."""
     made, output = job(
         tmp_path,
-        "from tfdist.control.resolvers import resolve_cluster\n"
-        "cluster = resolve_cluster(os.environ)\n"
+        "from tfdist.control.resolvers import cluster_to_join\n"
+        "cluster = cluster_to_join(os.environ)\n"
         "print(cluster.rank, cluster.size, cluster.started_by, [peer.partition(':')[0] for peer in cluster.peers])",
         workers=1,
         environment={**os.environ, **AROUND, "PYTHONPATH": os.getcwd(), "TF_CONFIG": "of somebody else"},
