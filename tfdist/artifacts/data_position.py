@@ -104,7 +104,7 @@ class RunningFit:
         return _has_no_seed(self.values["epoch_iterator"].data_adapter)
 
     def shuffled_by(self) -> list:
-        """The seeds by which the training data are shuffled, as far as they can be seen; JSON to be saved. With the same
+        """The seeds by which the training data are shuffled, as far as they can be seen; JSON to be saved. By the same
         ones another process draws the same order."""
         adapter = self.values["epoch_iterator"].data_adapter
         if (read := keras_epochs.dataset_of(adapter)) is not None:
