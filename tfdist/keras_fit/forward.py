@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
-from tfdist.compat.keras_tensors import carry_mask, mask_of
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
@@ -25,6 +23,7 @@ from tfdist.keras_fit.losses_inside import Reductions, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, OwnRows, together, used_by_all
+from tfdist.keras_fit.structures import compiled, tensors_of, with_tensors
 from tfdist.models import missing_rows
 from tfdist.models.compiled_functions import in_steps
 from tfdist.models.nested_functions import traced_anew
@@ -72,7 +71,7 @@ class DistributedCall:
             with self.alone(), batch_norm.each_alone():
                 return self._call(*args, **kwargs)
         # Callbacks call models with NumPy arrays; Keras' functional models convert them inside the call.
-        args, kwargs = _with_tensors((args, kwargs))
+        args, kwargs = with_tensors((args, kwargs))
         with keras_layers.in_the_call_as_it_is():
             self._refuse_mixed_rows(args, kwargs)
         with keras_stateless.float_values(self._values_for_own_rows):
@@ -134,7 +133,7 @@ class DistributedCall:
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
         """For each tensor with rows among the arguments of a call, whether its rows are those of the batch."""
-        tensors, rebuild = _tensors_of(arguments)
+        tensors, rebuild = tensors_of(arguments)
         dims = [tensor.shape[0] for tensor in tensors if tensor.shape.rank != 0]
 
         def specs_of(dims: Sequence[int | None]) -> list[tf.TensorSpec]:
@@ -193,13 +192,13 @@ class DistributedCall:
 
     def _forward(self, args: tuple, kwargs: dict, cut: Sequence[bool]) -> Forward:
         """Computes this worker's rows. cut: for each tensor with rows, whether its rows are those of the batch."""
-        tensors, rebuild = _tensors_of((args, kwargs))
+        tensors, rebuild = tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
         additions = Additions(
             layers if self._gradients.share is None else []
         )  # else own_rows.py adds up the values of all metrics
 
-        def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list, list]:
+        def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list]:
             args, kwargs = rebuild(tensors)
             with (
                 self._gradients.of_own_rows(),
@@ -212,24 +211,13 @@ class DistributedCall:
             losses = recorded(layers)
             for layer in layers:
                 keras_layers.record_losses(layer, [])  # these cover own rows only
-            return (
-                outputs,
-                losses,
-                [mask_of(output) for output in keras.tree.flatten(outputs)],
-                additions.values,
-            )
+            return outputs, losses, additions.values
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
         compiles = self._compiles(kwargs, find)
         with unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers):
-            pass_over = tf.function(forward, jit_compile=True, autograph=False) if compiles else forward
-            outputs, losses, masks, added = pass_over(tensors)
-        if compiles:
-            additions.values = added
-            for output, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
-                if mask is not None:
-                    carry_mask(output, mask)
+            outputs, losses, additions.values = (compiled(forward) if compiles else forward)(tensors)
         additions.add(self._runtime)
         if self._gradients.without_losses.is_here:
             return Forward(outputs, [], [])
@@ -272,27 +260,3 @@ class DistributedCall:
             return False
         known = find()
         return not known.shared and not (known.branches and kwargs.get("training") is not False)
-
-
-def _with_tensors(structure: Any) -> Any:
-    """The structure with tensors in place of NumPy arrays."""
-    flat = [
-        tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in keras.tree.flatten(structure)
-    ]
-    return keras.tree.pack_sequence_as(structure, flat)
-
-
-def _tensors_of(structure: Any) -> tuple[list[tf.Tensor], Callable[[list], Any]]:
-    """Returns (the tensors in a structure, a function that rebuilds the structure with other tensors)."""
-    flat = keras.tree.flatten(structure)
-    shape = keras.tree.map_structure(lambda leaf: None, structure)
-    places = [index for index, leaf in enumerate(flat) if isinstance(leaf, tf.Tensor)]
-
-    def rebuild(tensors: list) -> Any:
-        among = dict(zip(places, tensors, strict=True))
-        return keras.tree.pack_sequence_as(shape, [among.get(index, leaf) for index, leaf in enumerate(flat)])
-
-    tensors = [flat[index] for index in places]
-    for index in places:
-        flat[index] = None  # `rebuild` may live long
-    return tensors, rebuild

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras_layers import keep_message
-from tfdist.compat.keras_tensors import carry_mask, mask_of
+from tfdist.compat.keras_tensors import taken_apart
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.lookups import mark_worker_dependent
@@ -127,30 +127,24 @@ def together(runtime: PeerRuntime, part: OwnRows, forward: Callable[[], Forward]
     weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
     with batch_norm.weighted(weight):
         computed = forward()
-    flat = keras.tree.flatten(computed.outputs)
-    for output in flat:
+    for output in keras.tree.flatten(computed.outputs):
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
             sentence = f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}"
             raise keep_message(ConfigError(f"{sentence}: return tensors with one row per sample."))
-    masks = [mask_of(output) for output in flat]
-    mine = [part.trim(tensor) for tensor in (*flat, *(mask for mask in masks if mask is not None))]
+    tensors, put_together = taken_apart(computed.outputs)
+    mine = [part.trim(tensor) for tensor in tensors]
     if computed.losses:
         mine.append(_parts_of_losses(part, computed)[tf.newaxis])
     everyone = every_row(runtime, mine, part.sample)
-    for row in everyone[: len(mine) - bool(computed.losses)]:
+    for row in everyone[: len(tensors)]:
         row.set_shape([part.n if isinstance(part.n, int) else None, *row.shape[1:]])
-    rows = iter(everyone)
-    gathered = [next(rows) for _ in flat]
-    for output, mask in zip(gathered, masks, strict=True):
-        if mask is not None:
-            carry_mask(output, next(rows))
-    sums = tf.unstack(tf.reduce_sum(next(rows), 0), num=len(computed.losses)) if computed.losses else []
+    sums = tf.unstack(tf.reduce_sum(everyone[-1], 0), num=len(computed.losses)) if computed.losses else []
     # Keras adds them to the compiled loss, whose type is float64 for losses in float64.
     losses = [
         total if own_loss.dtype == tf.float64 else tf.cast(total, tf.float32)
         for total, own_loss in zip(sums, computed.losses, strict=True)
     ]
-    return keras.tree.pack_sequence_as(computed.outputs, gathered), losses
+    return put_together(everyone), losses
 
 
 def _parts_of_losses(part: OwnRows, computed: Forward) -> tf.Tensor:

@@ -2,6 +2,8 @@
 sent.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -224,3 +226,54 @@ def test_a_pass_that_failed_does_not_disturb_other_models(distribute):
     with pytest.raises(ValueError):
         tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([6, 3]))
     assert model.call._finders and model.call.shared_lookups() == {}
+
+
+LOGITS = np.array([[30.0, 0.0], [-25.0, 25.0]], np.float32)
+CROSSENTROPIES = {
+    "softmax": (keras.activations.softmax, keras.losses.sparse_categorical_crossentropy, np.array([1, 0])),
+    "sigmoid": (keras.activations.sigmoid, keras.losses.binary_crossentropy, np.array([[0.0, 1.0], [1.0, 0.0]])),
+    "softmax of TensorFlow": (tf.nn.softmax, keras.losses.sparse_categorical_crossentropy, np.array([1, 0])),
+    "softmax over another axis": (
+        lambda x: keras.activations.softmax(x[..., None] * [1.0, 1.5], axis=1),
+        lambda y, p: keras.losses.categorical_crossentropy(y, p, axis=1),
+        np.array([[[0.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]]),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, way",
+    [
+        *((kind, "graph") for kind in CROSSENTROPIES),
+        *(("softmax", way) for way in ("eager", "compiled by XLA", "own rows, compiled by XLA")),
+        ("softmax over another axis", "compiled by XLA"),
+    ],
+)
+def test_large_logits_have_the_loss_and_gradient_of_one_process(distribute, kind, way):
+    """Keras takes a crossentropy of the logits behind a probability, which alone is cut off at 1e-7."""
+    activation, crossentropy, y = CROSSENTROPIES[kind]
+
+    def step(model, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(crossentropy(y, model(x)))
+        return loss, tape.gradient(loss, model.trainable_variables[0])
+
+    def run(model, repeats):
+        x, wanted = (tf.constant(np.concatenate([each] * repeats)) for each in (LOGITS, y))
+        return (step if way == "eager" else tf.function(step, autograph=False))(model, x, wanted)
+
+    def made():
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(2, activation, use_bias=False, kernel_initializer="identity")]
+        )
+        model.compile(jit_compile="XLA" in way)
+        return model
+
+    loss, gradient = run(made(), 1)
+    model = made()
+    distribute(model)
+    with model.call._gradients.of_a_share(tf.constant(0.5)) if "own rows" in way else contextlib.nullcontext():
+        found_loss, found_gradient = run(model, 1 if "own rows" in way else 2)
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(found_gradient, gradient, rtol=1e-6)
+    assert loss > 20
