@@ -19,7 +19,7 @@ from tfdist.keras_fit.batch_inputs import Returned, of_the_batch
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.lookups import LookupFacts, traced
-from tfdist.keras_fit.losses_inside import Reductions, recorded
+from tfdist.keras_fit.losses_inside import Combinations, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, OwnRows, together, used_by_all
@@ -30,6 +30,7 @@ from tfdist.models.nested_functions import traced_anew
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.row_checks import row_mixing
+from tfdist.training.row_checks.model_probe import LossKey
 from tfdist.training.row_checks.reductions import SUM
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.stateless_call import Arguments
@@ -55,7 +56,7 @@ class DistributedCall:
         self.alone, self.asked = gradients.alone, 0
         self._compiled_as = model if compiled_as is None else compiled_as
         self.example = ExampleBatch()
-        self._reductions = Reductions(model, runtime, self.example)
+        self._combinations = Combinations(model, runtime, self.example)
         self._may_mix = row_mixing.may_mix(model)
         self._tried: list[tuple] = []  # kinds of calls that have been checked
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
@@ -76,8 +77,8 @@ class DistributedCall:
             self._refuse_mixed_rows(args, kwargs)
         with keras_stateless.float_values(self._values_for_own_rows):
             outputs, losses = self._over_workers(args, kwargs)
-        for layer in keras_layers.all_layers(self._model):
-            keras_layers.record_losses(layer, losses if layer is self._model else [])
+        for number, layer in enumerate(keras_layers.all_layers(self._model)):
+            keras_layers.record_losses(layer, [loss for key, loss in losses.items() if key.layer == number])
         return outputs
 
     def _values_for_own_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -86,7 +87,7 @@ class DistributedCall:
         self._gradients.of_values = True
         return used_by_all(self._runtime, values)
 
-    def _over_workers(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
+    def _over_workers(self, args: tuple, kwargs: dict) -> tuple[Any, dict[LossKey, tf.Tensor]]:
         """Computes over all workers. Returns (outputs, losses)."""
         if self._gradients.share is not None:
             return self._with_own_rows(args, kwargs, self._gradients.share)
@@ -121,14 +122,14 @@ class DistributedCall:
                 raise keras_layers.keep_message(ConfigError(row_mixing.sentence(self._model, fix)))
         self._tried.append(kind)  # not earlier: a script may catch the error, and train again
 
-    def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
+    def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, dict[LossKey, tf.Tensor]]:
         """Returns (outputs, losses) for arguments that are already this worker's rows, `share` of all: no gathering."""
         computed = self._forward(args, kwargs, self.of_the_batch((args, kwargs)))
         as_mean = tf.math.reciprocal_no_nan(share)  # all rows / own rows
-        losses = [
-            loss * tf.cast(as_mean, loss.dtype) if reduction == SUM else loss
-            for loss, reduction in zip(computed.losses, computed.reductions, strict=True)
-        ]
+        losses = {
+            key: loss * tf.cast(as_mean, loss.dtype) if computed.combinations[key].reduction == SUM else loss
+            for key, loss in computed.losses.items()
+        }
         return computed.outputs, losses
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
@@ -220,11 +221,11 @@ class DistributedCall:
             outputs, losses, additions.values = (compiled(forward) if compiles else forward)(tensors)
         additions.add(self._runtime)
         if self._gradients.without_losses.is_here:
-            return Forward(outputs, [], [])
+            return Forward(outputs, {}, {})
         training = keras_layers.is_training(kwargs.get("training"))
         with self.alone(), keras_stateless.left(), keras_layers.in_the_call_as_it_is():
-            reductions = self._reductions.of(list(losses), args, kwargs, cut, training)
-        return Forward(outputs, list(losses.values()), reductions)
+            combinations = self._combinations.of(list(losses), args, kwargs, cut, training)
+        return Forward(outputs, losses, combinations)
 
     def shared_lookups(self) -> dict[int, str]:
         """The lookups, in all forward passes so far, that do not depend on the batch; see lookups.py."""

@@ -277,3 +277,30 @@ def test_large_logits_have_the_loss_and_gradient_of_one_process(distribute, kind
     np.testing.assert_allclose(found_loss, loss, rtol=1e-6)
     np.testing.assert_allclose(found_gradient, gradient, rtol=1e-6)
     assert loss > 20
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_losses_stay_with_the_layers_that_add_them(distribute, run_eagerly):
+    """A train_step or compute_loss may give those of each layer a weight of its own."""
+
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            square = keras.ops.square(x)
+            self.add_loss(keras.ops.mean(square))
+            self.add_loss(keras.ops.sum(square))
+            self.add_loss(keras.ops.mean(square, axis=-1))  # one value for each row
+            self.add_loss(keras.ops.mean(square, axis=-1) / tf.cast(tf.shape(x)[0], x.dtype))
+            self.add_loss(keras.ops.mean(square, axis=0))  # one value for each feature
+            return 2 * x
+
+    def losses_of(model, x):
+        model(x)
+        return [list(layer.losses) for layer in model.layers], list(model.losses)
+
+    model = keras.Sequential([keras.Input((3,)), Adds(), keras.layers.Dense(3), Adds()])
+    x = tf.random.stateless_normal([4, 3], [1, 2])
+    x = tf.concat([x, x], 0)
+    wanted = losses_of(model, x)
+    distribute(model)
+    found = (losses_of if run_eagerly else tf.function(losses_of, autograph=False))(model, x)
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
