@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
@@ -18,6 +19,7 @@ from tfdist.keras_fit import unsaved_state
 from tfdist.keras_fit.batch_inputs import Returned, of_the_batch
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.kept_tensors import KeptTensors
 from tfdist.keras_fit.lookups import LookupFacts, traced
 from tfdist.keras_fit.losses_inside import Combinations, recorded
 from tfdist.keras_fit.metrics_inside import Additions
@@ -33,6 +35,7 @@ from tfdist.training.row_checks import row_mixing
 from tfdist.training.row_checks.model_probe import LossKey
 from tfdist.training.row_checks.reductions import SUM
 from tfdist.training.row_checks.row_proof import Proofs
+from tfdist.training.row_checks.trial_scope import attributes_kept
 from tfdist.training.stateless_call import Arguments
 
 
@@ -55,6 +58,7 @@ class DistributedCall:
         self._call: Callable = traced_anew(model.call) or model.call
         self.alone, self.asked = gradients.alone, 0
         self._compiled_as = model if compiled_as is None else compiled_as
+        self._kept = KeptTensors(model)
         self.example = ExampleBatch()
         self._combinations = Combinations(model, runtime, self.example)
         self._may_mix = row_mixing.may_mix(model)
@@ -63,13 +67,23 @@ class DistributedCall:
         self._finders: dict[str, Callable[[], LookupFacts]] = {}  # by the inputs of a forward pass
         gradients.calls.add(self)
 
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context manager in which this is the model's call."""
+        try:
+            with attribute_replaced(self._model, "call", self):
+                yield
+        finally:
+            self._kept.show()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.asked += 1
         if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: in another distributed model
-            return self._call(*args, **kwargs)
+            with self._kept.visible():
+                return self._call(*args, **kwargs)
         self._gradients.called += 1
         if tensorflow_vectorized.is_here():  # pfor would lose the gradients of what workers exchange
-            with self.alone(), batch_norm.each_alone():
+            with self.alone(), batch_norm.each_alone(), self._kept.visible():
                 return self._call(*args, **kwargs)
         # Callbacks call models with NumPy arrays; Keras' functional models convert them inside the call.
         args, kwargs = with_tensors((args, kwargs))
@@ -185,7 +199,13 @@ class DistributedCall:
         with keras_stateless.left(), keras_layers.in_the_call_as_it_is(), functions_inline():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
             try:
-                with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), batch_norm.each_alone():
+                with (
+                    self._gradients.of_own_rows(),
+                    self._random_numbers.of_own_rows(),
+                    batch_norm.each_alone(),
+                    self._kept.visible(),
+                    attributes_kept(layers),
+                ):
                     yield
             finally:
                 for layer, before in zip(layers, losses, strict=True):
@@ -207,6 +227,7 @@ class DistributedCall:
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),
+                self._kept.visible(),
             ):
                 outputs = missing_rows.poisoned(self._call(*args, **kwargs))
             losses = recorded(layers)
@@ -217,7 +238,8 @@ class DistributedCall:
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
         compiles = self._compiles(kwargs, find)
-        with unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers):
+        refused = unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers)
+        with refused, self._kept.hidden_afterwards():
             outputs, losses, additions.values = (compiled(forward) if compiles else forward)(tensors)
         additions.add(self._runtime)
         if self._gradients.without_losses.is_here:

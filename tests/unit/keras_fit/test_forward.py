@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups
 from tfdist.keras_fit.batch_inputs import of_the_batch
@@ -52,7 +51,7 @@ def distribute():
     models = []
 
     def one(model):
-        models.append(attribute_replaced(model, "call", DistributedCall(model, runtime, gradients, numbers)))
+        models.append(DistributedCall(model, runtime, gradients, numbers).installed())
         models[-1].__enter__()
         return runtime
 
@@ -304,3 +303,46 @@ def test_losses_stay_with_the_layers_that_add_them(distribute, run_eagerly):
     distribute(model)
     found = (losses_of if run_eagerly else tf.function(losses_of, autograph=False))(model, x)
     keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
+
+
+class Keeping(keras.layers.Layer):
+    """Keeps tensors of its rows, and of none, as attributes."""
+
+    places = None
+
+    def call(self, x):
+        if self.places is None:
+            with tf.init_scope():
+                self.places = tf.range(3.0)
+        self.own, self.several = tf.reduce_mean(x), {"first": x[:1]}
+        self.add_loss(keras.ops.mean(x))  # is tried with other rows
+        return x + self.places
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_tensors_of_own_rows_that_layers_keep_are_refused_outside_of_the_call(run_eagerly):
+    def step(x, use=None):
+        y = model(x)
+        return tf.reduce_mean(y) if use is None else use(layer)
+
+    layer, gradients = Keeping(), Gradients(Mirror())
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3), layer])
+    run = step if run_eagerly else lambda x, use=None: tf.function(step, autograph=False)(x, use)
+    x = tf.ones([4, 3])
+    with DistributedCall(model, Mirror(), gradients, RandomNumbers(Mirror())).installed(), gradients.installed():
+        for _ in range(2):
+            assert np.isfinite(run(x))  # kept only: harmless
+        for use in (
+            lambda layer: 2.0 * layer.own,
+            lambda layer: tf.reduce_sum(layer.own),
+            lambda layer: keras.ops.mean(layer.own),
+            lambda layer: tf.ones([]) + layer.own,
+            lambda layer: layer.several["first"],
+            lambda layer: layer.own.shape,
+        ):
+            with pytest.raises(
+                ConfigError, match="attribute '(own|several)' holds the rows of one worker only: return"
+            ):
+                run(x, use)
+        assert run(x, lambda layer: tf.reduce_sum(layer.places)) == 3
+    assert isinstance(layer.own, tf.Tensor)

@@ -17,6 +17,7 @@ from tfdist.compat import keras_draws, keras_layers, keras_variables, tensorflow
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.row_checks.calm_layers import calmed
+from tfdist.training.row_checks.trial_scope import attributes_kept
 from tfdist.training.row_checks.trial_values import disturbed
 from tfdist.training.seeds import states_beside
 from tfdist.training.stateless_call import stateless_call
@@ -97,7 +98,7 @@ class Probe:
         do not mix rows."""
         kept = [(variable, variable.numpy()) for variable in hidden_state(self.model)]
         try:
-            with calmed(self.layers, self._record), writes_undone():
+            with calmed(self.layers, self._record), writes_undone(), attributes_kept(self.layers):
                 yield
         finally:
             for variable, value in kept:
