@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras_layers import keep_message
-from tfdist.compat.keras_tensors import taken_apart
+from tfdist.compat.keras_tensors import carry_mask, mask_of, taken_apart
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.lookups import mark_worker_dependent
@@ -76,6 +76,12 @@ class OwnRows:
         return keras.tree.map_structure(lambda leaf: self._rows(leaf) if _has_rows(leaf) else leaf, value)
 
     def _rows(self, whole: tf.Tensor) -> tf.Tensor:
+        own, mask = self._values(whole), mask_of(whole)
+        if mask is not None and own is not whole:
+            carry_mask(own, mask if id(whole) in self._others else self._values(mask))
+        return own
+
+    def _values(self, whole: tf.Tensor) -> tf.Tensor:
         if id(whole) in self._others:
             return used_by_all(self._runtime, [whole])[0] if _is_differentiable(whole) else whole
         if not _is_differentiable(whole):

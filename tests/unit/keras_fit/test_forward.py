@@ -346,3 +346,26 @@ def test_tensors_of_own_rows_that_layers_keep_are_refused_outside_of_the_call(ru
                 run(x, use)
         assert run(x, lambda layer: tf.reduce_sum(layer.places)) == 3
     assert isinstance(layer.own, tf.Tensor)
+
+
+@pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
+def test_the_mask_of_an_input_reaches_a_model_without_an_argument_for_it(distribute, way):
+    class Decoder(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.pooled = keras.layers.GlobalAveragePooling1D()
+
+        def call(self, x):
+            return self.pooled(x)
+
+    def run():
+        step = lambda ids: decoder(encoder(ids))  # noqa: E731
+        return (step if way == "eager" else tf.function(step, autograph=False))(ids)
+
+    encoder, decoder = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(5, 2, mask_zero=True)]), Decoder()
+    decoder.compile(jit_compile="XLA" in way)
+    ids = tf.constant([[1, 2, 0], [3, 0, 0]] * 2)
+    wanted = run()
+    for model in (encoder, decoder):
+        distribute(model)
+    np.testing.assert_allclose(run(), wanted, rtol=1e-6)
