@@ -20,7 +20,7 @@ from tfdist.keras_fit.batch_inputs import Returned, of_the_batch
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.kept_tensors import KeptTensors
-from tfdist.keras_fit.lookups import LookupFacts, traced
+from tfdist.keras_fit.lookups import LookupFacts, of_own_rows, traced
 from tfdist.keras_fit.losses_inside import Combinations, recorded
 from tfdist.keras_fit.metrics_inside import Additions
 from tfdist.keras_fit.random_numbers import RandomNumbers
@@ -224,6 +224,7 @@ class DistributedCall:
             with (
                 self._gradients.of_own_rows(),
                 self._random_numbers.of_own_rows(),
+                of_own_rows(),
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),
@@ -256,6 +257,19 @@ class DistributedCall:
             with contextlib.suppress(Exception):  # for a pass that failed: nothing was computed with it
                 shared |= find().shared
         return shared
+
+    def rows_looked_up(self, handle: tf.Tensor) -> list[int | None] | None:
+        """The number of rows of each lookup, in all forward passes so far, in the table with this handle, and None for
+        what is unknown; or None if no pass uses the table."""
+        found: list[int | None] | None = None
+        for find in self._finders.values():
+            try:
+                rows = find().rows.get(id(handle))
+            except Exception:  # noqa: BLE001 - the pass failed, or cannot be traced once more
+                rows = [None]
+            if rows is not None:
+                found = [*(found or []), *rows]
+        return found
 
     def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], LookupFacts]:
         """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""

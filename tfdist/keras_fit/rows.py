@@ -20,7 +20,7 @@ from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_tensors import carry_mask, mask_of, taken_apart
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
-from tfdist.keras_fit.lookups import mark_worker_dependent
+from tfdist.keras_fit.lookups import mark_same_on_all, mark_worker_dependent
 from tfdist.keras_fit.losses_inside import Combination
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
@@ -182,7 +182,7 @@ def total(runtime: PeerRuntime, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]
 
         return runtime.all_reduce(list(tensors)), gradient
 
-    return as_list(total(*tensors))
+    return [mark_same_on_all(sums) for sums in as_list(total(*tensors))]
 
 
 def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
@@ -208,7 +208,7 @@ def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence
 
         return rows, gradient
 
-    return as_list(gather(*tensors))
+    return [mark_same_on_all(rows) for rows in as_list(gather(*tensors))]
 
 
 def _own_rows(

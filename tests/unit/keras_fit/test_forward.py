@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import lookups
+from tfdist.keras_fit import lookups, rows
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
@@ -163,9 +163,12 @@ def test_which_lookups_depend_on_the_rows():
             "zeros": tf.zeros_like(own),
             "whole": ids[0],
             "constant": tf.constant([1, 1, 2]),
-            "random": tf.random.uniform([3], maxval=9, dtype=tf.int32),
+            "random, outside of the pass": tf.random.uniform([3], maxval=9, dtype=tf.int32),
+            "gathered": tf.argmax(rows.every_row(Mirror(), [tf.one_hot(own[:, 0], 9)])[0], -1),
             "read": tf.cast(table[0], tf.int32),
         }
+        with lookups.of_own_rows():
+            kinds["random"] = tf.random.uniform([3], maxval=9, dtype=tf.int32)
         for name, numbers in kinds.items():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.gather(table, numbers))
@@ -185,6 +188,8 @@ def test_which_lookups_depend_on_the_rows():
         "whole": [False],
         "constant": [False],
         "random": [True],
+        "random, outside of the pass": [False],
+        "gathered": [False],
         "read": [False],
         "together": [False, True, True],
     }
@@ -369,3 +374,37 @@ def test_the_mask_of_an_input_reaches_a_model_without_an_argument_for_it(distrib
     for model in (encoder, decoder):
         distribute(model)
     np.testing.assert_allclose(run(), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_rows_that_a_step_looks_up_itself_are_there_once(distribute, run_eagerly):
+    """All workers hold them: by the largest output of each row of the batch, or drawn at random."""
+    table = tf.Variable(tf.ones([2, 3]))
+    model = network()
+    distribute(model)
+
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape:
+            best, drawn = tf.argmax(model(x), -1), tf.random.uniform([5], maxval=2, dtype=tf.int32)
+            losses = [tf.reduce_sum(tf.gather(table, numbers)) for numbers in (best, drawn)]
+        return [tape.gradient(loss, table).values for loss in losses]
+
+    found = (step if run_eagerly else tf.function(step, autograph=False))(tf.ones([4, 3]))
+    np.testing.assert_array_equal(found[0], np.ones([4, 3]))
+    np.testing.assert_array_equal(found[1], np.ones([5, 3]))
+
+
+def test_an_eager_step_that_looks_up_more_rows_in_the_table_of_a_call_is_refused(distribute):
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(5, 2), keras.layers.Flatten()])
+    table = model.layers[0].embeddings
+    distribute(model)
+
+    def gradient(more):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.ones([4, 3], tf.int32)))
+            loss += tf.reduce_sum(tf.gather(table.value, [1, 2])) if more else 0.0
+        return tape.gradient(loss, table)
+
+    assert gradient(False).values.shape == [12, 2]
+    with pytest.raises(ConfigError, match="in its call, and a step others outside of it.*without run_eagerly=True"):
+        gradient(True)
