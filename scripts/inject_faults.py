@@ -270,6 +270,27 @@ FAULTS: dict[str, Fault] = {
         "for grad in dense(upstream)]",
         ("tests/parity/test_fit.py",),
     ),
+    "logits": Fault(
+        "the crossentropy of a gathered softmax is cut off where a probability is below 1e-7",
+        "compat/keras_tensors.py",
+        'tensor.op if hasattr(tensor, "graph") and tensor.op.type in _OF_LOGITS else None',
+        "None",
+        ("tests/unit/keras_fit/test_forward.py",),
+    ),
+    "kept tensors": Fault(
+        "a compute_loss may read what a layer has kept of one worker's rows",
+        "keras_fit/kept_tensors.py",
+        "layer.__dict__[name] = OfOwnRows(value, layer.name, name)",
+        "pass",
+        ("tests/unit/keras_fit/test_forward.py",),
+    ),
+    "rows of a step": Fault(
+        "rows of a table that a step looks up by gathered outputs are in its gradient once for each worker",
+        "keras_fit/rows.py",
+        "[mark_same_on_all(rows) for rows in as_list(gather(*tensors))]",
+        "as_list(gather(*tensors))",
+        ("tests/unit/keras_fit/test_forward.py",),
+    ),
     "row proof": Fault(
         "a softmax over the rows of a batch is taken for one of each row",
         "training/row_checks/row_rules.py",

@@ -91,6 +91,7 @@ class Tempered(keras.losses.Loss):
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "entropy": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    "entropy_of_probabilities": lambda: keras.losses.SparseCategoricalCrossentropy(),
     "entropy_sum": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
     "ignore_class": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0),
     "masked_mean": lambda: masked_mean,

@@ -43,6 +43,7 @@ RARE_LOSSES = {
     "values": ["annealed", "log_cosh"],
 }
 RARE_METRICS = {"classes": ["auc", "spread"], "tokens": ["spread"], "values": ["spread", "cosine"]}
+OF_PROBABILITIES = "entropy_of_probabilities"
 # Blocks that add losses in the type they compute in.
 ADDING = {*models.SUMS_AND_MEANS, *models.NO_SUMS}
 
@@ -157,6 +158,8 @@ def with_rare(case: dict[str, Any], chance: random.Random) -> None:
             compiled["loss"] = chance.choice(RARE_LOSSES[head])
         if compiled["metrics"] and chance.random() < 0.3:
             compiled["metrics"] = [chance.choice(RARE_METRICS[head]), *compiled["metrics"][1:]]
+        if head == "classes" and chance.random() < 0.2:
+            case["model"]["probabilities"], compiled["loss"] = True, OF_PROBABILITIES
 
 
 def with_plain_attribute(case: dict[str, Any], chance: random.Random) -> None:
@@ -220,6 +223,8 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "Keras takes no class weights beside a generator"
     if data["weights"] != "none" and data["weights"].startswith("token") != (case["model"]["head"] == "tokens"):
         return "Keras wants a weight for each loss"
+    if ("probabilities" in case["model"]) != (compiled["loss"] == OF_PROBABILITIES):
+        return "other losses take logits"
     if "largest" in compiled["metrics"] and (
         "weighted_metrics" in compiled or case["model"].get("embedding") in models.MASKS
     ):

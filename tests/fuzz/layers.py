@@ -125,6 +125,16 @@ class LongCounter(keras.layers.Layer):
         return x * (1 + 0.1 * turn)
 
 
+class FarApart(keras.initializers.Initializer):
+    """Three logits so far apart that the softmax of the smallest is about 1e-9."""
+
+    def __call__(self, shape, dtype=None):
+        return ops.convert_to_tensor([0.0, 10.0, -10.0], dtype=dtype)
+
+    def get_config(self):
+        return {}
+
+
 class Grows(keras.constraints.Constraint):
     """Clips weights at a limit that grows with each update: state outside the layers, unknown to Keras."""
 

@@ -175,6 +175,10 @@ ONLY = "only"  # the name of a single output
 TWO = ("both", "averaged")  # kinds of two named inputs
 HEADS = {
     "classes": ['outputs = layers.Dense(3, dtype="{head}", name="kind")(x)'],
+    "probabilities": [  # in place of "classes"; some are too small for a crossentropy that does not see their logits
+        'outputs = layers.Dense(3, activation="softmax", bias_initializer=own.FarApart(), dtype="{head}",'
+        ' name="kind")(x)'
+    ],
     "values": ['outputs = layers.Dense(2, dtype="{head}", name="size")(x)'],
     "tokens": ['outputs = layers.Dense(4, dtype="{head}", name="kind")(x)'],
     "dict": [
@@ -245,10 +249,8 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
     lines += _blocks(model["blocks"], words, "")
     lines += ["x = shared(x)"] if model.get("shared") else []
     words["width"] = WIDTH
-    lines += [
-        line.format(**words)
-        for line in ([] if model["head"] == "tokens" else TO_ROWS[model["inputs"]]) + HEADS[model["head"]]
-    ]
+    head = HEADS["probabilities" if model.get("probabilities") else model["head"]]
+    lines += [line.format(**words) for line in ([] if model["head"] == "tokens" else TO_ROWS[model["inputs"]]) + head]
     kind = model.get("class")  # of train_steps.py
     made = f"train_steps.{kind}" if kind else "own.Withheld" if model.get("withheld") else "keras.Model"
     named = model.get("named", ())

@@ -536,7 +536,9 @@ def features(case: Mapping[str, Any]) -> list[str]:
     found = [f"block:{name}" for name in flat_blocks(case)] + [f"inputs:{model['inputs']}", f"head:{model['head']}"]
     found += [f"embedding:{model['embedding']}"] if "embedding" in model else []
     found += [
-        f"model:{name}" for name in ("withheld", "shared", "unlike", "frozen_first", "places_normed") if name in model
+        f"model:{name}"
+        for name in ("withheld", "shared", "unlike", "frozen_first", "places_normed", "probabilities")
+        if name in model
     ]
     found += [f"model:named_{what}" for what in model.get("named", ())]
     for data in (case["data"], *case.get("again", ())):

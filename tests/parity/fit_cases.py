@@ -69,6 +69,28 @@ def dense_with_class_weights(fit, evaluate, predict, folder):
 
 
 @case
+def probabilities_of_large_logits(fit, evaluate, predict, folder):
+    """Below 1e-7, where a crossentropy of a probability alone would have no gradient."""
+    x, y = samples(90)
+    found = {}
+    for jit_compile in (False, True):
+        for activation, loss, wanted in (
+            ("softmax", CROSSENTROPY, y),
+            ("sigmoid", "binary_crossentropy", np.eye(3)[y]),
+        ):
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((8,)), layers.Dense(3, activation)])
+            model.compile("sgd", loss, metrics=["accuracy"], jit_compile=jit_compile)
+            history = fit(model, 50 * x, wanted, batch_size=32, epochs=2, validation_data=(200 * x, wanted))
+            found[f"{activation}, jit_compile={jit_compile}"] = [
+                history.history,
+                evaluate(model, 100 * x, wanted),
+                predict(model, x),
+            ]
+    return found
+
+
+@case
 def cnn_with_batchnorm(fit, evaluate, predict, folder):
     from sklearn.datasets import load_digits
 

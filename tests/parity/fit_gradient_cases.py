@@ -421,6 +421,42 @@ def lookups_whatever_the_batch(fit, evaluate, predict, folder):
     return found
 
 
+class Centers(keras.Model):
+    """Moves outputs to the center of the largest, which the loss looks up; tied: in the table of the call. Adam squares
+    each row of a gradient, and clipping takes their norm: a row must not be there in two halves."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.table, self.out = layers.Embedding(20, 5), layers.Dense(5)
+        self.centers = None if tied else layers.Embedding(5, 5)
+
+    def build(self, shape):
+        for layer in (self.table, self.centers) if self.centers else (self.table,):
+            layer.build(None)
+        self.out.build((None, 5))
+
+    def call(self, ids):
+        return self.out(ops.mean(self.table(ids), 1))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        own = ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
+        return own + ops.mean(ops.square((self.centers or self.table)(ops.argmax(y_pred, -1)) - y_pred))
+
+
+@case
+def rows_that_a_loss_looks_up_by_the_outputs(fit, evaluate, predict, folder):
+    ids, tags = tokens(45)
+    found = {}
+    for tied, options in ((False, {}), (True, {}), (False, {"run_eagerly": True})):
+        keras.utils.set_random_seed(3)
+        model = Centers(tied)
+        model.build((None, 12))
+        model.compile(keras.optimizers.Adam(0.02, clipnorm=0.5), **options)
+        history = fit(model, ids, tags[:, 0], batch_size=16, epochs=1, shuffle=False).history
+        found[f"tied={tied} {options}"] = {"history": history, "weights": weights(model)}
+    return found
+
+
 @case
 def embeddings_eagerly_and_in_pieces(fit, evaluate, predict, folder):
     """Looks up rows of the batch only: without a graph, and with the gradient taken outside the forward function."""

@@ -153,6 +153,32 @@ class Adding(layers.Layer):
         return x
 
 
+class WeightedLosses(keras.Model):
+    """Weights the losses of each layer itself; one of them has a value for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = layers.Dense(5, activity_regularizer="l2"), layers.Dense(3, activation="softmax")
+
+    def call(self, x):
+        hidden = self.first(x)
+        self.add_loss(ops.mean(ops.square(hidden), -1))
+        return self.out(hidden)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        own = ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred))
+        return own + 0.3 * sum(self.first.losses) + 0.1 * ops.mean(ops.sqrt(self.losses[0]))
+
+
+@case
+def losses_weighted_by_layer(fit, evaluate, predict, folder):
+    x, y = samples(33)  # of the last batch one worker has no rows
+    model = WeightedLosses()
+    model.compile(keras.optimizers.SGD(0.1))
+    history = fit(model, x, y, batch_size=16, epochs=2, validation_data=(x[:7], y[:7])).history
+    return {"history": history, "weights": weights(model)}
+
+
 @case
 def losses_added_as_sums(fit, evaluate, predict, folder):
     x, y = samples(45)

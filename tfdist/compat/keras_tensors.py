@@ -1,9 +1,9 @@
-"""The masks that tensors carry in Keras, the calls that made its symbolic tensors, and its sign function."""
+"""What tensors carry in Keras (masks, logits), the calls that made its symbolic tensors, and its sign function."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +22,55 @@ def mask_of(tensor: Any) -> tf.Tensor | None:
 def carry_mask(tensor: Any, mask: Any) -> None:
     """Makes the tensor carry this mask. Relies on keras.src's `set_keras_mask`."""
     set_keras_mask(tensor, mask)
+
+
+def taken_apart(structure: Any) -> tuple[list[tf.Tensor], Callable[[Iterable], Any]]:
+    """Returns (tensors, a function that makes the structure from copies of them).
+
+    A mere copy of a tensor lacks what layers and losses of Keras read beside its values: its mask; and the logits of a
+    probability, which are those that it carries, or the input of the Softmax or Sigmoid that made it. Relies on
+    `_keras_logits`, and on what `_get_logits` of keras.src's nn backend takes for logits; without this, crossentropies
+    of copies cut off probabilities at 1e-7: large logits have a wrong loss, and no gradient.
+    """
+    flat = keras.tree.flatten(structure)
+    shape = keras.tree.map_structure(lambda leaf: None, structure)
+    each = [_tensor_taken_apart(leaf) if isinstance(leaf, tf.Tensor) else ([], None) for leaf in flat]
+
+    def put_together(copies: Iterable) -> Any:
+        rest = iter(copies)
+        made = [
+            leaf if make is None else make([next(rest) for _ in parts])
+            for leaf, (parts, make) in zip(flat, each, strict=True)
+        ]
+        return keras.tree.pack_sequence_as(shape, made)
+
+    return [part for parts, _ in each for part in parts], put_together
+
+
+_OF_LOGITS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.sigmoid}
+
+
+def _tensor_taken_apart(tensor: tf.Tensor) -> tuple[list[tf.Tensor], Callable[[list], tf.Tensor]]:
+    carried, mask = getattr(tensor, "_keras_logits", None), mask_of(tensor)
+    made_by = tensor.op if hasattr(tensor, "graph") and tensor.op.type in _OF_LOGITS else None
+    activation, parts = None, [tensor]
+    if made_by is not None and (carried is None or carried is made_by.inputs[0]):
+        activation, parts = _OF_LOGITS[made_by.type], [made_by.inputs[0]]  # a copy of the logits is enough
+    elif carried is not None:
+        parts.append(carried)
+    has_mask, carries_logits = mask is not None, carried is not None
+    if mask is not None:
+        parts.append(mask)
+
+    def put_together(copies: list) -> tf.Tensor:
+        whole = copies[0] if activation is None else activation(copies[0])
+        if carries_logits:
+            whole._keras_logits = copies[-1 - has_mask]
+        if has_mask:
+            carry_mask(whole, copies[-1])
+        return whole
+
+    return parts, put_together
 
 
 def argmax_within_gpus() -> contextlib.AbstractContextManager:

@@ -67,31 +67,7 @@ def _beside_known(dims: Sequence[int], rows: Rows, returns_as_many: Callable[[Se
     return batch if any(batch) else candidates
 
 
-def with_tensors(structure: Any) -> Any:
-    """The structure with tensors in place of NumPy arrays."""
-    flat = [
-        tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in keras.tree.flatten(structure)
-    ]
-    return keras.tree.pack_sequence_as(structure, flat)
-
-
-def tensors_of(structure: Any) -> tuple[list[tf.Tensor], Callable[[list], Any]]:
-    """Returns (the tensors in a structure, a function that rebuilds the structure with other tensors)."""
-    flat = keras.tree.flatten(structure)
-    shape = keras.tree.map_structure(lambda leaf: None, structure)
-    places = [index for index, leaf in enumerate(flat) if isinstance(leaf, tf.Tensor)]
-
-    def rebuild(tensors: list) -> Any:
-        among = dict(zip(places, tensors, strict=True))
-        return keras.tree.pack_sequence_as(shape, [among.get(index, leaf) for index, leaf in enumerate(flat)])
-
-    tensors = [flat[index] for index in places]
-    for index in places:
-        flat[index] = None  # `rebuild` may live long
-    return tensors, rebuild
-
-
-def with_rows(specs: Sequence[tf.TensorSpec], cut: Sequence[bool], rows: int) -> list[tf.TensorSpec]:
+def with_other_rows(specs: Sequence[tf.TensorSpec], cut: Sequence[bool], rows: int) -> list[tf.TensorSpec]:
     """Fully known specs, with so many rows where the rows are the batch's. cut: for each tensor with rows, whether they
     are."""
     flags = iter(cut)

@@ -11,27 +11,31 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
-from tfdist.compat.keras_tensors import carry_mask, mask_of
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import unsaved_state
-from tfdist.keras_fit.batch_inputs import Returned, of_the_batch, tensors_of, with_rows, with_tensors
+from tfdist.keras_fit.batch_inputs import Returned, of_the_batch, with_other_rows
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
-from tfdist.keras_fit.lookups import LookupFacts, traced
-from tfdist.keras_fit.losses_inside import Reductions, recorded
+from tfdist.keras_fit.kept_tensors import KeptTensors
+from tfdist.keras_fit.lookups import LookupFacts, of_own_rows, traced
+from tfdist.keras_fit.losses_inside import Combinations, recorded
 from tfdist.keras_fit.metrics_inside import Additions, refuse_without_rows
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, OwnRows, together, used_by_all
+from tfdist.keras_fit.structures import compiled, tensors_of, with_tensors
 from tfdist.models import missing_rows
 from tfdist.models.compiled_functions import in_steps
 from tfdist.models.nested_functions import traced_anew
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.row_checks import row_mixing
+from tfdist.training.row_checks.model_probe import LossKey
 from tfdist.training.row_checks.reductions import SUM
 from tfdist.training.row_checks.row_proof import Proofs
+from tfdist.training.row_checks.trial_scope import attributes_kept
 from tfdist.training.stateless_call import Arguments
 
 
@@ -54,21 +58,32 @@ class DistributedCall:
         self._call: Callable = traced_anew(model.call) or model.call
         self.alone, self.asked = gradients.alone, 0
         self._compiled_as = model if compiled_as is None else compiled_as
+        self._kept = KeptTensors(model)
         self.example = ExampleBatch()
-        self._reductions = Reductions(model, runtime, self.example)
+        self._combinations = Combinations(model, runtime, self.example)
         self._may_mix = row_mixing.may_mix(model)
         self._tried: list[tuple] = []  # kinds of calls that have been checked
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
         self._finders: dict[str, Callable[[], LookupFacts]] = {}  # by the inputs of a forward pass
         gradients.calls.add(self)
 
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context manager in which this is the model's call."""
+        try:
+            with attribute_replaced(self._model, "call", self):
+                yield
+        finally:
+            self._kept.show()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.asked += 1
         if self.alone.is_here or self._gradients.of_own_rows.is_here:  # the latter: in another distributed model
-            return self._call(*args, **kwargs)
+            with self._kept.visible():
+                return self._call(*args, **kwargs)
         self._gradients.called += 1
         if tensorflow_vectorized.is_here():  # pfor would lose the gradients of what workers exchange
-            with self.alone(), batch_norm.each_alone():
+            with self.alone(), batch_norm.each_alone(), self._kept.visible():
                 return self._call(*args, **kwargs)
         # Callbacks call models with NumPy arrays; Keras' functional models convert them inside the call.
         args, kwargs = with_tensors((args, kwargs))
@@ -76,8 +91,8 @@ class DistributedCall:
             self._refuse_mixed_rows(args, kwargs)
         with keras_stateless.float_values(self._values_for_own_rows):
             outputs, losses = self._over_workers(args, kwargs)
-        for layer in keras_layers.all_layers(self._model):
-            keras_layers.record_losses(layer, losses if layer is self._model else [])
+        for number, layer in enumerate(keras_layers.all_layers(self._model)):
+            keras_layers.record_losses(layer, [loss for key, loss in losses.items() if key.layer == number])
         return outputs
 
     def _values_for_own_rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -86,7 +101,7 @@ class DistributedCall:
         self._gradients.of_values = True
         return used_by_all(self._runtime, values)
 
-    def _over_workers(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
+    def _over_workers(self, args: tuple, kwargs: dict) -> tuple[Any, dict[LossKey, tf.Tensor]]:
         """Computes over all workers. Returns (outputs, losses)."""
         if self._gradients.share is not None:
             return self._with_own_rows(args, kwargs, self._gradients.share)
@@ -121,14 +136,14 @@ class DistributedCall:
                 raise keras_layers.keep_message(ConfigError(row_mixing.sentence(self._model, fix)))
         self._tried.append(kind)  # not earlier: a script may catch the error, and train again
 
-    def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
+    def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, dict[LossKey, tf.Tensor]]:
         """Returns (outputs, losses) for arguments that are already this worker's rows, `share` of all: no gathering."""
         computed = self._forward(args, kwargs, self.of_the_batch((args, kwargs)))
         as_mean = tf.math.reciprocal_no_nan(share)  # all rows / own rows
-        losses = [
-            loss * tf.cast(as_mean, loss.dtype) if reduction == SUM else loss
-            for loss, reduction in zip(computed.losses, computed.reductions, strict=True)
-        ]
+        losses = {
+            key: loss * tf.cast(as_mean, loss.dtype) if computed.combinations[key].reduction == SUM else loss
+            for key, loss in computed.losses.items()
+        }
         return computed.outputs, losses
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
@@ -184,7 +199,13 @@ class DistributedCall:
         with keras_stateless.left(), keras_layers.in_the_call_as_it_is(), functions_inline():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
             try:
-                with self._gradients.of_own_rows(), self._random_numbers.of_own_rows(), batch_norm.each_alone():
+                with (
+                    self._gradients.of_own_rows(),
+                    self._random_numbers.of_own_rows(),
+                    batch_norm.each_alone(),
+                    self._kept.visible(),
+                    attributes_kept(layers),
+                ):
                     yield
             finally:
                 for layer, before in zip(layers, losses, strict=True):
@@ -198,46 +219,38 @@ class DistributedCall:
             layers if self._gradients.share is None else []
         )  # else own_rows.py adds up the values of all metrics
 
-        def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list, list]:
+        def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list]:
             args, kwargs = rebuild(tensors)
             with (
                 self._gradients.of_own_rows(),
                 self._random_numbers.of_own_rows(),
+                of_own_rows(),
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),
+                self._kept.visible(),
             ):
                 outputs = missing_rows.poisoned(self._call(*args, **kwargs))
             losses = recorded(layers)
             for layer in layers:
                 keras_layers.record_losses(layer, [])  # these cover own rows only
-            return (
-                outputs,
-                losses,
-                [mask_of(output) for output in keras.tree.flatten(outputs)],
-                additions.values,
-            )
+            return outputs, losses, additions.values
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         if str(rebuild(specs)) not in self._finders and self._gradients.share is None:
-            refuse_without_rows(layers, lambda rows: self._trace(rebuild, with_rows(specs, cut, rows)))
+            refuse_without_rows(layers, lambda rows: self._trace(rebuild, with_other_rows(specs, cut, rows)))
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
         compiles = self._compiles(kwargs, find)
-        with unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers):
-            pass_over = tf.function(forward, jit_compile=True, autograph=False) if compiles else forward
-            outputs, losses, masks, added = pass_over(tensors)
-        if compiles:
-            additions.values = added
-            for output, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
-                if mask is not None:
-                    carry_mask(output, mask)
+        refused = unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers)
+        with refused, self._kept.hidden_afterwards():
+            outputs, losses, additions.values = (compiled(forward) if compiles else forward)(tensors)
         additions.add(self._runtime)
         if self._gradients.without_losses.is_here:
-            return Forward(outputs, [], [])
+            return Forward(outputs, {}, {})
         training = keras_layers.is_training(kwargs.get("training"))
         with self.alone(), keras_stateless.left(), keras_layers.in_the_call_as_it_is():
-            reductions = self._reductions.of(list(losses), args, kwargs, cut, training)
-        return Forward(outputs, list(losses.values()), reductions)
+            combinations = self._combinations.of(list(losses), args, kwargs, cut, training)
+        return Forward(outputs, losses, combinations)
 
     def shared_lookups(self) -> dict[int, str]:
         """The lookups, in all forward passes so far, that do not depend on the batch; see lookups.py."""
@@ -256,6 +269,19 @@ class DistributedCall:
 
         with self._state_restored():
             tf.function(forward, autograph=False).get_concrete_function(specs)
+
+    def rows_looked_up(self, handle: tf.Tensor) -> list[int | None] | None:
+        """The number of rows of each lookup, in all forward passes so far, in the table with this handle, and None for
+        what is unknown; or None if no pass uses the table."""
+        found: list[int | None] | None = None
+        for find in self._finders.values():
+            try:
+                rows = find().rows.get(id(handle))
+            except Exception:  # noqa: BLE001 - the pass failed, or cannot be traced once more
+                rows = [None]
+            if rows is not None:
+                found = [*(found or []), *rows]
+        return found
 
     def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], LookupFacts]:
         """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""

@@ -18,6 +18,7 @@ so derivatives of any order are right.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -202,12 +203,22 @@ class Gradients:
         for call in self.calls:
             name = call.shared_lookups().get(id(table.handle))
             if name:
-                raise ConfigError(
-                    f"The model looks up rows of {table.name} whatever the batch is ({name}), as for positions, and its"
-                    " gradient is taken where tfdist cannot tell these rows from those of the batch: without"
-                    " run_eagerly=True, and in the same tf.function as the model's call, it can."
-                )
-        return [Lookup(gradient.values, gradient.indices, is_worker_dependent=True)]
+                raise _not_told_apart(f"looks up rows of {table.name} whatever the batch is ({name}), as for positions")
+        of_passes = [rows for call in self.calls if (rows := call.rows_looked_up(table.handle)) is not None]
+        counts, all_rows = [count for rows in of_passes for count in rows], gradient.indices.shape[0]
+        known = [count for count in counts if count is not None]
+        # Some of a pass's lookups may not be in the gradient.
+        if of_passes and len(known) == len(counts) and all_rows and (not any(known) or all_rows % math.gcd(*known)):
+            raise _not_told_apart(f"looks up rows of {table.name} in its call, and a step others outside of it")
+        # A table that no pass over own rows uses was looked up outside, where all workers do the same.
+        return [Lookup(gradient.values, gradient.indices, is_worker_dependent=bool(of_passes))]
+
+
+def _not_told_apart(what: str) -> ConfigError:
+    return ConfigError(
+        f"The model {what}, and its gradient is taken where tfdist cannot tell these rows from those of the batch:"
+        " without run_eagerly=True, and in the same tf.function as the model's call, it can."
+    )
 
 
 def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.Tensor | None:

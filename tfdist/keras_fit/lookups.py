@@ -7,11 +7,13 @@ part of the batch: together all workers have them. But rows that are looked up w
 worker, with a part of their gradient: these parts must be added up.
 
 The graph tells the two kinds apart: by whether the row numbers depend on the own rows of the batch, on their count, or
-on random numbers of the worker.
+on random numbers of the worker. What was gathered from all workers, and what is drawn outside of the forward pass over
+own rows, is the same on all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -27,28 +29,53 @@ _READS = (
 )  # of variables: the same on all workers
 _LOOKUPS = ("GatherV2", "ResourceGather")
 _BRANCHES = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "TensorListReserve")
-_worker_dependent: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()  # names of operations
+# graph -> names of operations -> whether their results differ between workers
+_marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
 def mark_worker_dependent(tensor: tf.Tensor) -> tf.Tensor:
     """Marks the tensor as one that differs between workers, and returns it."""
+    return _mark(tensor, differs=True)
+
+
+def mark_same_on_all(tensor: tf.Tensor) -> tf.Tensor:
+    """Marks the tensor as one that all workers hold, although it is made of those of each, and returns it."""
+    return _mark(tensor, differs=False)
+
+
+def _mark(tensor: tf.Tensor, differs: bool) -> tf.Tensor:
     if isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph"):
-        _worker_dependent.setdefault(tensor.graph, set()).add(tensor.op.name)
+        _marked.setdefault(tensor.graph, {})[tensor.op.name] = differs
     return tensor
 
 
+@contextlib.contextmanager
+def of_own_rows() -> Iterator[None]:
+    """Context manager for a forward pass over own rows: stateful operations inside differ between workers."""
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    for op in graph.get_operations()[before:]:
+        if op.op_def.is_stateful and op.type not in _READS:
+            _marked.setdefault(graph, {}).setdefault(op.name, True)
+
+
 def is_worker_dependent(tensor: tf.Tensor) -> bool:
-    """Whether the values or the shape of a tensor in a graph depend on a marked tensor, or on a stateful operation."""
-    marked = _worker_dependent.get(tensor.graph, set())
+    """Whether the values or the shape of a tensor in a graph differ between workers."""
+    marked = _marked.get(tensor.graph, {})
     waiting, seen = [tensor.op], set()
     while waiting:
         op = waiting.pop()
         if op.name in seen or _is_length_of_a_row(op):
             continue
         seen.add(op.name)
-        if op.name in marked or (op.op_def.is_stateful and op.type not in _READS):
+        if op.name not in marked:
+            waiting += [tensor.op for tensor in op.inputs]
+        elif marked[op.name]:
             return True
-        waiting += [tensor.op for tensor in op.inputs]
     return False
 
 
@@ -106,11 +133,14 @@ def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
 class LookupFacts:
     """Facts about a forward pass, read from a trace.
 
-    Attributes: shared, the lookups that do not depend on the batch: id of the table's handle -> name; branches, whether
-    it has loops (of RNNs, tf.map_fn) or tf.cond, whose gradients XLA can take only if it compiles these gradients, too.
+    Attributes: shared, the lookups that do not depend on the batch: id of the table's handle -> name; rows, for each
+    variable that it uses: id of the handle -> the number of rows of each lookup, None where it is unknown; branches,
+    whether it has loops (of RNNs, tf.map_fn) or tf.cond, whose gradients XLA can take only if it compiles these
+    gradients, too.
     """
 
     shared: dict[int, str]
+    rows: dict[int, list[int | None]]
     branches: bool
 
 
@@ -118,22 +148,28 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
     """Traces `function`, without running it, on arguments that hold this worker's rows."""
 
     def trace(*arguments: tf.Tensor) -> list:
-        outputs = tf.nest.flatten(function([mark_worker_dependent(argument) for argument in arguments]))
+        with of_own_rows():
+            outputs = tf.nest.flatten(function([mark_worker_dependent(argument) for argument in arguments]))
         return [output for output in outputs if isinstance(output, tf.Tensor)]
 
     graph = tf.function(trace, autograph=False).get_concrete_function(*arguments).graph
-    found = [
-        op
-        for op in graph.get_operations()
-        if op.type in _LOOKUPS
-        and op.outputs[0].dtype.is_floating
-        and not is_worker_dependent(op.inputs[1])
-        and not is_worker_dependent(op.inputs[0])
-    ]
-    shared = {id(handle): op.name for op in found for handle in _handles(op.inputs[0])}
+    found = [op for op in graph.get_operations() if op.type in _LOOKUPS and op.outputs[0].dtype.is_floating]
+    shared = {
+        id(handle): op.name
+        for op in found
+        if not is_worker_dependent(op.inputs[1]) and not is_worker_dependent(op.inputs[0])
+        for handle in _handles(op.inputs[0])
+    }
+    rows: dict[int, list[int | None]] = {
+        id(outer): [None for op in inner.consumers() if op.type not in (*_READS, *_LOOKUPS)]  # functions that use it
+        for outer, inner in graph.captures
+    }
+    for op in found:
+        for handle in _handles(op.inputs[0]):
+            rows[id(handle)].append(op.inputs[1].shape.num_elements())
     definition = graph.as_graph_def()
     nodes = itertools.chain(definition.node, *(inner.node_def for inner in definition.library.function))
-    return LookupFacts(shared, any(node.op in _BRANCHES for node in nodes))
+    return LookupFacts(shared, rows, any(node.op in _BRANCHES for node in nodes))
 
 
 def _handles(table: tf.Tensor) -> Iterator[tf.Tensor]:

@@ -1,11 +1,11 @@
 """Losses that a model adds in its forward pass over own rows: finds out by trials whether each is a mean or a sum over
-rows.
+rows, and whether it has values for each row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -31,21 +31,28 @@ def recorded(layers: Sequence[keras.Layer]) -> dict[LossKey, tf.Tensor]:
     }
 
 
-class Reductions:
-    """The reductions of the losses of one model, found by trying it with an example."""
+class Combination(NamedTuple):
+    """How the loss of all rows is made of the losses of each worker's rows."""
+
+    reduction: Reduction  # MEAN or SUM
+    of_each_row: bool  # the values of all rows, one after the other
+
+
+class Combinations:
+    """How to combine the losses of one model, found by trying it with an example."""
 
     def __init__(self, model: keras.Model, runtime: PeerRuntime, example: ExampleBatch):
         self._model, self._runtime, self._example = model, runtime, example
-        self._known: dict[bool, dict[LossKey, Reduction]] = {True: {}, False: {}}  # in training, and in evaluation
+        self._known: dict[bool, dict[LossKey, Combination]] = {True: {}, False: {}}  # in training, and in evaluation
 
     def of(
         self, keys: Sequence[LossKey], args: tuple, kwargs: dict, cut: Sequence[bool], training: bool
-    ) -> list[Reduction]:
-        """MEAN or SUM for each loss that a call with these arguments has recorded.
+    ) -> dict[LossKey, Combination]:
+        """How to combine each loss that a call with these arguments has recorded.
 
         cut: for each tensor with rows among the arguments, whether they are those of the batch.
 
-        Raises ConfigError for a loss that is neither.
+        Raises ConfigError for a loss that is neither a mean nor a sum over rows.
         """
         known = self._known[training]
         if any(key not in known for key in keys):
@@ -57,9 +64,9 @@ class Reductions:
                     f"The loss number {key.place + 1} that layer {layer.name} adds is not always present, so it is"
                     " unknown whether it is a mean or a sum over rows: add it in every call, or train in one process."
                 )
-        return [known[key] for key in keys]
+        return {key: known[key] for key in keys}
 
-    def _tried(self, args: tuple, kwargs: dict, cut: Sequence[bool], training: bool) -> dict[LossKey, Reduction]:
+    def _tried(self, args: tuple, kwargs: dict, cut: Sequence[bool], training: bool) -> dict[LossKey, Combination]:
         if len(args) != 1 or any(isinstance(leaf, tf.Tensor) for name, leaf in kwargs.items() if name != "training"):
             raise ConfigError(
                 f"{type(self._model).__name__} adds losses in its call and is called with several arguments, so that"
@@ -72,11 +79,11 @@ class Reductions:
             found = self._runtime.broadcast_object(found, "added losses")  # random losses could give different results
         if isinstance(found, str):
             raise keras_layers.keep_message(ConfigError(found))
-        return {LossKey(number, place): Reduction(reduction) for number, place, reduction in found}
+        return {LossKey(number, place): Combination(Reduction(how), by_row) for number, place, how, by_row in found}
 
     def _probed(self, x: Any, cut: Sequence[bool], training: bool) -> list | str:
-        """For each loss [number of a layer, which of its losses, MEAN or SUM]; or a sentence that says why this is
-        unknown."""
+        """For each loss [number of a layer, which of its losses, MEAN or SUM, whether it has values for each row]; or a
+        sentence that says why this is unknown."""
         take, count = taking(x, cut)
         try:
             layers = keras_layers.all_layers(self._model)
@@ -84,7 +91,7 @@ class Reductions:
             many = self._example.rows(count, count * size)  # x may be this worker's rows only
             proofs = Proofs(self._model, many, -(-many // size))
             found = added_losses(self._model, x, take, count, proofs, "train in one process", training)
-            return [[layers.index(one.layer), one.place, one.reduction.value] for one in found]
+            return [[layers.index(one.layer), one.place, one.reduction.value, one.of_each_row] for one in found]
         except ConfigError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - for example from a model for batches of one size

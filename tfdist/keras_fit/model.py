@@ -92,7 +92,7 @@ class DistributedModel:
             if self._steps_call_inner_models or self._may_call_inner_models:
                 self._spread_inner_models()
             if not keras_layers.has_no_call(model):
-                stack.enter_context(attribute_replaced(model, "call", self._call))
+                stack.enter_context(self._call.installed())
             stack.enter_context(self._gradients.installed())
             stack.enter_context(self._random_numbers.installed())
             for each in self._optimizers():
@@ -124,8 +124,8 @@ class DistributedModel:
             if id(inner) not in self._inner:
                 call = DistributedCall(inner, self._runtime, self._gradients, self._random_numbers, self._model)
                 self._inner[id(inner)] = inner, call
-        for inner, call in self._inner.values():
-            self._inside.enter_context(attribute_replaced(inner, "call", call))
+        for _, call in self._inner.values():
+            self._inside.enter_context(call.installed())
 
     def _look_for_inner_calls(self, batch: Any) -> None:
         """Finds out, before the first training step, whether the user's train_step calls inner models."""

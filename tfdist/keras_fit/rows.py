@@ -17,14 +17,16 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras_layers import keep_message
-from tfdist.compat.keras_tensors import carry_mask, mask_of
+from tfdist.compat.keras_tensors import carry_mask, mask_of, taken_apart
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
-from tfdist.keras_fit.lookups import mark_worker_dependent
+from tfdist.keras_fit.lookups import mark_same_on_all, mark_worker_dependent
+from tfdist.keras_fit.losses_inside import Combination
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.host import as_list
 from tfdist.runtime.own_gradient import dense
+from tfdist.training.row_checks.model_probe import LossKey
 from tfdist.training.row_checks.reductions import SUM, Reduction
 
 _ELEMENTS = 1024  # of each input, about this many elements are compared
@@ -74,6 +76,12 @@ class OwnRows:
         return keras.tree.map_structure(lambda leaf: self._rows(leaf) if _has_rows(leaf) else leaf, value)
 
     def _rows(self, whole: tf.Tensor) -> tf.Tensor:
+        own, mask = self._values(whole), mask_of(whole)
+        if mask is not None and own is not whole:
+            carry_mask(own, mask if id(whole) in self._others else self._values(mask))
+        return own
+
+    def _values(self, whole: tf.Tensor) -> tf.Tensor:
         if id(whole) in self._others:
             return used_by_all(self._runtime, [whole])[0] if _is_differentiable(whole) else whole
         if not _is_differentiable(whole):
@@ -118,52 +126,48 @@ class Forward:
     """The result of a forward pass over own rows."""
 
     outputs: Any
-    losses: list[tf.Tensor]
-    reductions: list[Reduction]  # for each loss, whether it is a mean or a sum over rows
+    losses: dict[LossKey, tf.Tensor]
+    combinations: dict[LossKey, Combination]  # how to combine each loss
 
 
-def together(runtime: PeerRuntime, part: OwnRows, forward: Callable[[], Forward]) -> tuple[Any, list]:
+def together(
+    runtime: PeerRuntime, part: OwnRows, forward: Callable[[], Forward]
+) -> tuple[Any, dict[LossKey, tf.Tensor]]:
     """Returns (outputs of all rows, losses of all rows) of `forward`, which returns those of this worker's rows."""
     weight = tf.cast(tf.minimum(part.count, 1), tf.float32)
     with batch_norm.weighted(weight):
         computed = forward()
-    flat = keras.tree.flatten(computed.outputs)
-    for output in flat:
+    for output in keras.tree.flatten(computed.outputs):
         if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
             sentence = f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}"
             raise keep_message(ConfigError(f"{sentence}: return tensors with one row per sample."))
-    masks = [mask_of(output) for output in flat]
-    mine = [part.trim(tensor) for tensor in (*flat, *(mask for mask in masks if mask is not None))]
-    if computed.losses:
-        mine.append(_parts_of_losses(part, computed)[tf.newaxis])
+    tensors, put_together = taken_apart(computed.outputs)
+    parts = {key: _part_of(loss, computed.combinations[key].reduction, part) for key, loss in computed.losses.items()}
+    by_row = [key for key in parts if computed.combinations[key].of_each_row]
+    sums = {key: own for key, own in parts.items() if key not in by_row}
+    mine = [part.trim(tensor) for tensor in tensors]
+    mine += [parts[key][: tf.shape(parts[key])[0] * tf.minimum(part.count, 1)] for key in by_row]
+    if sums:
+        in_one_type = tf.float64 if any(own.dtype == tf.float64 for own in sums.values()) else tf.float32
+        mine.append(tf.concat([tf.reshape(tf.cast(own, in_one_type), [1, -1]) for own in sums.values()], 1))
     everyone = every_row(runtime, mine, part.sample)
-    for row in everyone[: len(mine) - bool(computed.losses)]:
+    for row in everyone[: len(tensors)]:
         row.set_shape([part.n if isinstance(part.n, int) else None, *row.shape[1:]])
-    rows = iter(everyone)
-    gathered = [next(rows) for _ in flat]
-    for output, mask in zip(gathered, masks, strict=True):
-        if mask is not None:
-            carry_mask(output, next(rows))
-    sums = tf.unstack(tf.reduce_sum(next(rows), 0), num=len(computed.losses)) if computed.losses else []
-    # Keras adds them to the compiled loss, whose type is float64 for losses in float64.
-    losses = [
-        total if own_loss.dtype == tf.float64 else tf.cast(total, tf.float32)
-        for total, own_loss in zip(sums, computed.losses, strict=True)
-    ]
-    return keras.tree.pack_sequence_as(computed.outputs, gathered), losses
+    losses = {**parts, **dict(zip(by_row, everyone[len(tensors) :], strict=False))}
+    if sums:
+        totals = tf.split(tf.reduce_sum(everyone[-1], 0), [tf.size(own) for own in sums.values()])
+        for (key, own), total in zip(sums.items(), totals, strict=True):
+            losses[key] = tf.cast(tf.reshape(total, tf.shape(own)), own.dtype)
+    return put_together(everyone), losses
 
 
-def _parts_of_losses(part: OwnRows, computed: Forward) -> tf.Tensor:
-    """[losses]: what this worker's rows add to each; in float32, or in float64 if one of them is."""
-    dtype = tf.float64 if any(loss.dtype == tf.float64 for loss in computed.losses) else tf.float32
-    weight = tf.cast(tf.minimum(part.count, 1), dtype)
-    share = tf.cast(part.count, dtype) / tf.cast(part.n, dtype)
-    return tf.stack(
-        [
-            tf.cast(tf.reduce_sum(loss), dtype) * (weight if reduction == SUM else share)
-            for loss, reduction in zip(computed.losses, computed.reductions, strict=True)
-        ]
-    )
+def _part_of(loss: tf.Tensor, reduction: Reduction, part: OwnRows) -> tf.Tensor:
+    """What the loss of own rows adds to the loss of all rows. In float32, or in float64 if the loss is: Keras adds it
+    to the compiled loss, which has this type."""
+    own = tf.cast(loss, tf.float64 if loss.dtype == tf.float64 else tf.float32)
+    weight = tf.cast(tf.minimum(part.count, 1), own.dtype)
+    share = tf.cast(part.count, own.dtype) / tf.cast(part.n, own.dtype)
+    return own * (weight if reduction == SUM else share)
 
 
 def total(runtime: PeerRuntime, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -178,7 +182,7 @@ def total(runtime: PeerRuntime, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]
 
         return runtime.all_reduce(list(tensors)), gradient
 
-    return as_list(total(*tensors))
+    return [mark_same_on_all(sums) for sums in as_list(total(*tensors))]
 
 
 def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
@@ -204,7 +208,7 @@ def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence
 
         return rows, gradient
 
-    return as_list(gather(*tensors))
+    return [mark_same_on_all(rows) for rows in as_list(gather(*tensors))]
 
 
 def _own_rows(

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, tensorflow_lookups
-from tfdist.compat.keras_tensors import carry_mask, mask_of
+from tfdist.compat.keras_tensors import taken_apart
 
 _thread = threading.local()  # replicas are traced in threads, which wait for each other in the middle of a model
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
@@ -51,7 +51,8 @@ class _Lookups:
         if not self._missing:
             return results
         missing = tf.reduce_any(self._missing)
-        return keras.tree.map_structure(lambda result: _spoilt(result, missing), results)
+        tensors, put_together = taken_apart(results)
+        return put_together([_spoilt(tensor, missing) for tensor in tensors])
 
 
 def _graph() -> tf.Graph | None:
@@ -103,17 +104,13 @@ def _checked(looks_up: bool, found: tf.Tensor, mask: Callable[[], tf.Tensor | No
         return found if there is None else lookups.checked(looks_up, found, there)
 
 
-def _spoilt(result: Any, missing: tf.Tensor) -> Any:
+def _spoilt(result: tf.Tensor, missing: tf.Tensor) -> tf.Tensor:
     """Returns NaN if `missing`, with a gradient that is NaN, too; otherwise the same bits."""
-    if not isinstance(result, tf.Tensor) or result.dtype not in _FLOATS:
+    if result.dtype not in _FLOATS:
         return result
     if result.dtype.is_complex:
-        spoilt = _where(tf.logical_not(missing), result, float("nan"))
-    else:
-        spoilt = result * tf.where(missing, tf.constant(float("nan"), result.dtype), tf.constant(1.0, result.dtype))
-    if (mask := mask_of(result)) is not None:
-        carry_mask(spoilt, mask)
-    return spoilt
+        return _where(tf.logical_not(missing), result, float("nan"))
+    return result * tf.where(missing, tf.constant(float("nan"), result.dtype), tf.constant(1.0, result.dtype))
 
 
 def _where(there: tf.Tensor, found: tf.Tensor, other: float) -> tf.Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.keras_random import global_seed_generator
+from tfdist.compat.keras_tensors import taken_apart
 from tfdist.control.exit_codes import PeerLostError
 from tfdist.data.reading import masked
 from tfdist.models import missing_rows
@@ -134,8 +135,8 @@ class Evaluator:
         count = tf.reduce_sum(tf.cast(real, tf.int32))  # real rows come first
 
         def of_real() -> list[tf.Tensor]:
-            given: Any = keras.tree.map_structure(lambda part: part[:count], (outputs, y, w))
-            scores = self.objective(*given)
+            tensors, put_together = taken_apart((outputs, y, w))
+            scores = self.objective(*put_together(tensor[:count] for tensor in tensors))
             values = (scores.losses, scores.weights, *(scores.metrics[name] for name in self._names))
             return [tf.reshape(value, [-1]) for value in values]
 

@@ -2,14 +2,15 @@
 sent.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import lookups
+from tfdist.keras_fit import lookups, rows
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
@@ -50,7 +51,7 @@ def distribute():
     models = []
 
     def one(model):
-        models.append(attribute_replaced(model, "call", DistributedCall(model, runtime, gradients, numbers)))
+        models.append(DistributedCall(model, runtime, gradients, numbers).installed())
         models[-1].__enter__()
         return runtime
 
@@ -162,9 +163,12 @@ def test_which_lookups_depend_on_the_rows():
             "zeros": tf.zeros_like(own),
             "whole": ids[0],
             "constant": tf.constant([1, 1, 2]),
-            "random": tf.random.uniform([3], maxval=9, dtype=tf.int32),
+            "random, outside of the pass": tf.random.uniform([3], maxval=9, dtype=tf.int32),
+            "gathered": tf.argmax(rows.every_row(Mirror(), [tf.one_hot(own[:, 0], 9)])[0], -1),
             "read": tf.cast(table[0], tf.int32),
         }
+        with lookups.of_own_rows():
+            kinds["random"] = tf.random.uniform([3], maxval=9, dtype=tf.int32)
         for name, numbers in kinds.items():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.gather(table, numbers))
@@ -184,6 +188,8 @@ def test_which_lookups_depend_on_the_rows():
         "whole": [False],
         "constant": [False],
         "random": [True],
+        "random, outside of the pass": [False],
+        "gathered": [False],
         "read": [False],
         "together": [False, True, True],
     }
@@ -224,3 +230,181 @@ def test_a_pass_that_failed_does_not_disturb_other_models(distribute):
     with pytest.raises(ValueError):
         tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([6, 3]))
     assert model.call._finders and model.call.shared_lookups() == {}
+
+
+LOGITS = np.array([[30.0, 0.0], [-25.0, 25.0]], np.float32)
+CROSSENTROPIES = {
+    "softmax": (keras.activations.softmax, keras.losses.sparse_categorical_crossentropy, np.array([1, 0])),
+    "sigmoid": (keras.activations.sigmoid, keras.losses.binary_crossentropy, np.array([[0.0, 1.0], [1.0, 0.0]])),
+    "softmax of TensorFlow": (tf.nn.softmax, keras.losses.sparse_categorical_crossentropy, np.array([1, 0])),
+    "softmax over another axis": (
+        lambda x: keras.activations.softmax(x[..., None] * [1.0, 1.5], axis=1),
+        lambda y, p: keras.losses.categorical_crossentropy(y, p, axis=1),
+        np.array([[[0.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [0.0, 0.0]]]),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, way",
+    [
+        *((kind, "graph") for kind in CROSSENTROPIES),
+        *(("softmax", way) for way in ("eager", "compiled by XLA", "own rows, compiled by XLA")),
+        ("softmax over another axis", "compiled by XLA"),
+    ],
+)
+def test_large_logits_have_the_loss_and_gradient_of_one_process(distribute, kind, way):
+    """Keras takes a crossentropy of the logits behind a probability, which alone is cut off at 1e-7."""
+    activation, crossentropy, y = CROSSENTROPIES[kind]
+
+    def step(model, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(crossentropy(y, model(x)))
+        return loss, tape.gradient(loss, model.trainable_variables[0])
+
+    def run(model, repeats):
+        x, wanted = (tf.constant(np.concatenate([each] * repeats)) for each in (LOGITS, y))
+        return (step if way == "eager" else tf.function(step, autograph=False))(model, x, wanted)
+
+    def made():
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(2, activation, use_bias=False, kernel_initializer="identity")]
+        )
+        model.compile(jit_compile="XLA" in way)
+        return model
+
+    loss, gradient = run(made(), 1)
+    model = made()
+    distribute(model)
+    with model.call._gradients.of_a_share(tf.constant(0.5)) if "own rows" in way else contextlib.nullcontext():
+        found_loss, found_gradient = run(model, 1 if "own rows" in way else 2)
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(found_gradient, gradient, rtol=1e-6)
+    assert loss > 20
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_losses_stay_with_the_layers_that_add_them(distribute, run_eagerly):
+    """A train_step or compute_loss may give those of each layer a weight of its own."""
+
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            square = keras.ops.square(x)
+            self.add_loss(keras.ops.mean(square))
+            self.add_loss(keras.ops.sum(square))
+            self.add_loss(keras.ops.mean(square, axis=-1))  # one value for each row
+            self.add_loss(keras.ops.mean(square, axis=-1) / tf.cast(tf.shape(x)[0], x.dtype))
+            self.add_loss(keras.ops.mean(square, axis=0))  # one value for each feature
+            return 2 * x
+
+    def losses_of(model, x):
+        model(x)
+        return [list(layer.losses) for layer in model.layers], list(model.losses)
+
+    model = keras.Sequential([keras.Input((3,)), Adds(), keras.layers.Dense(3), Adds()])
+    x = tf.random.stateless_normal([4, 3], [1, 2])
+    x = tf.concat([x, x], 0)
+    wanted = losses_of(model, x)
+    distribute(model)
+    found = (losses_of if run_eagerly else tf.function(losses_of, autograph=False))(model, x)
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
+
+
+class Keeping(keras.layers.Layer):
+    """Keeps tensors of its rows, and of none, as attributes."""
+
+    places = None
+
+    def call(self, x):
+        if self.places is None:
+            with tf.init_scope():
+                self.places = tf.range(3.0)
+        self.own, self.several = tf.reduce_mean(x), {"first": x[:1]}
+        self.add_loss(keras.ops.mean(x))  # is tried with other rows
+        return x + self.places
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_tensors_of_own_rows_that_layers_keep_are_refused_outside_of_the_call(run_eagerly):
+    def step(x, use=None):
+        y = model(x)
+        return tf.reduce_mean(y) if use is None else use(layer)
+
+    layer, gradients = Keeping(), Gradients(Mirror())
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3), layer])
+    run = step if run_eagerly else lambda x, use=None: tf.function(step, autograph=False)(x, use)
+    x = tf.ones([4, 3])
+    with DistributedCall(model, Mirror(), gradients, RandomNumbers(Mirror())).installed(), gradients.installed():
+        for _ in range(2):
+            assert np.isfinite(run(x))  # kept only: harmless
+        for use in (
+            lambda layer: 2.0 * layer.own,
+            lambda layer: tf.reduce_sum(layer.own),
+            lambda layer: keras.ops.mean(layer.own),
+            lambda layer: tf.ones([]) + layer.own,
+            lambda layer: layer.several["first"],
+            lambda layer: layer.own.shape,
+        ):
+            with pytest.raises(
+                ConfigError, match="attribute '(own|several)' holds the rows of one worker only: return"
+            ):
+                run(x, use)
+        assert run(x, lambda layer: tf.reduce_sum(layer.places)) == 3
+    assert isinstance(layer.own, tf.Tensor)
+
+
+@pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
+def test_the_mask_of_an_input_reaches_a_model_without_an_argument_for_it(distribute, way):
+    class Decoder(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.pooled = keras.layers.GlobalAveragePooling1D()
+
+        def call(self, x):
+            return self.pooled(x)
+
+    def run():
+        step = lambda ids: decoder(encoder(ids))  # noqa: E731
+        return (step if way == "eager" else tf.function(step, autograph=False))(ids)
+
+    encoder, decoder = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(5, 2, mask_zero=True)]), Decoder()
+    decoder.compile(jit_compile="XLA" in way)
+    ids = tf.constant([[1, 2, 0], [3, 0, 0]] * 2)
+    wanted = run()
+    for model in (encoder, decoder):
+        distribute(model)
+    np.testing.assert_allclose(run(), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_rows_that_a_step_looks_up_itself_are_there_once(distribute, run_eagerly):
+    """All workers hold them: by the largest output of each row of the batch, or drawn at random."""
+    table = tf.Variable(tf.ones([2, 3]))
+    model = network()
+    distribute(model)
+
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape:
+            best, drawn = tf.argmax(model(x), -1), tf.random.uniform([5], maxval=2, dtype=tf.int32)
+            losses = [tf.reduce_sum(tf.gather(table, numbers)) for numbers in (best, drawn)]
+        return [tape.gradient(loss, table).values for loss in losses]
+
+    found = (step if run_eagerly else tf.function(step, autograph=False))(tf.ones([4, 3]))
+    np.testing.assert_array_equal(found[0], np.ones([4, 3]))
+    np.testing.assert_array_equal(found[1], np.ones([5, 3]))
+
+
+def test_an_eager_step_that_looks_up_more_rows_in_the_table_of_a_call_is_refused(distribute):
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(5, 2), keras.layers.Flatten()])
+    table = model.layers[0].embeddings
+    distribute(model)
+
+    def gradient(more):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.ones([4, 3], tf.int32)))
+            loss += tf.reduce_sum(tf.gather(table.value, [1, 2])) if more else 0.0
+        return tape.gradient(loss, table)
+
+    assert gradient(False).values.shape == [12, 2]
+    with pytest.raises(ConfigError, match="in its call, and a step others outside of it.*without run_eagerly=True"):
+        gradient(True)

@@ -164,6 +164,18 @@ def test_the_gradient_is_nan_too_where_a_maximum_passes_over_it():
     assert all(np.isfinite(each).all() for each in gradient(tf.constant([[0, 2]])))
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_crossentropy_sees_the_logits_of_what_may_become_nan(wanted):
+    @tf.function(jit_compile=True, autograph=False)
+    def step(numbers):
+        with missing_rows.as_nan(wanted):
+            logits = tf.gather(tf.constant([[30.0], [-40.0]]), numbers)
+            return keras.losses.binary_crossentropy([[0.0], [1.0]], missing_rows.poisoned(tf.sigmoid(logits)))
+
+    np.testing.assert_allclose(step(tf.constant([0, 1])), [30, 40])
+    assert np.isnan(step(tf.constant([0, 2]))).all() == wanted  # without, XLA takes the last row
+
+
 def test_only_inside_and_in_this_thread(table):
     """Replicas are traced by threads that wait for each other in the middle of their models."""
     inside, done = threading.Event(), threading.Event()

@@ -49,9 +49,9 @@ def chosen(outputs, y, w):
     return Scores(losses, tf.ones_like(losses), {"error": error})
 
 
-def evaluate(objective, arrays, workers, batch=4, filled=True):
+def evaluate(objective, arrays, workers, batch=4, filled=True, activation="linear"):
     """What the last worker finds."""
-    model, gathered = keras.Sequential([keras.Input((6,)), keras.layers.Activation("linear")]), []
+    model, gathered = keras.Sequential([keras.Input((6,)), keras.layers.Activation(activation)]), []
 
     def all_gather(own):
         gathered.append(own)
@@ -91,6 +91,15 @@ def test_padding_does_not_count(function, rows):
         "samples": weight,
     }
     assert evaluate(objective, arrays, workers=2) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_objective_of_probabilities_sees_their_logits_where_padding_is_cut_off():
+    def twice(outputs, y, w):
+        return Scores(tf.repeat(keras.losses.categorical_crossentropy(y, outputs), 2), tf.repeat(w, 2), {})
+
+    wanted = tf.nn.softmax_cross_entropy_with_logits(Y / Y.sum(-1, keepdims=True), 100 * X)
+    found = evaluate(twice, (100 * X, Y / Y.sum(-1, keepdims=True)), workers=2, activation="softmax")
+    assert found["loss"] == pytest.approx(float(tf.reduce_mean(wanted)), rel=1e-5) and found["loss"] > 20
 
 
 def test_of_nothing_it_is_0():

@@ -93,7 +93,9 @@ def added_losses(
     for key, reduction in found.items():
         if reduction not in (MEAN, SUM):
             raise ConfigError(_refusal(probe.layers[key.layer], key.place, reduction, otherwise, training))
-    return tuple(AddedLoss(probe.layers[key.layer], key.place, found[key]) for key in sorted(found))
+    return tuple(
+        AddedLoss(probe.layers[key.layer], key.place, found[key], probe.is_of_each_row(key)) for key in sorted(found)
+    )
 
 
 def _with_mixed_gradients(probe: Probe, found: dict[LossKey, Reduction]) -> list[LossKey]:

@@ -17,6 +17,7 @@ from tfdist.compat import keras_draws, keras_layers, keras_variables, tensorflow
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.row_checks.calm_layers import calmed
+from tfdist.training.row_checks.trial_scope import attributes_kept
 from tfdist.training.row_checks.trial_values import disturbed
 from tfdist.training.seeds import states_beside
 from tfdist.training.stateless_call import stateless_call
@@ -75,6 +76,7 @@ class Probe:
         )
         self._states_off: dict[float, Sequence[np.ndarray]] = {0.0: self.states}
         self._added: list[tuple[LossKey, tf.Tensor]] = []
+        self._lengths: dict[LossKey, set[int | None]] = {}  # first dims that an added loss has had; scalars: None
         self._seeds_met: list[keras.Variable] = []  # states of generators that no layer holds
         # Under TensorFlow's strategies reading a metric adds up the values of all workers, but not all make the same
         # trials.
@@ -96,17 +98,20 @@ class Probe:
         do not mix rows."""
         kept = [(variable, variable.numpy()) for variable in hidden_state(self.model)]
         try:
-            with calmed(self.layers, self._record), writes_undone():
+            with calmed(self.layers, self._record), writes_undone(), attributes_kept(self.layers):
                 yield
         finally:
             for variable, value in kept:
                 variable.assign(value)
 
     def _record(self, number: int, loss: Any) -> None:
-        place = sum(key.layer == number for key, _ in self._added)
-        self._added.append(
-            (LossKey(number, place), tf.reduce_sum(loss))
-        )  # a loss with one value for each row counts as their sum, as in Keras
+        key = LossKey(number, sum(key.layer == number for key, _ in self._added))
+        self._lengths.setdefault(key, set()).add(loss.shape[0] if loss.shape.rank else None)
+        self._added.append((key, tf.reduce_sum(loss)))  # values for each row count as their sum, as in Keras
+
+    def is_of_each_row(self, key: LossKey) -> bool:
+        """Returns whether the loss had more values the more rows were tried."""
+        return len(self._lengths.get(key, set()) - {None}) > 1
 
     def outputs(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], conditions: Conditions) -> Any:
         """Returns the model's outputs. Weights that are tensors are not copied."""

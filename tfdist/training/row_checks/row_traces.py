@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -25,6 +24,7 @@ from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.runtime import batch_norm
 from tfdist.training.row_checks.calm_layers import calmed
 from tfdist.training.row_checks.model_probe import Take
+from tfdist.training.row_checks.trial_scope import attributes_kept
 from tfdist.training.stateless_call import stateless_call
 
 _WITHOUT_ROWS = ("keras", "tensorflow", "tfdist")  # their custom gradients mix rows only if their outputs do
@@ -58,7 +58,7 @@ def traced(model: keras.Model, x: Any, take: Take, training: bool, counts: Seque
     with writes_undone(), batch_norm.each_alone(), filled_always():
         for rows in counts:
             specs = keras.tree.map_structure(functools.partial(_spec, rows), one, two)
-            with _nothing_left(layers):
+            with attributes_kept(layers):
                 traces.append(_traced_once(model, layers, specs, rows, training))
     return traces
 
@@ -112,25 +112,3 @@ def _of_graph(
 
 def _has_own_gradients(graph: tf.Graph) -> bool:
     return any(package_of(module) not in _WITHOUT_ROWS for module in makers_of_gradients(graph))
-
-
-@contextlib.contextmanager
-def _nothing_left(layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """Context manager after which layers forget tensors of a trace (such as a constant made once), which are of no use
-    in another graph."""
-    held = [layer.__dict__ for layer in layers]
-    held += [value for attributes in list(held) for value in attributes.values() if isinstance(value, dict)]
-    before = [dict(values) for values in held]
-    try:
-        yield
-    finally:
-        for now, values in zip(held, before, strict=True):
-            for name in [name for name, value in now.items() if _is_of_a_graph(value)]:
-                if name in values:
-                    now[name] = values[name]
-                else:
-                    del now[name]
-
-
-def _is_of_a_graph(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and not hasattr(value, "numpy")

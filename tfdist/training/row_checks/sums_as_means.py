@@ -27,6 +27,7 @@ class AddedLoss:
     layer: keras.Layer
     place: int  # number among the layer's losses, in the order in which a call of the model adds them
     reduction: Reduction  # MEAN (also for a loss that does not depend on rows) or SUM
+    of_each_row: bool = False  # has values for each row, of which the loss is the sum
 
 
 class SumsAsMeans:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import keras
+import tensorflow as tf
 
 from tfdist.artifacts import state
 from tfdist.compat import keras_random, tensorflow_random
@@ -25,3 +28,21 @@ def generators_kept() -> Iterator[None]:
     finally:
         keras_random.use_generator(of_keras)  # a generator made by a trial would exist on this worker alone
         state.restore_generator_states(before)
+
+
+@contextlib.contextmanager
+def attributes_kept(layers: Sequence[keras.Layer]) -> Iterator[None]:
+    """Context manager after which layers forget the tensors that they have kept inside: those of a trial are made of
+    rows that nobody knows, and those of a trace (such as a constant made once) are of no use in another graph."""
+    held = [layer.__dict__ for layer in layers]
+    held += [value for attributes in list(held) for value in attributes.values() if isinstance(value, dict)]
+    before = [dict(values) for values in held]
+    try:
+        yield
+    finally:
+        for now, values in zip(held, before, strict=True):
+            for name in [name for name, value in now.items() if isinstance(value, tf.Tensor)]:
+                if name in values:
+                    now[name] = values[name]
+                else:
+                    del now[name]

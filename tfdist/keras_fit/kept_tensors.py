@@ -1,0 +1,109 @@
+"""Tensors that layers keep as attributes in a forward pass over own rows (`self.z = ...`): refused outside of the pass.
+
+Such a tensor holds the rows of one worker, or numbers made of these alone. A train_step or compute_loss that read it
+would take them for those of all rows. So after the pass an object is in its place that raises ConfigError when it is
+used; during the next pass the tensor is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import keras_layers
+from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.lookups import is_worker_dependent
+
+
+class OfOwnRows:
+    """Stands in place of a value that holds numbers of own rows."""
+
+    def __init__(self, value: Any, layer: str, name: str):
+        self.of_own_rows = value, layer, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by Python itself, for example to copy the object
+            raise AttributeError(name)
+        return self._refuse()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        _, layer, name = self.of_own_rows
+        raise keras_layers.keep_message(
+            ConfigError(
+                f"What the call of layer {layer} keeps as its attribute {name!r} holds the rows of one worker only:"
+                " return it from the call, add what you need of it with add_loss, or train in one process."
+            )
+        )
+
+
+_USES = """tf_tensor array getitem iter len contains call bool int float complex index round neg pos abs invert
+eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul
+and rand or ror xor rxor"""
+for _use in _USES.split():
+    setattr(OfOwnRows, f"__{_use}__", OfOwnRows._refuse)
+
+
+class KeptTensors:
+    """The tensors that the layers of one model keep."""
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+
+    @contextlib.contextmanager
+    def visible(self) -> Iterator[None]:
+        """Context manager in which layers find the tensors that they have kept."""
+        shown = self.show()
+        try:
+            yield
+        finally:
+            for attributes, name, stand_in in shown:
+                if attributes.get(name) is stand_in.of_own_rows[0]:
+                    attributes[name] = stand_in
+
+    def show(self) -> list[tuple[dict[str, Any], str, OfOwnRows]]:
+        """Puts the tensors back in their places. Returns what was there instead."""
+        found = [
+            (layer.__dict__, name, value)
+            for layer in keras_layers.all_layers(self._model)
+            for name, value in layer.__dict__.items()
+            if isinstance(value, OfOwnRows)
+        ]
+        for attributes, name, stand_in in found:
+            attributes[name] = stand_in.of_own_rows[0]
+        return found
+
+    @contextlib.contextmanager
+    def hidden_afterwards(self) -> Iterator[None]:
+        """Context manager for a forward pass over own rows: what layers keep of it is hidden at exit."""
+        layers = keras_layers.all_layers(self._model)
+        before = [tensor for layer in layers for value in layer.__dict__.values() for tensor in _tensors_in(value)]
+        known = set(map(id, before))
+        yield
+        for layer in layers:
+            for name, value in list(layer.__dict__.items()):
+                if any(id(tensor) not in known and _may_hold_rows(tensor) for tensor in _tensors_in(value)):
+                    layer.__dict__[name] = OfOwnRows(value, layer.name, name)
+
+
+def _tensors_in(value: Any) -> Iterator[tf.Tensor]:
+    if isinstance(value, tf.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _may_hold_rows(tensor: tf.Tensor) -> bool:
+    """Whether the tensor may depend on the rows of this worker."""
+    if tf.executing_eagerly():
+        return True  # nothing tells of what an eager tensor was made
+    if not hasattr(tensor, "graph"):
+        return False  # a constant, while a graph is traced
+    # The values of another graph, one that XLA compiles, do not come out of it at all.
+    return tensor.graph is not tf.compat.v1.get_default_graph() or is_worker_dependent(tensor)
