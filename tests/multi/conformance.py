@@ -110,6 +110,11 @@ def check(runtime, strategy: Strategy) -> None:
             assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
 
     # bfloat16 is summed to its precision, float32 next to it stays exact, and all replicas get the same bits.
+    def sums_of_both(tensors):
+        sums = runtime.all_reduce(list(tensors))
+        assert [value.dtype for value in sums] == [tf.bfloat16, tf.float32], "a sum has the type of its tensor"
+        return [tf.cast(value, tf.float32) for value in sums]
+
     @tf.function(autograph=False)
     def small():
         values = runtime.per_replica(
@@ -118,11 +123,7 @@ def check(runtime, strategy: Strategy) -> None:
                 for data in (of_replica(runtime.first_replica + index) for index in range(runtime.local_replicas))
             ]
         )
-        return runtime.local(
-            runtime.run(
-                lambda tensors: [tf.cast(tensor, tf.float32) for tensor in runtime.all_reduce(list(tensors))], (values,)
-            )
-        )
+        return runtime.local(runtime.run(sums_of_both, (values,)))
 
     if "bf16" in strategy.compression:
         wanted = sum(of_replica(index)[3] for index in range(runtime.replicas))

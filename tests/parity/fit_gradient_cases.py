@@ -442,3 +442,30 @@ def embeddings_eagerly_and_in_pieces(fit, evaluate, predict, folder):
                 loss = model.loss(tags[:, 0], forward(tf.constant(ids)))
             optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
     return {"weights": weights(model)}
+
+
+@case
+def bfloat16_layers(fit, evaluate, predict, folder):
+    """A gradient has the type of its variable. All numbers are so few and small that bfloat16 is exact."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(-1, 2, (16, 4)).astype("float32"), rng.integers(-1, 2, (16, 2)).astype("float32")
+    found, ones = {}, keras.initializers.Ones()
+    for name, options in {"kept": {"gradient_accumulation_steps": 2}, "by hand": {}}.items():
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(2, use_bias=False, kernel_initializer=ones, dtype="bfloat16")]
+        )
+        optimizer = keras.optimizers.SGD(0.25, **options)
+        model.compile(optimizer, "mse")
+        if options:
+            fit(model, x, y, batch_size=8, epochs=1, shuffle=False)
+        else:
+            with tfdist.spread(model, optimizer):
+                rows = tf.constant(x, tf.bfloat16)
+                with tf.GradientTape() as tape:
+                    tape.watch(rows)
+                    loss = ops.mean(ops.square(ops.cast(model(rows, training=True), "float32") - y))
+                [gradient, slope] = tape.gradient(loss, [*model.trainable_variables, rows])
+            model.trainable_variables[0].value.assign_sub(0.25 * gradient)
+            found["slope"] = tf.cast(slope, tf.float32).numpy()
+        found[name] = model.layers[0].kernel.numpy().astype("float32")
+    return found

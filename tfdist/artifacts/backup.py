@@ -46,7 +46,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     Args:
       backup_dir: a folder for this run alone; preferably on a fast local disk or a memory file system.
-      save_freq: "epoch", or a number of batches.
+      save_freq: "epoch", or a number of batches; then shuffled data need a seed.
       double_checkpoint: also keep the backup before the last one.
       delete_checkpoint: delete all backups when training has finished.
       writes: whether this process writes; only one may.
@@ -87,6 +87,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
         self._is_slow = False  # which has been said
+        self._shuffled_by: list = []  # see RunningFit.shuffled_by
         self._at_first, self._beside = [], []  # variables of the model, and beside its layers, when training began
         self._fit_state, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
@@ -102,6 +103,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
+        if not model.optimizer.built:  # it may have variables that only it knows
+            model.optimizer.build(model.trainable_variables)
         self._at_first = variables_of_model(model)
         self._beside = state_beside_layers(model, hidden_state(model))
         self._restored, self._others = None, AfterOthers(self)
@@ -112,14 +115,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if fit.has_no_seed():
             batch = snapshot.manifest["batch"] if snapshot is not None else 0
             backup_checks.refuse_without_seed(self.backup_dir, batch, self.save_freq, (self.params or {}).get("steps"))
+        self._shuffled_by = fit.shuffled_by()
         if snapshot is None:
             return
         self._others.has_restored = True
         written_by = snapshot.manifest.get("fit", 1)
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
+        backup_checks.refuse_another_order(self.backup_dir, snapshot.manifest, self._shuffled_by)
         backup_checks.refuse_between_executions(self.backup_dir, snapshot.manifest["batch"], model.steps_per_execution)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         held = arrays.pop(_FIT_STATE, None)  # earlier versions did not write it
@@ -253,6 +256,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             {
                 "epoch": epoch,
                 "batch": batch,
+                "shuffled_by": self._shuffled_by,
                 "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),
                 "ends": RunningFit.of(self._trained).ends(),

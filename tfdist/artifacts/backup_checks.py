@@ -7,7 +7,7 @@ would find the backup of the second. If backups are kept, this is intended: each
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -64,7 +64,7 @@ def refuse_without_seed(backup: str, batch: int, save_freq: int | str, steps: in
             " the other batches of this epoch cannot be found again: set the seed of the fit that wrote it, or remove"
             " the backup to start from the beginning."
         )
-    if isinstance(save_freq, int) and (steps is None or save_freq % steps):
+    if isinstance(save_freq, int) and (not steps or save_freq % steps):
         raise ConfigError(
             f"BackupAndRestore(save_freq={save_freq}) saves within an epoch, but the data are shuffled without a seed,"
             " so that a resumed fit would take some samples twice and others never: call"
@@ -85,6 +85,18 @@ def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
             " is used only in training, or by a loss that is called), so that a resumed fit could not restore it: make"
             " it before fit (build all layers, for example by model(x, training=True); or in a constructor), or train"
             " without BackupAndRestore."
+        )
+
+
+def refuse_another_order(backup: str, manifest: Mapping[str, Any], shuffled_by: list) -> None:
+    """Raises CheckpointError if the backup was saved within an epoch, of data that were shuffled by other numbers than
+    `shuffled_by`, those of the running fit: the other batches of that epoch could not be found again."""
+    batch, before = manifest["batch"], manifest.get("shuffled_by", shuffled_by)  # earlier versions did not write it
+    if batch and before != shuffled_by:
+        raise CheckpointError(
+            f"{backup} was saved after {batch} batches of an epoch, whose data were shuffled with another seed, so that"
+            " the other batches of this epoch cannot be found again: set the seed of the fit that wrote it"
+            " (keras.utils.set_random_seed before the data are made), or remove the backup to start from the beginning."
         )
 
 

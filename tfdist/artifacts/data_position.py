@@ -11,7 +11,9 @@ these, only the batches of the current pass are read.
 from __future__ import annotations
 
 import inspect
+import random
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +102,17 @@ class RunningFit:
         """Whether the training data are shuffled without a seed, as far as this can be seen: another process draws
         another order."""
         return _has_no_seed(self.values["epoch_iterator"].data_adapter)
+
+    def shuffled_by(self) -> list:
+        """The seeds by which the training data are shuffled, as far as they can be seen; JSON to be saved. With the same
+        ones another process draws the same order."""
+        adapter = self.values["epoch_iterator"].data_adapter
+        if (read := keras_epochs.dataset_of(adapter)) is not None:
+            return [seeds for each in tensorflow_data.with_inputs(read) if (seeds := tensorflow_data.seeds_of(each))]
+        if keras_epochs.shuffles_arrays(adapter):
+            return [tensorflow_random.global_seed()]
+        # By Python's random numbers, whose seed cannot be seen.
+        return [zlib.crc32(repr(random.getstate()).encode())] if keras_epochs.shuffles_pages(adapter) else []
 
     def ends(self) -> dict[str, int | None]:
         """The batch at which the data ended, if its length was not known before; JSON to be saved."""

@@ -45,24 +45,25 @@ class AfterOthers(keras.callbacks.Callback):
         for each in [each for each in callbacks.callbacks if isinstance(each, AfterOthers)]:
             if each._backup is self._backup:
                 callbacks.callbacks.remove(each)
-        self.set_model(self._backup.model)
+        model = self._backup.model
+        self.set_model(model)
         self.set_params(self._backup.params)
         others = [each for each in callbacks.callbacks if isinstance(each, AfterOthers)]
         callbacks.callbacks.append(self)
         if any(each.has_restored for each in others):
             return False
         self._unmute()
-        pass_over_nothing(self.model)
-        keras_trainer.begin_at(self.model, None)
-        self._forget_where_to_begin()
+        pass_over_nothing(model)
+        keras_trainer.begin_at(model, None)
+        self._forget_where_to_begin(model)
         return True
 
-    def _forget_where_to_begin(self) -> None:
+    def _forget_where_to_begin(self, model: keras.Model) -> None:
         """Undoes `begin_at` as soon as Keras has read it: if this fit fails, a later one must begin as it says."""
 
         def on_epoch_begin(epoch: int, logs: Mapping | None = None) -> None:
             vars(self._all).pop("on_epoch_begin")
-            keras_trainer.begin_at(self.model, None)
+            keras_trainer.begin_at(model, None)
             self._all.on_epoch_begin(epoch, logs)
 
         setattr(self._all, "on_epoch_begin", on_epoch_begin)  # noqa: B010 - it replaces a method

@@ -123,12 +123,11 @@ def given_metrics(model: keras.Model) -> list[Any]:
 
 
 def made_at_the_first_batch(metric: Any) -> bool:
-    """Whether Keras makes variables of this metric at its first batch, and resets all of them itself at each epoch.
-    Relies on `_built` of Keras' F1Score, FBetaScore and R2Score; without it a backup with a metric derived from them
-    fits only the process that wrote it.
+    """Whether Keras makes all variables of this metric at its first batch, and resets all of them itself at each epoch:
+    those derived from F1Score, FBetaScore and R2Score. A backup with them would fit only the process that wrote it.
     """
-    resets = getattr(type(metric), "reset_state", None)
-    return isinstance(getattr(metric, "_built", None), bool) and package_of(module_of(resets)) == "keras"
+    is_one = isinstance(metric, keras.metrics.FBetaScore | keras.metrics.R2Score)
+    return is_one and package_of(module_of(type(metric).reset_state)) == "keras"
 
 
 def begin_an_epoch_of_metrics(model: keras.Model) -> None:

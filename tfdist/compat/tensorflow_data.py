@@ -40,6 +40,12 @@ def functions(dataset: tf.data.Dataset) -> list[Any]:
     return dataset._functions()
 
 
+def seeds_of(dataset: tf.data.Dataset) -> list[int]:
+    """The seeds of a dataset that shuffles; empty for others. Relies on `_ShuffleDataset._seed` and `_seed2`; without
+    them a fit may resume within an epoch in another order."""
+    return [int(dataset._seed), int(dataset._seed2)] if kind(dataset) == "ShuffleDataset" else []
+
+
 def shuffles_without_a_seed(dataset: tf.data.Dataset) -> bool:
     """Whether the dataset draws a new order each time. Relies on `_ShuffleDataset._seed` and `_seed2`, both 0 without a
     seed; without them a resumed run would not warn that samples may come twice.

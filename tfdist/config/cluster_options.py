@@ -71,8 +71,8 @@ class StrategyConfig:
     strategy: str = option(
         "auto",
         "auto: parameter_server if TF_CONFIG lists ps, multi_worker if it lists several workers, horovod under"
-        " horovodrun or mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain processes"
-        " over TCP, without tf.distribute; one device each. mesh: see --mesh. package.module:NAME: your own"
+        " horovodrun or Open MPI's mpirun, mirrored if there are several local GPUs, else one_device. sockets: plain"
+        " processes over TCP, without tf.distribute; one device each. mesh: see --mesh. package.module:NAME: your own"
         " (examples/own_runtime.py).",
         key=True,
     )

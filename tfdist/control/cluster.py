@@ -24,7 +24,7 @@ class Cluster:
     index: int = 0
     rank: int = 0  # among the training workers; 0 is the chief; -1 for an evaluator or a parameter server
     size: int = 1  # number of training workers
-    peers: tuple[str, ...] = ()  # addresses of the training workers in rank order; empty if there is only this process
+    peers: tuple[str, ...] = ()  # addresses of the training workers in rank order; empty if none are known
     spec: Mapping[str, list[str]] = field(default_factory=dict)  # role -> addresses
     started_by: str = ""  # name of a launcher that gives ranks but no addresses (control/horovod_env.py)
     launcher_local_rank: int = 0  # the local rank that this launcher gives
@@ -121,4 +121,6 @@ class Cluster:
                 f"{self.role} {self.index} of a chief, {workers} worker{'s' if workers > 1 else ''} and {servers}"
                 f" parameter server{'s' if servers > 1 else ''}"
             )
+        if self.size == 1:
+            return f"one worker, at {self.address}"
         return f"{self.role} {self.index} = rank {self.rank} of {self.size} workers at {', '.join(self.peers)}"

@@ -15,6 +15,7 @@ from typing import Any
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.local_job import LocalJob, ProcessEnvironment
 from tfdist.control.membership import Groups
+from tfdist.control.tf_config import worker_environment
 from tfdist.control.token import VARIABLE, Secret
 from tfdist.control.workers import JobResult, LocalWorker, describe
 
@@ -56,7 +57,8 @@ class ElasticJob(LocalJob):
     def _process_environment(self, rank: int | None, gpus: dict[str, str]) -> ProcessEnvironment:
         started_in = super()._process_environment(rank, gpus)
         if rank is not None:
-            started_in.environment.pop("TF_CONFIG", None)
+            # Alone until it is in a group.
+            started_in.environment.update(worker_environment([self._ports.addresses[rank]], 0, 0, {}))
             started_in.environment.update(self.groups.invitation(rank))
         return started_in
 

@@ -3,7 +3,8 @@
 There are three ways to start N processes with --strategy=horovod:
 
   horovodrun -np N        gives every process HOROVOD_RANK, HOROVOD_SIZE, ... and runs the rendezvous server itself
-  mpirun -np N            gives OMPI_COMM_WORLD_RANK, ...; rank 0 runs the rendezvous server (this Horovod has no MPI)
+  mpirun -np N            of Open MPI: gives OMPI_COMM_WORLD_RANK, ...; rank 0 runs the rendezvous server (this Horovod
+                          has no MPI)
   tfdist.launch, TF_CONFIG  gives all addresses; rank 0 runs the rendezvous server at its own address
 
 The rendezvous server is a small key-value store over HTTP in which Gloo's processes find each other's addresses.

@@ -73,8 +73,7 @@ class Job(Generic[_Worker]):
 
     def __init__(self, count: int, log_dir: Path, options: JobOptions):
         self.count, self.log_dir, self.options = count, log_dir, options
-        environment = os.environ if options.environment is None else options.environment
-        self.environment = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
+        self.environment = dict(os.environ if options.environment is None else options.environment)
         self.environment[token.VARIABLE] = self.environment.get(token.VARIABLE) or token.make()
         self.output = options.output or sys.stdout
         self.workers: list[_Worker] = []

@@ -21,7 +21,9 @@ def from_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
     sets TFDIST_WORKERS and TFDIST_ADDRESS, for example to 4 and digits-{index}.digits:2222. All addresses follow from
     this template, without a call to any server.
     """
-    if not (environ.get("TFDIST_WORKERS") or environ.get("TFDIST_ADDRESS")) or environ.get("TFDIST_WORKERS") == "1":
+    if environ.get("TFDIST_WORKERS") == "1":
+        return Cluster()
+    if not (environ.get("TFDIST_WORKERS") or environ.get("TFDIST_ADDRESS")):
         return None
     if missing := [name for name in _OF_A_POD if not environ.get(name)]:  # else each worker would train alone
         there = " and ".join(f"{name}={environ[name]}" for name in _OF_A_POD if environ.get(name))
@@ -53,13 +55,35 @@ RESOLVERS: list[Callable[[Mapping[str, str]], Cluster | None]] = [
 ]
 
 
+# Of launchers that tell a process its rank, but not the addresses of the others: rank, number of processes, name.
+_WITHOUT_ADDRESSES = (
+    ("PMI_RANK", "PMI_SIZE", "mpiexec (of MPICH or Intel MPI)"),
+    ("RANK", "WORLD_SIZE", "torchrun, or the like,"),
+)
+
+
 def resolve_cluster(environ: Mapping[str, str]) -> Cluster:
     """Returns the cluster that the environment describes; a single process if no resolver finds one.
 
     Raises ClusterError.
     """
-    for resolver in RESOLVERS:
-        cluster = resolver(environ)
-        if cluster is not None:
-            return cluster
-    return Cluster()
+    return _found(environ) or Cluster()
+
+
+def cluster_to_join(environ: Mapping[str, str]) -> Cluster:
+    """`resolve_cluster` for a process that trains. Raises ClusterError, too, where a launcher has started several
+    processes and no resolver finds a cluster: each would train alone."""
+    cluster = _found(environ)
+    for rank, size, launcher in () if cluster else _WITHOUT_ADDRESSES:
+        count = environ.get(size, "")
+        if rank in environ and count.isdecimal() and int(count) > 1:
+            raise ClusterError(
+                f"{rank}={environ[rank]} and {size}={count} say that {launcher} started {count} processes, but not at"
+                f" which addresses: start them with tfdist.launch, or set TF_CONFIG or {', '.join(_OF_A_POD)}; or set"
+                " TFDIST_WORKERS=1 if each is to train alone."
+            )
+    return cluster or Cluster()
+
+
+def _found(environ: Mapping[str, str]) -> Cluster | None:
+    return next((cluster for resolver in RESOLVERS if (cluster := resolver(environ)) is not None), None)

@@ -159,17 +159,20 @@ def worker_environment(
 ) -> dict[str, str]:
     """Returns the environment of one of the local workers at `addresses`, or (rank None) of an evaluator beside them.
 
-    A single worker gets no TF_CONFIG. `threads`: 0 does not set the number of threads; variables already set are kept.
-    With `servers`, the addresses belong to the chief, the workers and, last, that number of parameter servers.
+    A single worker gets a TF_CONFIG, too: else it would take what surrounds the launcher (a Slurm step, a pod) for its
+    cluster. `threads`: 0 does not set the number of threads; variables already set are kept. With `servers`, the
+    addresses belong to the chief, the workers and, last, that number of parameter servers.
     """
-    result = {"TF_GRPC_REUSE_PORT": "true", "PYTHONUNBUFFERED": "1"}
-    if rank is None or len(addresses) > 1:
-        tasks = local_tasks(len(addresses), servers)
-        spec: dict[str, list[str]] = {}
-        for task, address in zip(tasks, addresses, strict=True):
-            spec.setdefault(task.role, []).append(address)
-        own_task = Task("evaluator", 0) if rank is None else tasks[rank]
-        result["TF_CONFIG"] = json.dumps({"cluster": spec, "task": {"type": own_task.role, "index": own_task.index}})
+    tasks = local_tasks(len(addresses), servers)
+    spec: dict[str, list[str]] = {}
+    for task, address in zip(tasks, addresses, strict=True):
+        spec.setdefault(task.role, []).append(address)
+    own_task = Task("evaluator", 0) if rank is None else tasks[rank]
+    result = {
+        "TF_CONFIG": json.dumps({"cluster": spec, "task": {"type": own_task.role, "index": own_task.index}}),
+        "TF_GRPC_REUSE_PORT": "true",
+        "PYTHONUNBUFFERED": "1",
+    }
     if threads:
         result |= {
             name: environment.get(name, str(threads))

@@ -108,7 +108,7 @@ def connect(
 
     Raises OSError if no tfdist process answers before `deadline` (monotonic); OtherJobError.
     """
-    connection = socket.create_connection(address_of(place), timeout=_left(deadline))
+    connection = _connected(place, deadline)
     try:
         if connection.getsockname() == connection.getpeername():  # the kernel connected the socket to itself
             raise ConnectionError("nothing is listening there")
@@ -136,6 +136,27 @@ def connect(
     except BaseException:
         connection.close()
         raise
+
+
+def _connected(place: str, deadline: float) -> socket.socket:
+    """Connects to the first address of a name that answers. Raises OSError.
+
+    Each gets an equal part of the time that is left: one that drops packets, often the IPv6 address, must not use it up
+    (as in socket.create_connection).
+    """
+    host, port = address_of(place)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for left_over, (family, kind, protocol, _, address) in zip(range(len(found), 0, -1), found, strict=True):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(_left(deadline) / left_over)
+            connection.connect(address)
+            return connection
+        except OSError:
+            connection.close()
+            if left_over == 1:
+                raise
+    raise OSError("the name has no address")
 
 
 def _left(deadline: float) -> float:

@@ -10,6 +10,11 @@ is run, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
 
 _ASKED_WITH = 4  # rows of each input, if none are known during tracing
 Rows = int | None  # of an input; None: unknown while tracing, as with datasets whose last batch may be smaller
@@ -60,3 +65,39 @@ def _beside_known(dims: Sequence[int], rows: Rows, returns_as_many: Callable[[Se
         for this, candidate in enumerate(candidates)
     ]
     return batch if any(batch) else candidates
+
+
+def with_tensors(structure: Any) -> Any:
+    """The structure with tensors in place of NumPy arrays."""
+    flat = [
+        tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in keras.tree.flatten(structure)
+    ]
+    return keras.tree.pack_sequence_as(structure, flat)
+
+
+def tensors_of(structure: Any) -> tuple[list[tf.Tensor], Callable[[list], Any]]:
+    """Returns (the tensors in a structure, a function that rebuilds the structure with other tensors)."""
+    flat = keras.tree.flatten(structure)
+    shape = keras.tree.map_structure(lambda leaf: None, structure)
+    places = [index for index, leaf in enumerate(flat) if isinstance(leaf, tf.Tensor)]
+
+    def rebuild(tensors: list) -> Any:
+        among = dict(zip(places, tensors, strict=True))
+        return keras.tree.pack_sequence_as(shape, [among.get(index, leaf) for index, leaf in enumerate(flat)])
+
+    tensors = [flat[index] for index in places]
+    for index in places:
+        flat[index] = None  # `rebuild` may live long
+    return tensors, rebuild
+
+
+def with_rows(specs: Sequence[tf.TensorSpec], cut: Sequence[bool], rows: int) -> list[tf.TensorSpec]:
+    """Fully known specs, with so many rows where the rows are the batch's. cut: for each tensor with rows, whether they
+    are."""
+    flags = iter(cut)
+    dims = [
+        [rows if place == 0 and is_cut else dim or _ASKED_WITH for place, dim in enumerate(spec.shape)]
+        for spec in specs
+        for is_cut in [bool(spec.shape.rank) and next(flags)]
+    ]
+    return [tf.TensorSpec(each, spec.dtype) for each, spec in zip(dims, specs, strict=True)]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
@@ -17,12 +16,12 @@ from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import unsaved_state
-from tfdist.keras_fit.batch_inputs import Returned, of_the_batch
+from tfdist.keras_fit.batch_inputs import Returned, of_the_batch, tensors_of, with_rows, with_tensors
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.lookups import LookupFacts, traced
 from tfdist.keras_fit.losses_inside import Reductions, recorded
-from tfdist.keras_fit.metrics_inside import Additions
+from tfdist.keras_fit.metrics_inside import Additions, refuse_without_rows
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, OwnRows, together, used_by_all
 from tfdist.models import missing_rows
@@ -72,7 +71,7 @@ class DistributedCall:
             with self.alone(), batch_norm.each_alone():
                 return self._call(*args, **kwargs)
         # Callbacks call models with NumPy arrays; Keras' functional models convert them inside the call.
-        args, kwargs = _with_tensors((args, kwargs))
+        args, kwargs = with_tensors((args, kwargs))
         with keras_layers.in_the_call_as_it_is():
             self._refuse_mixed_rows(args, kwargs)
         with keras_stateless.float_values(self._values_for_own_rows):
@@ -134,7 +133,7 @@ class DistributedCall:
 
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
         """For each tensor with rows among the arguments of a call, whether its rows are those of the batch."""
-        tensors, rebuild = _tensors_of(arguments)
+        tensors, rebuild = tensors_of(arguments)
         dims = [tensor.shape[0] for tensor in tensors if tensor.shape.rank != 0]
 
         def specs_of(dims: Sequence[int | None]) -> list[tf.TensorSpec]:
@@ -193,7 +192,7 @@ class DistributedCall:
 
     def _forward(self, args: tuple, kwargs: dict, cut: Sequence[bool]) -> Forward:
         """Computes this worker's rows. cut: for each tensor with rows, whether its rows are those of the batch."""
-        tensors, rebuild = _tensors_of((args, kwargs))
+        tensors, rebuild = tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
         additions = Additions(
             layers if self._gradients.share is None else []
@@ -220,6 +219,8 @@ class DistributedCall:
             )
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+        if str(rebuild(specs)) not in self._finders and self._gradients.share is None:
+            refuse_without_rows(layers, lambda rows: self._trace(rebuild, with_rows(specs, cut, rows)))
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
         compiles = self._compiles(kwargs, find)
         with unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers):
@@ -245,6 +246,16 @@ class DistributedCall:
             with contextlib.suppress(Exception):  # for a pass that failed: nothing was computed with it
                 shared |= find().shared
         return shared
+
+    def _trace(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> None:
+        """Traces the forward pass just for what happens in the trace."""
+
+        def forward(tensors: list[tf.Tensor]) -> None:
+            args, kwargs = rebuild(tensors)
+            self._call(*args, **kwargs)
+
+        with self._state_restored():
+            tf.function(forward, autograph=False).get_concrete_function(specs)
 
     def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], LookupFacts]:
         """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""
@@ -272,27 +283,3 @@ class DistributedCall:
             return False
         known = find()
         return not known.shared and not (known.branches and kwargs.get("training") is not False)
-
-
-def _with_tensors(structure: Any) -> Any:
-    """The structure with tensors in place of NumPy arrays."""
-    flat = [
-        tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in keras.tree.flatten(structure)
-    ]
-    return keras.tree.pack_sequence_as(structure, flat)
-
-
-def _tensors_of(structure: Any) -> tuple[list[tf.Tensor], Callable[[list], Any]]:
-    """Returns (the tensors in a structure, a function that rebuilds the structure with other tensors)."""
-    flat = keras.tree.flatten(structure)
-    shape = keras.tree.map_structure(lambda leaf: None, structure)
-    places = [index for index, leaf in enumerate(flat) if isinstance(leaf, tf.Tensor)]
-
-    def rebuild(tensors: list) -> Any:
-        among = dict(zip(places, tensors, strict=True))
-        return keras.tree.pack_sequence_as(shape, [among.get(index, leaf) for index, leaf in enumerate(flat)])
-
-    tensors = [flat[index] for index in places]
-    for index in places:
-        flat[index] = None  # `rebuild` may live long
-    return tensors, rebuild

@@ -15,7 +15,7 @@ from tfdist.config import Config, check_option, iter_options
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, TfdistError
 from tfdist.control.preflight import wait_for_peers
-from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.resolvers import cluster_to_join
 from tfdist.control.startup_deadline import connecting
 from tfdist.control.token import with_token
 from tfdist.keras_fit.local_gpus import CHOICES, use_all
@@ -69,7 +69,7 @@ def init(*, local_gpus: str = "all", **options: float | str) -> Runtime:
         if local_gpus not in CHOICES:
             raise ConfigError(f"tfdist.init(local_gpus={local_gpus!r:.80}): use {' or '.join(map(repr, CHOICES))}.")
         config = Config().replace(**options)
-        cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
+        cluster = with_token(cluster_to_join(os.environ), os.environ, config.cluster.job_token_file)
         if cluster.rank < 0:
             raise ClusterError(
                 'TF_CONFIG: task.type is "evaluator", which takes no part in tfdist.fit: list chief and worker only.'
@@ -132,7 +132,7 @@ def barrier() -> None:
 
 def is_chief() -> bool:
     """Whether this worker is rank 0, which writes the files. Only reads TF_CONFIG; does not join the workers."""
-    return resolve_cluster(os.environ).is_chief
+    return cluster_to_join(os.environ).is_chief
 
 
 def has_peers(runtime: Runtime) -> TypeGuard[Peers]:

@@ -7,7 +7,7 @@ sum of the updates of all workers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +19,8 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
+
+_TRIED_ROWS = 4, 8
 
 
 class Additions:
@@ -71,6 +73,43 @@ class Additions:
                 strict=True,
             ):
                 variable.assign_add(total)
+
+
+def refuse_without_rows(layers: Sequence[keras.Layer], trace: Callable[[int], None]) -> None:
+    """Raises ConfigError if a forward pass updates a metric with values of which there are not more if there are more
+    rows: each worker would give it what it makes of its own rows, such as their mean.
+
+    trace: traces the forward pass with so many rows."""
+    metrics = [metric for layer in layers for metric in keras_layers.own_metrics(layer)]
+    given: list[list[tuple[keras.metrics.Metric, tf.TensorShape]]] = []
+    for rows in _TRIED_ROWS if metrics else ():
+        given.append([])
+        with contextlib.ExitStack() as stack, contextlib.suppress(Exception):  # as of a model for batches of one size
+            for metric in metrics:
+                stack.enter_context(attribute_replaced(metric, "update_state", _noting(metric, given[-1])))
+            trace(rows)
+    if len({len(updates) for updates in given}) != 1:
+        return
+    for (metric, few), (_, many) in zip(*given, strict=True):
+        if few.rank and few.is_fully_defined() and few == many:  # a single number: see _refuse
+            raise keras_layers.keep_message(
+                ConfigError(
+                    f"The metric {metric.name} is updated inside the model's call with values whose number does not"
+                    " follow the rows, so that they may be a mean or a sum over the rows that a worker has: give it one"
+                    " value for each row, or update it in train_step or compute_loss."
+                )
+            )
+
+
+def _noting(metric: keras.metrics.Metric, given: list) -> Callable:
+    update = metric.update_state
+
+    def update_state(*args: Any, **kwargs: Any) -> None:
+        first = next(leaf for leaf in keras.tree.flatten((args, kwargs)) if leaf is not None)
+        given.append((metric, tf.TensorShape(getattr(first, "shape", ()))))
+        update(*args, **kwargs)
+
+    return update_state
 
 
 def _refuse(metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> None:

@@ -50,8 +50,8 @@ def as_text(plan: Plan, proposals: Sequence[Proposal]) -> str:
     ]
     if uncounted := [part.name for part in model.parts if not part.is_counted]:
         lines.append(
-            f"not counted: what {', '.join(uncounted)} computes in a loop, so operations, times and activations are too"
-            " low. Keras' recurrent layers have no loop with unroll=True."
+            f"not counted: what {', '.join(uncounted)} computes in a loop, or with shapes that the graph does not tell, so"
+            " operations, times and activations are too low. Keras' recurrent layers have no loop with unroll=True."
         )
     for number, proposal in enumerate(proposals, 1):
         found = proposal.estimate

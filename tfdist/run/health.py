@@ -79,7 +79,7 @@ class HealthMonitor:
         def exchange(endpoint: str) -> list[str]:
             return texts_of_all(runtime, endpoint, ENDPOINT_BYTES)
 
-        if self.cluster.peers:
+        if len(self.cluster.peers) > 1:
             self.beacons = Beacons(self.cluster, self.watchdog, exchange, runtime.waiting_for)
 
     def failed(self, error: BaseException) -> BaseException:

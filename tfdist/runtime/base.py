@@ -81,13 +81,13 @@ class Runtime(Protocol):
         ...
 
     def all_reduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
-        """Returns the sum of each tensor over all replicas, of the same kind. Call it inside the `fn` of `run`. Every
-        replica passes the same shapes. TensorFlow may run several all-reduces of one graph in any order: all workers
-        must run them in the same order.
+        """Returns the sum of each tensor over all replicas, of the same kind and type. Call it inside the `fn` of
+        `run`. Every replica passes the same shapes. TensorFlow may run several all-reduces of one graph in any order:
+        all workers must run them in the same order.
 
         The sum of tf.IndexedSlices with values of a static shape (if `sums_slices`) is the slices of all replicas,
         concatenated: a row may occur several times. bfloat16, if the strategy knows --compression=bf16, travels in two
-        bytes per element, and may come back as float32.
+        bytes per element.
         """
         ...
 

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfdist.runtime.bucketing import in_buckets
 from tfdist.runtime.host import as_list, on_host
 from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring_error import MARK, RingError
 
 _SUM, _HALVED, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"
 _ALIGN = 16  # float32 elements: 64 bytes, the alignment that TensorFlow needs to take an array without a copy
@@ -43,6 +44,8 @@ class RingReducer:
             0.0
         )
         self._sites = 0
+        # Rounds under way: site -> buckets that were handed over. A step that fails leaves them here.
+        self._open: dict[_Site, set[int]] = {}
         self._work: queue.SimpleQueue[_Site] = queue.SimpleQueue()
         self._pool: dict[int, list[np.ndarray]] = {}
         self._pool_lock = threading.Lock()
@@ -50,7 +53,7 @@ class RingReducer:
         threading.Thread(target=self._serve, name="tfdist-ring", daemon=True).start()
 
     def __call__(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
-        """Returns the sum over all workers of each tensor; each must pass `suits`.
+        """Returns the sum over all workers of each tensor, of its type; each must pass `suits`.
 
         Called while tracing; every worker must trace the same calls.
         """
@@ -66,6 +69,7 @@ class RingReducer:
     def _combine(self, tensors: list[tf.Tensor], kinds: list[str]) -> list[tf.Tensor]:
         """Returns for each tensor, float32: the sum, the sum of values that travel as bfloat16, or the rows of all
         workers, in rank order."""
+        self.must_be_idle()  # no step runs while another one is traced
         site = _Site(
             self._sites,
             [tuple(tensor.shape) for tensor in tensors],
@@ -88,7 +92,23 @@ class RingReducer:
             value.set_shape(site.result_shape(index))
         return reduced
 
+    def must_be_idle(self) -> None:
+        """Between steps: raises an error if a step failed after it had handed over some of its gradients. The thread
+        waits for the others, and what comes next would wait for the thread, or get gradients of both steps."""
+        if self._open:
+            raise self._left_open()
+
+    def _left_open(self) -> Exception:
+        rank = self.ring.rank
+        return self._failure or RingError(
+            f"{MARK}rank {rank} goes on after a step that failed in the middle of its backward pass."
+        )
+
     def _start(self, site: _Site, number: int, *arrays: np.ndarray) -> np.int32:
+        handed_over = self._open.setdefault(site, set())
+        if number in handed_over:  # in an earlier round
+            raise self._left_open()
+        handed_over.add(number)
         buffer = self._free_buffer(site.lengths[number])
         for index, array in zip(site.buckets[number], arrays, strict=True):
             site.own(buffer, index)[...] = array
@@ -98,6 +118,7 @@ class RingReducer:
         return np.int32(0)
 
     def _finish(self, site: _Site) -> list[np.ndarray]:
+        self._open.pop(site, None)
         reduced: list = [None] * len(site.shapes)
         begun = time.monotonic()
         for members in site.buckets:
@@ -229,7 +250,7 @@ def _off_wire(parts: list[tf.Tensor], like: tf.Tensor | tf.IndexedSlices) -> tf.
     if isinstance(like, tf.IndexedSlices):
         indices = tf.bitcast(parts[1], _index_type(like))
         return tf.IndexedSlices(parts[0], tf.cast(indices, like.indices.dtype), like.dense_shape)
-    return parts[0]
+    return tf.cast(parts[0], like.dtype)  # exact: the ring has rounded the sum of what travels as bfloat16
 
 
 def _index_type(slices: tf.IndexedSlices) -> tf.DType:

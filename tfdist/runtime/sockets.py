@@ -89,6 +89,10 @@ class Sockets(Peers):
                 offset += part[-1].nbytes
         return [np.concatenate(part) for part in parts]
 
+    def agree_on(self, call: str) -> None:
+        self._reducer.must_be_idle()
+        super().agree_on(call)
+
     def collectives(self) -> dict[str, Collective]:
         return {
             "all_reduce": Collective(OUR_RING, lambda x: self.all_reduce([x])[0]),

@@ -453,6 +453,71 @@ def test_a_backup_within_an_epoch_without_a_seed_is_not_taken(tmp_path, monkeypa
             unseeded_fit(given, tmp_path, save_freq)
 
 
+@pytest.mark.parametrize("name", ["arrays", "dataset", "pages"])
+def test_a_backup_within_an_epoch_is_not_taken_with_another_seed(name, tmp_path):
+    """As image_dataset_from_directory draws one for each process."""
+
+    def given(seed):
+        keras.utils.set_random_seed(seed)
+        if name == "dataset":
+            return {"x": tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).shuffle(12, seed=seed).batch(4)}
+        return WITHOUT_SEED[name]
+
+    with pytest.raises(Killed):
+        unseeded_fit(given(1), tmp_path, 2, Counter([], die_after=2))
+    with pytest.raises(CheckpointError, match=r"after 2 batches .* with another seed.*: set the seed .*, or remove"):
+        unseeded_fit(given(2), tmp_path, 2)
+    assert unseeded_fit(given(1), tmp_path, 2) == [0, 1]
+
+
+class Ever(keras.metrics.AUC):
+    """Counts batches over all epochs. (AUC has a `_built`, but makes its variables in its constructor.)"""
+
+    def __init__(self, **options):
+        super().__init__(num_thresholds=3, **options)
+        self.seen = self.add_variable((), "zeros", name="seen")
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        super().update_state(y, keras.ops.sigmoid(y_pred), sample_weight)
+        self.seen.assign_add(1.0)
+
+    def result(self):
+        return self.seen + 0.0
+
+
+class Slow(keras.optimizers.SGD):
+    """Holds variables that Keras does not know of, made with the others."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slow = [tf.Variable(tf.zeros(variable.shape)) for variable in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        slow = self.slow[self._get_variable_index(variable)]
+        slow.assign(0.9 * slow + gradient)
+        variable.assign_sub(learning_rate * slow)
+
+
+def test_variables_of_a_users_own_metric_and_optimizer_go_on(tmp_path):
+    def trained(folder, *others):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(Slow(0.001), "mse", metrics=[Ever(name="ever")])
+        callbacks = [BackupAndRestore(folder), *others]
+        history = model.fit(ROWS, ROWS > 5, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
+        return history.history, [np.array(variable) for variable in (*model.weights, *model.optimizer.slow)]
+
+    history, expected = trained(tmp_path / "undisturbed")
+    assert history["ever"] == [3, 6, 9, 12]
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", Counter([], at_epoch_end=2))
+    resumed, found = trained(tmp_path / "killed")
+    assert resumed["ever"] == history["ever"]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 class Interrupted(Exception):
     pass
 

@@ -16,6 +16,7 @@ from tfdist.control import wire
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.membership import VARIABLE, ConnectedWorker, Groups, Member
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.token import Secret
 
 # "Trains" by counting. Files in its folder tell it to finish, to fail at its start, or to hesitate before it joins.
@@ -123,6 +124,12 @@ def test_a_lost_worker_is_replaced_and_the_others_keep_their_processes(made, tmp
     assert "worker 0 is rank 2" in third, "the newcomer has nothing to go on from"
     (tmp_path / "finish").touch()
     assert made.until_it_ends().code == ExitCode.OK
+
+
+def test_a_worker_in_no_group_yet_is_alone(made):
+    made.job.environment |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}  # of mpirun around the launcher
+    started_in = made.job._process_environment(2, {}).environment
+    assert VARIABLE in started_in and resolve_cluster(started_in).size == 1
 
 
 def test_only_the_worker_that_holds_up_the_others_is_killed(tmp_path):

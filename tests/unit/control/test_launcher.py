@@ -40,6 +40,21 @@ else:
     open(note + ".new", "w").write(str(os.getpid()))
     os.rename(note + ".new", note)
 """
+# Variables of a Slurm step, a pod, mpirun and mpiexec, each of several processes.
+AROUND = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NODELIST": "gpu[1-2]",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "TFDIST_WORKERS": "2",
+    "TFDIST_ADDRESS": "pod-{index}:2222",
+    "JOB_COMPLETION_INDEX": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
 SLEEP = "print('ready', flush=True)\ntime.sleep(60)\n"
 
 
@@ -456,15 +471,18 @@ def test_threads_that_the_user_set_stay_and_pinning_can_be_off(tmp_path):
         assert output.getvalue().splitlines()[0].endswith(expected)
 
 
-def test_one_worker_has_no_cluster(tmp_path):
+def test_the_only_worker_is_alone_whatever_the_launcher_was_started_in(tmp_path):
+    """Not a task of the Slurm step, pod or mpirun around the launcher, nor of a cluster of somebody else."""
     made, output = job(
         tmp_path,
-        "print('TF_CONFIG' in os.environ)",
+        "from tfdist.control.resolvers import cluster_to_join\n"
+        "cluster = cluster_to_join(os.environ)\n"
+        "print(cluster.rank, cluster.size, cluster.started_by, [peer.partition(':')[0] for peer in cluster.peers])",
         workers=1,
-        environment={**os.environ, "TF_CONFIG": "of somebody else"},
+        environment={**os.environ, **AROUND, "PYTHONPATH": os.getcwd(), "TF_CONFIG": "of somebody else"},
     )
     run(made)
-    assert output.getvalue() == "[worker 0] False\n"
+    assert output.getvalue() == "[worker 0] 0 1  ['127.0.0.1']\n"
 
 
 def test_an_early_sigusr1_ends_no_worker(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.control.exit_codes import ClusterError
-from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.resolvers import cluster_to_join, resolve_cluster
 from tfdist.control.slurm import expand_counts, expand_hostlist
 
 STEP = {
@@ -195,3 +195,24 @@ def test_mistakes_in_a_pod_are_named(changes, words):
 def test_tf_config_goes_first():
     text = json.dumps({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}})
     assert resolve_cluster({**STEP, **POD, "TF_CONFIG": text}).peers == ("a:1", "b:2")
+
+
+OTHERS = {
+    "mpiexec": ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_RANK=1 and PMI_SIZE=4 say that mpiexec"),
+    "torchrun": ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=0 and WORLD_SIZE=2 say that torchrun"),
+}
+
+
+@pytest.mark.parametrize(("environment", "words"), OTHERS.values(), ids=OTHERS)
+def test_a_launcher_that_tells_no_addresses_does_not_make_each_process_train_alone(environment, words):
+    with pytest.raises(ClusterError, match=f"{words}.*set TF_CONFIG.*TFDIST_WORKERS=1"):
+        cluster_to_join(environment)
+    assert resolve_cluster(environment).size == 1  # for doctor, --dry_run and others that join nobody
+    text = json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})
+    for known in (STEP, POD, {"TF_CONFIG": text}, {"TFDIST_WORKERS": "1"}):
+        assert cluster_to_join({**environment, **known}) == resolve_cluster(known)
+
+
+def test_a_launcher_of_one_process_is_no_matter():
+    for environment in ({}, {"PMI_RANK": "0", "PMI_SIZE": "1"}, {"RANK": "0"}, {"RANK": "?", "WORLD_SIZE": "many"}):
+        assert cluster_to_join(environment).size == 1

@@ -67,6 +67,17 @@ class Host:
         return until(lambda: (2, b"still here") in self.arrived[known:]) and self.thread.is_alive()
 
 
+@contextlib.contextmanager
+def black_hole():
+    """The address of a listener whose queue is full: like a firewall, Linux then drops what arrives."""
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        with contextlib.suppress(TimeoutError):
+            while True:
+                opened.enter_context(socket.create_connection(listener.getsockname(), timeout=0.2))
+        yield listener.getsockname()
+
+
 def until(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -80,6 +91,15 @@ def is_closed(connection):
         return connection.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+def test_an_address_that_drops_packets_leaves_time_for_the_other_addresses_of_a_name(monkeypatch):
+    with Host() as host, black_hole() as first:
+        both = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in (first, wire.address_of(host.address))
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        assert host.honest(seconds=2.0)
 
 
 def test_both_sides_prove_themselves_and_a_message_comes_with_it():

@@ -102,6 +102,7 @@ by_class = lambda split: blocks().shuffle(100, seed=1)
 all_mask = lambda split: dataset(split).map(lambda x, y: ({"x": x, "mask": tf.ones(4)}, y)).shuffle(20)
 all_weights = lambda split: dataset(split).shuffle(20).map(lambda x, y: (x, y, 1))
 shuffled_split = lambda split: split_of(blocks().shuffle(100))
+seeded_split = lambda split: Split("mine", None, blocks().element_spec, stream=lambda shard, shards: by_class(split))
 generated_anew = lambda split: tf.data.Dataset.from_generator(
     generated, output_signature=(tf.TensorSpec([2]), tf.TensorSpec((), tf.int64)))
 shuffled_files = lambda split: tf.data.Dataset.list_files(
@@ -338,7 +339,7 @@ def test_a_function_that_returns_both_splits_is_called_once():
     assert sorted(train + held_out) == list(range(40)) and sys.modules["user_data_module"].Shuffled.calls == 1
 
 
-@pytest.mark.parametrize("function", ["noisy_dataset", "noise_by_class", "shuffled_once"])
+@pytest.mark.parametrize("function", ["noisy_dataset", "noise_by_class", "shuffled_once", "seeded_split"])
 def test_a_stream_may_draw_noise(function):
     assert load(function).size is None
 

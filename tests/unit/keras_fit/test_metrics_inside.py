@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.unit.keras_fit.test_forward import distribute  # noqa: F401 - a fixture
+from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.metrics_inside import Additions
 
 
@@ -35,3 +37,66 @@ def test_what_a_metric_is_given_is_collected_and_not_kept(policy):
 
     assert [float(value) for value in forward(tf.ones([4, 3]))] == [12.0, 4.0]
     np.testing.assert_array_equal([float(variable) for variable in layer.mean.variables], before)
+
+
+class Given(keras.layers.Layer):
+    """Gives its metric something that is made of the rows."""
+
+    def __init__(self, made, kind=keras.metrics.Sum):
+        super().__init__()
+        self.made, self.metric = made, kind(name="given")
+
+    def call(self, x):
+        self.metric.update_state(self.made(x))
+        return x
+
+
+ops = keras.ops
+OF_ROWS = {
+    "rows": lambda x: x,
+    "flat": lambda x: ops.reshape(x, [-1]),
+    "halves": lambda x: ops.reshape(x, [-1, 6]),
+    "turned": ops.transpose,
+    "some": lambda x: tf.boolean_mask(x, x > 0.5),
+}
+OF_NO_ROWS = {
+    "mean of columns": lambda x: ops.mean(x, axis=0),
+    "kept dim": lambda x: ops.mean(x, axis=0, keepdims=True),
+    "one number": lambda x: ops.reshape(ops.sum(x), [1]),
+    "nothing of the rows": lambda x: ops.ones([3]),
+}
+
+
+@pytest.mark.parametrize("rows", [4, None])
+@pytest.mark.parametrize("name", [*OF_ROWS, *OF_NO_ROWS])
+def test_a_metric_needs_values_of_rows(distribute, name, rows):  # noqa: F811
+    """Other values would be those of a worker's own rows, and neither a sum nor a mean over all of them."""
+    layer = Given({**OF_ROWS, **OF_NO_ROWS}[name])
+    model = keras.Sequential([keras.Input((3,)), layer])
+    distribute(model)
+    step = tf.function(lambda x: model(x), autograph=False)
+    spec = tf.TensorSpec([rows, 3])
+    if name in OF_NO_ROWS:
+        with pytest.raises(ConfigError, match="The metric given is updated .* whose number does not follow the rows"):
+            step.get_concrete_function(spec)
+    else:
+        step.get_concrete_function(spec)
+        assert float(layer.metric.total) == 0
+
+
+def test_a_single_number_is_refused_as_one(distribute):  # noqa: F811
+    model = keras.Sequential([keras.Input((3,)), Given(ops.mean)])
+    distribute(model)
+    with pytest.raises(ConfigError, match="with a single number"):
+        model(tf.ones([4, 3]))
+
+
+def test_also_where_the_step_runs_eagerly(distribute):  # noqa: F811
+    for name, of in ({"kept dim": OF_NO_ROWS} | {"flat": OF_ROWS}).items():
+        model = keras.Sequential([keras.Input((3,)), Given(of[name], keras.metrics.Mean)])
+        distribute(model)
+        if of is OF_ROWS:
+            model(tf.ones([4, 3]))
+        else:
+            with pytest.raises(ConfigError, match="whose number does not follow the rows"):
+                model(tf.ones([4, 3]))

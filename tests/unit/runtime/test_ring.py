@@ -1,5 +1,6 @@
 """The TCP ring, over real sockets; the ranks are threads of this process."""
 
+import itertools
 import os
 import socket
 import struct
@@ -499,6 +500,35 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
             )
             assert slices.indices.dtype == tf.int64 and slices.dense_shape[0] == 2**31 - 1
             assert (first.numpy() == 3).all() and (last.numpy() == 3).all() and (small.numpy() == 9).all()
+            assert small.dtype == tf.bfloat16  # as `tape.gradient` must return it for a bfloat16 variable
+
+
+def test_what_comes_after_a_step_that_failed_in_the_middle_of_the_backward_pass_does_not_wait_for_it():
+    """Nor does it get the failed step's gradients: neither in the same function nor in another one."""
+    ones = [tf.ones([3]), tf.ones([4])]
+
+    def steps(ring):
+        reducer, numbers = RingReducer(ring, 0), itertools.count()
+        start = reducer._start
+
+        def fails_once(site, number, *arrays):
+            if next(numbers) == 1:
+                raise ValueError("bad numbers")
+            return start(site, number, *arrays)
+
+        reducer._start = fails_once
+        step = tf.function(lambda *tensors: reducer(tensors), autograph=False)
+        with pytest.raises(tf.errors.OpError, match="bad numbers"):
+            step(*ones)
+        for what, error in (
+            (lambda: step(*ones), tf.errors.OpError),
+            (lambda: reducer(ones), RingError),
+            (reducer.must_be_idle, RingError),
+        ):
+            with pytest.raises(error, match="ring: rank . goes on after a step that failed"):
+                what()
+
+    on_every_rank(2, steps)
 
 
 @pytest.mark.parametrize("share", [False, True])

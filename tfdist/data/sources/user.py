@@ -114,7 +114,8 @@ def _split(name: str, data: Any) -> Split:
     """Makes one split from whatever the function returned for it."""
     if isinstance(data, Split):
         if data.check().size is None:
-            _must_keep_order(data)
+            # A seeded shuffle that `stream` makes anew at each call gives the same order each time.
+            _must_keep_order(data, "a Split with a stream", tensorflow_data.shuffles_without_a_seed)
         return data
     if isinstance(data, tf.data.Dataset):
         return _dataset_split(name, data)
@@ -189,32 +190,33 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
 
     element_spec: Any = data.element_spec
     split = Split(name, None, element_spec, stream=stream)
-    _must_keep_order(split)
+    _must_keep_order(split, "a tf.data.Dataset", tensorflow_data.shuffles_anew)
     return split
 
 
-def _must_keep_order(split: Split) -> None:
-    """Raises DataError if a stream is empty, cannot be read, or may come in another order at each pass."""
+def _must_keep_order(split: Split, what_it_is: str, shuffles: Callable[[tf.data.Dataset], bool]) -> None:
+    """Raises DataError if a stream is empty, cannot be read, or may come in another order at each pass. shuffles:
+    whether one of the datasets that the stream is made of gives another order at each pass."""
     named, stream = f"--source: {split.name}", split.stream(0, 1)
     try:
         steady, shows_order, _ = contents.read_twice(split)
     except tf.errors.OpError as error:
         reason = failure_in_text(str(error.message)) or f"cannot be read: {cause(str(error.message))}"
-        raise reading_failed(f"{named}, a tf.data.Dataset, {reason}", str(error.message)) from error
-    if not steady:
-        raise DataError(f"{named} is a tf.data.Dataset that yields no sample: check what it reads, and its filters.")
+        raise reading_failed(f"{named}, {what_it_is}, {reason}", str(error.message)) from error
+    if not steady and split.contents is None:
+        raise DataError(f"{named} is {what_it_is} that yields no sample: check what it reads, and its filters.")
     if not shows_order:
         differing = [place for place, same in zip(places(split.element_spec), steady, strict=True) if not same]
         what = (
             f"whose first samples differ at a second look in {', '.join(differing)}, and no other part shows that they"
             " came in the same order"
         )
-    elif any(map(tensorflow_data.shuffles_anew, tensorflow_data.with_inputs(stream))):
+    elif any(map(shuffles, tensorflow_data.with_inputs(stream))):
         what = "that is shuffled anew at each pass"
     else:
         return
     raise DataError(
-        f"{named} is a tf.data.Dataset {what}: each worker reads all of it and keeps its share, and a resumed run reads"
+        f"{named} is {what_it_is} {what}: each worker reads all of it and keeps its share, and a resumed run reads"
         " up to where it was, so the order must be the same at every pass; drop its shuffle() (tfdist shuffles) or set"
         " reshuffle_each_iteration=False, use list_files(shuffle=False), and let --augment draw what is random."
     )

@@ -246,14 +246,16 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
         best = group.all_max(own_best)
         log_sum = tf.math.log(summed(tf.reduce_sum(tf.exp(logits - tf.expand_dims(best, -1)), -1), group)) + best
         chosen = tf.reduce_sum(tf.where(tf.one_hot(y - first, tf.shape(logits)[-1], True, False), logits, 0.0), -1)
-        # As a GPU does: no worker has the logit of a label that is none, and the rest would train without a word.
-        losses = tf.where(is_known, log_sum - summed(chosen, group), math.nan)
+        losses = log_sum - summed(chosen, group)
         if config.label_smoothing:
             uniform = log_sum - summed(tf.reduce_sum(logits, -1), group) / size
             losses = (1 - config.label_smoothing) * losses + config.label_smoothing * uniform
+        weights = weights_like(w, losses)
+        # As on a GPU: no worker has the logit of a label that is none, and the rest would train without a word.
+        losses = tf.where(tf.logical_or(is_known, tf.equal(weights, 0.0)), losses, math.nan)
         own_guess = tf.where(tf.equal(own_best, best), first + tf.argmax(logits, -1, output_type=tf.int32), size)
         guess = -group.all_max(-own_guess)  # the first of the largest, like tf.argmax
-        return Scores(losses, weights_like(w, losses), {"accuracy": tf.cast(tf.equal(guess, y), tf.float32)})
+        return Scores(losses, weights, {"accuracy": tf.cast(tf.equal(guess, y), tf.float32)})
 
     return objective
 

@@ -41,13 +41,16 @@ def test_a_label_outside_the_vocabulary_gives_nan():
     config = Config().replace(objective="next_token", label_smoothing=0.1).model
     logits = np.random.default_rng(0).normal(size=(2, 4, ROWS)).astype("float32")
     labels = np.array([[0, ROWS - 1, ROWS, 3], [-1, -100, 4, 2**32]])
-    losses = vocabulary_objective(config, alone, ROWS)(logits, labels, tf.ones([2])).losses.numpy()
+    objective = vocabulary_objective(config, alone, ROWS)
+    losses = objective(logits, labels, tf.ones([2])).losses.numpy()
     is_known = (labels >= 0) & (labels < ROWS)
     np.testing.assert_array_equal(np.isnan(losses), ~is_known)
     expected = keras.losses.CategoricalCrossentropy(True, label_smoothing=0.1, reduction="none")(
         np.eye(ROWS)[labels[is_known]], logits[is_known]
     )
     np.testing.assert_allclose(losses[is_known], expected, rtol=1e-5)
+    of_known = objective(logits, labels, tf.constant(is_known, tf.float32))  # the others count for nothing
+    np.testing.assert_allclose(tf.reduce_sum(of_known.losses * of_known.weights), np.sum(expected), rtol=1e-5)
 
 
 class Shifting(layers.Layer):
