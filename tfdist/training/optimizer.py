@@ -209,7 +209,8 @@ def updates_rows(optimizer: keras.Optimizer) -> bool:
 def ema_variables(optimizer: keras.Optimizer) -> list:
     """Returns the moving averages of the trainable variables, in their order; empty without --ema, and before the first
     update, with which Keras begins them."""
-    return keras_optimizers.moving_averages(optimizer) if int(optimizer.iterations.numpy()) else []
+    updates: Any = optimizer.iterations
+    return keras_optimizers.moving_averages(optimizer) if int(updates.numpy()) else []
 
 
 @contextlib.contextmanager
