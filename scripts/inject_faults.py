@@ -855,6 +855,20 @@ FAULTS: dict[str, Fault] = {
         "return False",
         ("tests/unit/compat/test_keras_addition.py",),
     ),
+    "decay of Muon's Adam": Fault(
+        "what Muon trains by Adam decays by Keras' own rate, whatever --weight_decay is",
+        "training/optimizer.py",
+        'options.setdefault("adam_weight_decay", config.weight_decay or None)',
+        "pass",
+        ("tests/unit/training/test_optimizer.py",),
+    ),
+    "names of what decays": Fault(
+        "which weights of a fit decay is asked by their short names, and the answer is kept",
+        "compat/keras_optimizers.py",
+        "if decays(weight.value)])",
+        "if decays(weight)])",
+        ("tests/unit/compat/test_keras_optimizers.py",),
+    ),
     "copy of another run": Fault(
         "a reader of a run in a store continues from the copy of an earlier run",
         "storage/reader_copy.py",
