@@ -10,10 +10,7 @@ is run, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
 
 _ASKED_WITH = 4  # rows of each input, if none are known during tracing

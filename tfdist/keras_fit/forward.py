@@ -20,7 +20,7 @@ from tfdist.keras_fit.batch_inputs import Returned, of_the_batch, with_other_row
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.kept_tensors import KeptTensors
-from tfdist.keras_fit.lookups import LookupFacts, of_own_rows, traced
+from tfdist.keras_fit.lookups import LookupFacts, of_own_rows, rows_in, traced
 from tfdist.keras_fit.losses_inside import Combinations, recorded
 from tfdist.keras_fit.metrics_inside import Additions, refuse_without_rows
 from tfdist.keras_fit.random_numbers import RandomNumbers
@@ -215,9 +215,8 @@ class DistributedCall:
         """Computes this worker's rows. cut: for each tensor with rows, whether its rows are those of the batch."""
         tensors, rebuild = tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
-        additions = Additions(
-            layers if self._gradients.share is None else []
-        )  # else own_rows.py adds up the values of all metrics
+        # Else own_rows.py adds up the values of all metrics.
+        additions = Additions(layers if self._gradients.share is None else [])
 
         def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list]:
             args, kwargs = rebuild(tensors)
@@ -254,46 +253,37 @@ class DistributedCall:
 
     def shared_lookups(self) -> dict[int, str]:
         """The lookups, in all forward passes so far, that do not depend on the batch; see lookups.py."""
-        shared: dict[int, str] = {}
+        shared = dict[int, str]()
         for find in self._finders.values():
             with contextlib.suppress(Exception):  # for a pass that failed: nothing was computed with it
                 shared |= find().shared
         return shared
 
-    def _trace(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> None:
-        """Traces the forward pass just for what happens in the trace."""
-
-        def forward(tensors: list[tf.Tensor]) -> None:
-            args, kwargs = rebuild(tensors)
-            self._call(*args, **kwargs)
-
-        with self._state_restored():
-            tf.function(forward, autograph=False).get_concrete_function(specs)
-
     def rows_looked_up(self, handle: tf.Tensor) -> list[int | None] | None:
-        """The number of rows of each lookup, in all forward passes so far, in the table with this handle, and None for
-        what is unknown; or None if no pass uses the table."""
-        found: list[int | None] | None = None
-        for find in self._finders.values():
-            try:
-                rows = find().rows.get(id(handle))
-            except Exception:  # noqa: BLE001 - the pass failed, or cannot be traced once more
-                rows = [None]
-            if rows is not None:
-                found = [*(found or []), *rows]
-        return found
+        """See lookups.rows_in, for all forward passes so far."""
+        return rows_in(self._finders.values(), handle)
 
-    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], LookupFacts]:
-        """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""
+    def _on_tensors(self, rebuild: Callable) -> Callable[[list[tf.Tensor]], Any]:
+        """The forward pass as a function of tensors."""
 
         def forward(tensors: list[tf.Tensor]) -> Any:
             args, kwargs = rebuild(tensors)
             return self._call(*args, **kwargs)
 
+        return forward
+
+    def _trace(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> None:
+        """Traces the forward pass just for what happens in the trace."""
+        with self._state_restored():
+            tf.function(self._on_tensors(rebuild), autograph=False).get_concrete_function(specs)
+
+    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], LookupFacts]:
+        """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""
+
         @functools.cache
         def find() -> LookupFacts:
             with self._state_restored():
-                return traced(forward, specs)
+                return traced(self._on_tensors(rebuild), specs)
 
         return find
 
@@ -307,5 +297,4 @@ class DistributedCall:
         layers = keras_layers.all_layers(self._model)
         if kwargs.get("training") and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
             return False
-        known = find()
-        return not known.shared and not (known.branches and kwargs.get("training") is not False)
+        return not find().shared and not (find().branches and kwargs.get("training") is not False)

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import tensorflow as tf
 
@@ -181,3 +181,17 @@ def _handles(table: tf.Tensor) -> Iterator[tf.Tensor]:
             yield from _handles(tensor)
     elif table.dtype == tf.resource:
         yield from (handle for outer, inner in table.graph.captures if inner is table for handle in _handles(outer))
+
+
+def rows_in(passes: Iterable[Callable[[], LookupFacts]], handle: tf.Tensor) -> list[int | None] | None:
+    """The number of rows of each lookup, in these forward passes, in the table with this handle, and None for what is
+    unknown; or None if no pass uses the table. passes: functions that trace a pass to describe it."""
+    found: list[int | None] | None = None
+    for find in passes:
+        try:
+            rows = find().rows.get(id(handle))
+        except Exception:  # noqa: BLE001 - the pass failed, or cannot be traced once more
+            rows = [None]
+        if rows is not None:
+            found = [*(found or []), *rows]
+    return found
