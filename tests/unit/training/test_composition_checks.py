@@ -54,6 +54,6 @@ def test_one_device_evaluates_a_stateful_rnn_in_whole_batches():
     )
     job = build.compose(config, OneDevice())
     job.step(job.iterators(0), 2)
-    assert forward_flops(job.model, job.train_split.element_spec[0], 4) > 0
+    assert forward_flops(job.model, job.train_split.element_spec[0], 4) == 0  # not known: in a loop
     evaluator = job.evaluator()
     assert evaluator is not None and evaluator()["samples"] == 10  # in batches of 4, 4 and 2
