@@ -14,7 +14,6 @@ separate keep their assumed values.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -31,9 +30,7 @@ from tfdist.planner.least_squares import fit
 from tfdist.planner.memory import KERAS
 from tfdist.planner.shapes import ModelShape
 from tfdist.storage.reader_copy import ReadRun
-from tfdist.telemetry.jsonl import read_jsonl
-
-_WARM_UP = 1  # log intervals to leave out, because they include tracing
+from tfdist.telemetry.jsonl import read_jsonl, steady_values
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,7 @@ def read_run(folder: str) -> Measured:
     attempt = max((record["attempt"] for record in records), default=0)
     records = [record for record in records if record["attempt"] == attempt]
     start = next((record["values"] for record in records if record["kind"] == "start"), {})
-    logged = [record["values"].get("perf/steps_per_s") for record in records if record["kind"] == "train"]
-    rates = [rate for rate in logged if isinstance(rate, int | float) and 0 < rate < math.inf][_WARM_UP:]
+    rates = steady_values(records, "perf/steps_per_s")
     if not rates or not all(type(start.get(name)) is int and start[name] > 0 for name in ("workers", "replicas")):
         raise ConfigError(
             f"--calibrate={folder} contains fewer than two log lines of its last attempt: train for longer, or lower"

@@ -29,6 +29,8 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from tfdist.telemetry.jsonl import steady_values
+
 PARTS = ("train", "lost", "restart", "startup", "trace", "evaluation", "saving", "results", "idle", "other")
 _PAUSES = {"evaluation": "evaluation", "saving": "saving", "rollback": "lost"}  # pause/NAME_s -> part
 _AFTER = {
@@ -179,12 +181,8 @@ class _Attempt:
     def __init__(self, records: list[dict[str, Any]]):
         self.records, self.first, self.last = records, records[0], records[-1]
         self.number = self.first["attempt"]
-        self.paces = [
-            1 / pace
-            for record in [record for record in records if record["kind"] == "train"][1:]
-            if (pace := _number(record["values"], "perf/steps_per_s"))
-        ]
-        self.pace = _median(self.paces)  # seconds per step; without the first interval, which includes tracing
+        self.paces = [1 / speed for speed in steady_values(records, "perf/steps_per_s")]
+        self.pace = _median(self.paces)  # seconds per step
         ends = [record for record in records if record["kind"] in ("end", "error")]
         self.finished = bool(ends) and ends[-1]["kind"] == "end" and not ends[-1]["values"].get("stopped")
         self.state = (

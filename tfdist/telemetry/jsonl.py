@@ -159,3 +159,16 @@ def plain(value: Any) -> Any:
         return {name: plain(item) for name, item in value.items()}
     value = value.item() if hasattr(value, "item") else value
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def steady_values(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """Returns the positive, finite values of this name in train events, without the first of each attempt, which
+    includes tracing and compiling."""
+    found, begun = list[float](), set[int]()
+    for record in records:
+        if record["kind"] == "train":
+            value = record["values"].get(name)
+            if record["attempt"] in begun and isinstance(value, int | float) and 0 < value < math.inf:
+                found.append(value)
+            begun.add(record["attempt"])
+    return found

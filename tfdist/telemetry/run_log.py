@@ -11,7 +11,7 @@ from typing import Any
 
 from tfdist.control.amounts_text import counted, long_time, short_time, with_prefix
 from tfdist.telemetry.goodput import Goodput, account, seconds_of
-from tfdist.telemetry.jsonl import read_jsonl
+from tfdist.telemetry.jsonl import read_jsonl, steady_values
 from tfdist.telemetry.plot import series_of
 
 _RANK_FILE = re.compile(r"^rank-(\d+)\.jsonl$")
@@ -183,14 +183,8 @@ class RunLog:
 
 
 def steady_rate(folder: Path) -> float:
-    """Returns the median samples per second of a run's log, without the first interval of each attempt, which includes
-    tracing; 0 if there is no other."""
-    begun, rates = set[int](), list[float]()
-    for record in read_jsonl(folder / "logs" / "rank-0.jsonl"):
-        if record["kind"] == "train" and isinstance(rate := record["values"].get("perf/samples_per_s"), int | float):
-            if record["attempt"] in begun:
-                rates.append(rate)
-            begun.add(record["attempt"])
+    """Returns the median of the steady samples per second in a run's log; 0 if there is none."""
+    rates = steady_values(read_jsonl(folder / "logs" / "rank-0.jsonl"), "perf/samples_per_s")
     return statistics.median(rates) if rates else 0.0
 
 
