@@ -35,7 +35,7 @@ class AfterOthers(keras.callbacks.Callback):
         super().__init__()
         self._backup, self._all = backup, keras.callbacks.CallbackList()
         self.has_restored = False
-        self._pass_over: Callable[[], None] = lambda: None
+        self._begin_passing: Callable[[], None] = lambda: None
 
     def join(self, callbacks: keras.callbacks.CallbackList) -> bool:
         """Takes its place, while `on_train_begin` of the list runs. Returns whether this is the backup to restore: the
@@ -72,7 +72,7 @@ class AfterOthers(keras.callbacks.Callback):
         """Lets the first epoch begin with its batch number `count`; callbacks do not see the batches before it.
         metrics: see the function `pass_over`."""
         self._mute(count)
-        self._pass_over = functools.partial(pass_over, self.model, count, metrics)
+        self._begin_passing = functools.partial(pass_over, self.model, count, metrics)
 
     def _mute(self, count: int) -> None:
         """Keeps the first `count` batches of an epoch, which are not trained on, from all callbacks."""
@@ -97,8 +97,8 @@ class AfterOthers(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         # No earlier: if another callback fails before, later fits of the model would pass over their batches.
-        self._pass_over()
-        self._pass_over = lambda: None
+        self._begin_passing()
+        self._begin_passing = lambda: None
 
     def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
         self._backup.after_batch(batch)
