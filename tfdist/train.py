@@ -19,7 +19,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.membership import VARIABLE
 from tfdist.control.preflight import Preflight
 from tfdist.control.processes import STANDBY_VARIABLE, wait_as_standby
-from tfdist.control.resolvers import cluster_to_join, resolve_cluster
+from tfdist.control.resolvers import cluster_to_join
 from tfdist.control.token import with_token
 from tfdist.data.augmentation_names import AUGMENTATIONS
 from tfdist.data.batch_plan import check_given, plan_batch
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 def _run(config: Config, argv: list[str]) -> int:
     _check_early(config)
     if config.run.dry_run:
-        print(dry_run(config, resolve_cluster(os.environ)))
+        print(dry_run(config, cluster_to_join(os.environ)))
         return 0
     config = config.with_absolute_folders()
     cluster = with_token(cluster_to_join(os.environ), os.environ, config.cluster.job_token_file)

@@ -419,6 +419,8 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return why
     if "gpu" in case and (why := gpu_form.conflicts(case, flat_blocks(case))):
         return why
+    if "floored_loss" in flat_blocks(case) and case["model"]["inputs"] not in ("rows", "grid"):
+        return "rows of whole numbers, which are tried as they are, may all lie on one side of the limit"
     if case["kind"] == "fit":
         return fit_space.conflicts(case, flat_blocks(case))
     options, data, blocks, runtime = case["options"], case["data"], flat_blocks(case), case["runtime"]
@@ -459,8 +461,6 @@ def conflicts(case: Mapping[str, Any]) -> str:
         return "fewer samples than a batch"
     if set(models.NO_SUMS) & set(blocks) and options["accumulation"] > 1 and set(blocks) & models.STATES:
         return "the oracle takes the rows of all micro-batches at once"
-    if "floored_loss" in blocks and case["model"]["inputs"] not in ("rows", "grid"):
-        return "rows of whole numbers, which are tried as they are, may all lie on one side of the limit"
     if models.MIXING & set(blocks) and ("differs" in data or set(blocks) & {*models.NO_SUMS, "spectral"}):
         return "which refusal comes first is not looked at"
     if "inner_metric" in blocks:

@@ -67,10 +67,10 @@ def _beside_known(dims: Sequence[int], rows: Rows, returns_as_many: Callable[[Se
 def with_other_rows(specs: Sequence[tf.TensorSpec], cut: Sequence[bool], rows: int) -> list[tf.TensorSpec]:
     """Fully known specs, with so many rows where the rows are the batch's. cut: for each tensor with rows, whether they
     are."""
-    flags = iter(cut)
-    dims = [
-        [rows if place == 0 and is_cut else dim or _ASKED_WITH for place, dim in enumerate(spec.shape)]
-        for spec in specs
-        for is_cut in [bool(spec.shape.rank) and next(flags)]
-    ]
-    return [tf.TensorSpec(each, spec.dtype) for each, spec in zip(dims, specs, strict=True)]
+    flags, found = iter(cut), []
+    for spec in specs:
+        dims = [dim or _ASKED_WITH for dim in spec.shape]
+        if dims and next(flags):
+            dims[0] = rows
+        found.append(tf.TensorSpec(dims, spec.dtype))
+    return found

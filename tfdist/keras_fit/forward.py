@@ -20,7 +20,7 @@ from tfdist.keras_fit.batch_inputs import Returned, of_the_batch, with_other_row
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.kept_tensors import KeptTensors
-from tfdist.keras_fit.lookups import LookupFacts, of_own_rows, rows_in, traced
+from tfdist.keras_fit.lookups import LookupFacts, rows_in, stateful_operations_marked, traced
 from tfdist.keras_fit.losses_inside import Combinations, recorded
 from tfdist.keras_fit.metrics_inside import Additions, refuse_without_rows
 from tfdist.keras_fit.random_numbers import RandomNumbers
@@ -204,7 +204,7 @@ class DistributedCall:
                     self._random_numbers.of_own_rows(),
                     batch_norm.each_alone(),
                     self._kept.visible(),
-                    attributes_kept(layers),
+                    attributes_kept(layers, traced=True),
                 ):
                     yield
             finally:
@@ -223,7 +223,7 @@ class DistributedCall:
             with (
                 self._gradients.of_own_rows(),
                 self._random_numbers.of_own_rows(),
-                of_own_rows(),
+                stateful_operations_marked(),
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),

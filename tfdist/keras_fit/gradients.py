@@ -208,10 +208,10 @@ class Gradients:
         counts, all_rows = [count for rows in of_passes for count in rows], gradient.indices.shape[0]
         known = [count for count in counts if count is not None]
         # Some of a pass's lookups may not be in the gradient.
-        if of_passes and len(known) == len(counts) and all_rows and (not any(known) or all_rows % math.gcd(*known)):
+        if any(known) and len(known) == len(counts) and all_rows and all_rows % math.gcd(*known):
             raise _not_told_apart(f"looks up rows of {table.name} in its call, and a step others outside of it")
-        # A table that no pass over own rows uses was looked up outside, where all workers do the same.
-        return [Lookup(gradient.values, gradient.indices, is_worker_dependent=bool(of_passes))]
+        # Rows that no pass over own rows looks up were looked up outside, where all workers do the same.
+        return [Lookup(gradient.values, gradient.indices, is_worker_dependent=bool(counts))]
 
 
 def _not_told_apart(what: str) -> ConfigError:

@@ -23,7 +23,7 @@ class OfOwnRows:
     """Stands in place of a value that holds numbers of own rows."""
 
     def __init__(self, value: Any, layer: str, name: str):
-        self.of_own_rows = value, layer, name
+        self.stands_for = value, layer, name
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked by Python itself, for example to copy the object
@@ -31,11 +31,11 @@ class OfOwnRows:
         return self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        _, layer, name = self.of_own_rows
+        _, layer, name = self.stands_for
         raise keras_layers.keep_message(
             ConfigError(
-                f"What the call of layer {layer} keeps as its attribute {name!r} holds the rows of one worker only:"
-                " return it from the call, add what you need of it with add_loss, or train in one process."
+                f"What the call of layer {layer} keeps as its attribute {name!r} may hold the rows of one worker"
+                " only: return it from the call, add what you need of it with add_loss, or train in one process."
             )
         )
 
@@ -61,7 +61,7 @@ class KeptTensors:
             yield
         finally:
             for attributes, name, stand_in in shown:
-                if attributes.get(name) is stand_in.of_own_rows[0]:
+                if attributes.get(name) is stand_in.stands_for[0]:
                     attributes[name] = stand_in
 
     def show(self) -> list[tuple[dict[str, Any], str, OfOwnRows]]:
@@ -73,7 +73,7 @@ class KeptTensors:
             if isinstance(value, OfOwnRows)
         ]
         for attributes, name, stand_in in found:
-            attributes[name] = stand_in.of_own_rows[0]
+            attributes[name] = stand_in.stands_for[0]
         return found
 
     @contextlib.contextmanager

@@ -50,7 +50,7 @@ def _mark(tensor: tf.Tensor, differs: bool) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def of_own_rows() -> Iterator[None]:
+def stateful_operations_marked() -> Iterator[None]:
     """Context manager for a forward pass over own rows: stateful operations inside differ between workers."""
     if tf.executing_eagerly():
         yield
@@ -148,7 +148,7 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
     """Traces `function`, without running it, on arguments that hold this worker's rows."""
 
     def trace(*arguments: tf.Tensor) -> list:
-        with of_own_rows():
+        with stateful_operations_marked():
             outputs = tf.nest.flatten(function([mark_worker_dependent(argument) for argument in arguments]))
         return [output for output in outputs if isinstance(output, tf.Tensor)]
 
@@ -161,12 +161,16 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
         for handle in _handles(op.inputs[0])
     }
     rows: dict[int, list[int | None]] = {
-        id(outer): [None for op in inner.consumers() if op.type not in (*_READS, *_LOOKUPS)]  # functions that use it
+        # Functions that use it, and lookups by several numbers.
+        id(outer): [None for op in inner.consumers() if op.type not in ("ReadVariableOp", *_LOOKUPS)]
         for outer, inner in graph.captures
     }
     for op in found:
         for handle in _handles(op.inputs[0]):
             rows[id(handle)].append(op.inputs[1].shape.num_elements())
+    for op in graph.get_operations():
+        for handle in _handles(op.inputs[0]) if op.type == "GatherNd" else ():
+            rows[id(handle)].append(None)
     definition = graph.as_graph_def()
     nodes = itertools.chain(definition.node, *(inner.node_def for inner in definition.library.function))
     return LookupFacts(shared, rows, any(node.op in _BRANCHES for node in nodes))

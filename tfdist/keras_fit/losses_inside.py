@@ -16,7 +16,7 @@ from tfdist.control.user_errors import first_line
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.runtime.base import PeerRuntime
 from tfdist.training.row_checks.added_losses import added_losses
-from tfdist.training.row_checks.model_probe import LossKey
+from tfdist.training.row_checks.model_probe import LossKey, Values
 from tfdist.training.row_checks.reductions import Reduction
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.row_checks.trial_scope import generators_kept
@@ -35,7 +35,7 @@ class Combination(NamedTuple):
     """How the loss of all rows is made of the losses of each worker's rows."""
 
     reduction: Reduction  # MEAN or SUM
-    of_each_row: bool  # the values of all rows, one after the other
+    values: Values  # ROWS: those of all rows, one after the other; ELSEWHERE: their sum
 
 
 class Combinations:
@@ -79,10 +79,12 @@ class Combinations:
             found = self._runtime.broadcast_object(found, "added losses")  # random losses could give different results
         if isinstance(found, str):
             raise keras_layers.keep_message(ConfigError(found))
-        return {LossKey(number, place): Combination(Reduction(how), by_row) for number, place, how, by_row in found}
+        return {
+            LossKey(number, place): Combination(Reduction(how), Values(which)) for number, place, how, which in found
+        }
 
     def _probed(self, x: Any, cut: Sequence[bool], training: bool) -> list | str:
-        """For each loss [number of a layer, which of its losses, MEAN or SUM, whether it has values for each row]; or a
+        """For each loss [number of a layer, which of its losses, MEAN or SUM, its `Values`]; or a
         sentence that says why this is unknown."""
         take, count = taking(x, cut)
         try:
@@ -91,7 +93,7 @@ class Combinations:
             many = self._example.rows(count, count * size)  # x may be this worker's rows only
             proofs = Proofs(self._model, many, -(-many // size))
             found = added_losses(self._model, x, take, count, proofs, "train in one process", training)
-            return [[layers.index(one.layer), one.place, one.reduction.value, one.of_each_row] for one in found]
+            return [[layers.index(one.layer), one.place, one.reduction.value, one.values.value] for one in found]
         except ConfigError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - for example from a model for batches of one size

@@ -26,8 +26,8 @@ from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.host import as_list
 from tfdist.runtime.own_gradient import dense
-from tfdist.training.row_checks.model_probe import LossKey
-from tfdist.training.row_checks.reductions import SUM, Reduction
+from tfdist.training.row_checks.model_probe import LossKey, Values
+from tfdist.training.row_checks.reductions import SUM
 
 _ELEMENTS = 1024  # of each input, about this many elements are compared
 _COMPARED = 16  # at most this many inputs are compared
@@ -142,8 +142,8 @@ def together(
             sentence = f"tfdist.fit needs outputs whose first dimension is the batch, but the model returns {output!r}"
             raise keep_message(ConfigError(f"{sentence}: return tensors with one row per sample."))
     tensors, put_together = taken_apart(computed.outputs)
-    parts = {key: _part_of(loss, computed.combinations[key].reduction, part) for key, loss in computed.losses.items()}
-    by_row = [key for key in parts if computed.combinations[key].of_each_row]
+    parts = {key: _part_of(loss, computed.combinations[key], part) for key, loss in computed.losses.items()}
+    by_row = [key for key in parts if computed.combinations[key].values == Values.ROWS]
     sums = {key: own for key, own in parts.items() if key not in by_row}
     mine = [part.trim(tensor) for tensor in tensors]
     mine += [parts[key][: tf.shape(parts[key])[0] * tf.minimum(part.count, 1)] for key in by_row]
@@ -153,7 +153,8 @@ def together(
     everyone = every_row(runtime, mine, part.sample)
     for row in everyone[: len(tensors)]:
         row.set_shape([part.n if isinstance(part.n, int) else None, *row.shape[1:]])
-    losses = {**parts, **dict(zip(by_row, everyone[len(tensors) :], strict=False))}
+    of_rows = everyone[len(tensors) : len(tensors) + len(by_row)]
+    losses = {**parts, **dict(zip(by_row, of_rows, strict=True))}
     if sums:
         totals = tf.split(tf.reduce_sum(everyone[-1], 0), [tf.size(own) for own in sums.values()])
         for (key, own), total in zip(sums.items(), totals, strict=True):
@@ -161,13 +162,14 @@ def together(
     return put_together(everyone), losses
 
 
-def _part_of(loss: tf.Tensor, reduction: Reduction, part: OwnRows) -> tf.Tensor:
+def _part_of(loss: tf.Tensor, how: Combination, part: OwnRows) -> tf.Tensor:
     """What the loss of own rows adds to the loss of all rows. In float32, or in float64 if the loss is: Keras adds it
     to the compiled loss, which has this type."""
     own = tf.cast(loss, tf.float64 if loss.dtype == tf.float64 else tf.float32)
+    own = tf.reduce_sum(own) if how.values == Values.ELSEWHERE else own  # workers have unlike numbers of values
     weight = tf.cast(tf.minimum(part.count, 1), own.dtype)
     share = tf.cast(part.count, own.dtype) / tf.cast(part.n, own.dtype)
-    return own * (weight if reduction == SUM else share)
+    return own * (weight if how.reduction == SUM else share)
 
 
 def total(runtime: PeerRuntime, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

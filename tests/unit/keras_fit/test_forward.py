@@ -167,7 +167,7 @@ def test_which_lookups_depend_on_the_rows():
             "gathered": tf.argmax(rows.every_row(Mirror(), [tf.one_hot(own[:, 0], 9)])[0], -1),
             "read": tf.cast(table[0], tf.int32),
         }
-        with lookups.of_own_rows():
+        with lookups.stateful_operations_marked():
             kinds["random"] = tf.random.uniform([3], maxval=9, dtype=tf.int32)
         for name, numbers in kinds.items():
             with tf.GradientTape() as tape:
@@ -295,6 +295,7 @@ def test_losses_stay_with_the_layers_that_add_them(distribute, run_eagerly):
             self.add_loss(keras.ops.mean(square, axis=-1))  # one value for each row
             self.add_loss(keras.ops.mean(square, axis=-1) / tf.cast(tf.shape(x)[0], x.dtype))
             self.add_loss(keras.ops.mean(square, axis=0))  # one value for each feature
+            self.add_loss(keras.ops.transpose(square))  # of each row, in another dim
             return 2 * x
 
     def losses_of(model, x):
@@ -307,6 +308,9 @@ def test_losses_stay_with_the_layers_that_add_them(distribute, run_eagerly):
     wanted = losses_of(model, x)
     distribute(model)
     found = (losses_of if run_eagerly else tf.function(losses_of, autograph=False))(model, x)
+    # Values of rows in another dim than the first are added up: Keras adds them up, too.
+    as_told = lambda loss: loss if loss.shape.rank < 2 else tf.reduce_sum(loss)  # noqa: E731
+    wanted = keras.tree.map_structure(as_told, wanted)
     keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
 
 
@@ -346,7 +350,7 @@ def test_tensors_of_own_rows_that_layers_keep_are_refused_outside_of_the_call(ru
             lambda layer: layer.own.shape,
         ):
             with pytest.raises(
-                ConfigError, match="attribute '(own|several)' holds the rows of one worker only: return"
+                ConfigError, match="attribute '(own|several)' may hold the rows of one worker only: return"
             ):
                 run(x, use)
         assert run(x, lambda layer: tf.reduce_sum(layer.places)) == 3
@@ -408,3 +412,53 @@ def test_an_eager_step_that_looks_up_more_rows_in_the_table_of_a_call_is_refused
     assert gradient(False).values.shape == [12, 2]
     with pytest.raises(ConfigError, match="in its call, and a step others outside of it.*without run_eagerly=True"):
         gradient(True)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_rows_that_a_call_looks_up_by_several_numbers_are_its_own(distribute, run_eagerly):
+    class Places(keras.layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(5, 2), initializer="ones")
+
+        def call(self, ids):
+            return tf.gather_nd(self.table.value, ids[..., tf.newaxis])
+
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), Places(), keras.layers.Flatten()])
+    table = model.layers[0].table.value
+    distribute(model)
+
+    def gradient(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(ids))
+        return tf.convert_to_tensor(tape.gradient(loss, table))
+
+    ids = tf.constant([[0, 1, 1], [4, 0, 0]] * 2)
+    found = (gradient if run_eagerly else tf.function(gradient, autograph=False))(ids)
+    np.testing.assert_array_equal(found, np.repeat([[6.0], [4], [0], [0], [2]], 2, 1))
+
+
+class Remembering(keras.layers.Layer):
+    """Makes a tensor anew only where a number says that it was made for something else."""
+
+    made_for = factor = None
+
+    def call(self, x, training=False):
+        length = x.shape[1] or 1
+        key = (bool(training), length)
+        if self.made_for != key:
+            self.made_for = key
+            with tf.init_scope():
+                self.factor = tf.constant(0.5 if training else 1.0) / length
+        self.add_loss(keras.ops.mean(x))  # is tried
+        return x * self.factor
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_what_a_layer_remembers_beside_a_tensor_stays_true_after_a_trial(distribute, jit_compile):
+    model = keras.Sequential([keras.Input((None, 1)), Remembering()])
+    model.compile(jit_compile=jit_compile)
+    distribute(model)
+    run = tf.function(lambda x, training: model(x, training=training), autograph=False)
+    for training, length in ((True, 1), (False, 1), (True, 2), (True, 1), (False, 4)):
+        found = run(tf.ones([4, length, 1]), training)
+        np.testing.assert_allclose(found, np.full([4, length, 1], (0.5 if training else 1.0) / length), rtol=1e-6)

@@ -94,7 +94,7 @@ def added_losses(
         if reduction not in (MEAN, SUM):
             raise ConfigError(_refusal(probe.layers[key.layer], key.place, reduction, otherwise, training))
     return tuple(
-        AddedLoss(probe.layers[key.layer], key.place, found[key], probe.is_of_each_row(key)) for key in sorted(found)
+        AddedLoss(probe.layers[key.layer], key.place, found[key], probe.values_of(key)) for key in sorted(found)
     )
 
 

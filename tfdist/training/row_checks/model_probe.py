@@ -4,6 +4,7 @@ rows; see row_mixing.py and reductions.py."""
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,14 @@ ROWS = 4  # rows in a trial, each alone and all together
 _LEAST_TOLERANCE = 1e-4
 
 Take = Callable[[Any, Sequence[int]], Any]
+
+
+class Values(enum.Enum):
+    """Whether an added loss has more values for more rows."""
+
+    AS_MANY = "as many"
+    ROWS = "rows"  # more, along the first dim
+    ELSEWHERE = "elsewhere"  # more, along another dim
 
 
 class LossKey(NamedTuple):
@@ -76,7 +85,7 @@ class Probe:
         )
         self._states_off: dict[float, Sequence[np.ndarray]] = {0.0: self.states}
         self._added: list[tuple[LossKey, tf.Tensor]] = []
-        self._lengths: dict[LossKey, set[int | None]] = {}  # first dims that an added loss has had; scalars: None
+        self._shapes: dict[LossKey, set[tuple[int, ...]]] = {}  # that an added loss has had
         self._seeds_met: list[keras.Variable] = []  # states of generators that no layer holds
         # Under TensorFlow's strategies reading a metric adds up the values of all workers, but not all make the same
         # trials.
@@ -106,12 +115,15 @@ class Probe:
 
     def _record(self, number: int, loss: Any) -> None:
         key = LossKey(number, sum(key.layer == number for key, _ in self._added))
-        self._lengths.setdefault(key, set()).add(loss.shape[0] if loss.shape.rank else None)
+        self._shapes.setdefault(key, set()).add(tuple(loss.shape))
         self._added.append((key, tf.reduce_sum(loss)))  # values for each row count as their sum, as in Keras
 
-    def is_of_each_row(self, key: LossKey) -> bool:
+    def values_of(self, key: LossKey) -> Values:
         """Returns whether the loss had more values the more rows were tried."""
-        return len(self._lengths.get(key, set()) - {None}) > 1
+        shapes = self._shapes.get(key, set()) - {()}
+        if len({shape[1:] for shape in shapes}) > 1:
+            return Values.ELSEWHERE
+        return Values.ROWS if len(shapes) > 1 else Values.AS_MANY
 
     def outputs(self, x: Any, weights: Sequence[np.ndarray | tf.Tensor], conditions: Conditions) -> Any:
         """Returns the model's outputs. Weights that are tensors are not copied."""

@@ -58,7 +58,7 @@ def traced(model: keras.Model, x: Any, take: Take, training: bool, counts: Seque
     with writes_undone(), batch_norm.each_alone(), filled_always():
         for rows in counts:
             specs = keras.tree.map_structure(functools.partial(_spec, rows), one, two)
-            with attributes_kept(layers):
+            with attributes_kept(layers, traced=True):
                 traces.append(_traced_once(model, layers, specs, rows, training))
     return traces
 

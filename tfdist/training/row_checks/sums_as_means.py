@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.dtypes import at_least_float32
+from tfdist.training.row_checks.model_probe import Values
 from tfdist.training.row_checks.reductions import SUM, Reduction
 
 
@@ -27,7 +28,7 @@ class AddedLoss:
     layer: keras.Layer
     place: int  # number among the layer's losses, in the order in which a call of the model adds them
     reduction: Reduction  # MEAN (also for a loss that does not depend on rows) or SUM
-    of_each_row: bool = False  # has values for each row, of which the loss is the sum
+    values: Values = Values.AS_MANY  # of which the loss is the sum
 
 
 class SumsAsMeans:

@@ -30,18 +30,32 @@ def generators_kept() -> Iterator[None]:
         state.restore_generator_states(before)
 
 
+_PLAIN = (tf.Tensor, bool, int, float, str, bytes, tuple, type(None))
+
+
 @contextlib.contextmanager
-def attributes_kept(layers: Sequence[keras.Layer]) -> Iterator[None]:
+def attributes_kept(layers: Sequence[keras.Layer], traced: bool = False) -> Iterator[None]:
     """Context manager after which layers forget the tensors that they have kept inside: those of a trial are made of
-    rows that nobody knows, and those of a trace (such as a constant made once) are of no use in another graph."""
+    rows that nobody knows, and those of a trace (such as a constant made once) are of no use in another graph. A layer
+    forgets all of it or nothing: by a number or a word it may know for what it has made a tensor.
+
+    traced: forget tensors of a graph only; others come from outside of it.
+    """
     held = [layer.__dict__ for layer in layers]
     held += [value for attributes in list(held) for value in attributes.values() if isinstance(value, dict)]
     before = [dict(values) for values in held]
+
+    def is_of_no_use(value: object, earlier: object) -> bool:
+        return isinstance(value, tf.Tensor) and value is not earlier and not (traced and hasattr(value, "numpy"))
+
     try:
         yield
     finally:
         for now, values in zip(held, before, strict=True):
-            for name in [name for name, value in now.items() if isinstance(value, tf.Tensor)]:
+            was_built = now.get("built") and not values.get("built")
+            if was_built or not any(is_of_no_use(value, values.get(name)) for name, value in now.items()):
+                continue
+            for name in [name for name, value in now.items() if isinstance(value, _PLAIN)]:
                 if name in values:
                     now[name] = values[name]
                 else:
