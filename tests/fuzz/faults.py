@@ -119,7 +119,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "sums": Fault(
         "keras_fit/rows.py",
-        "(weight if reduction == SUM else share)",
+        "(weight if how.reduction == SUM else share)",
         "share",
         "fit:2",
         "losses that a model adds as sums over rows count as if they were means",

@@ -158,7 +158,8 @@ def with_rare(case: dict[str, Any], chance: random.Random) -> None:
             compiled["loss"] = chance.choice(RARE_LOSSES[head])
         if compiled["metrics"] and chance.random() < 0.3:
             compiled["metrics"] = [chance.choice(RARE_METRICS[head]), *compiled["metrics"][1:]]
-        if head == "classes" and chance.random() < 0.2:
+        own = random.Random(case["seed"])  # the rest of the case is the same without it
+        if head == "classes" and own.random() < 0.2:
             case["model"]["probabilities"], compiled["loss"] = True, OF_PROBABILITIES
 
 

@@ -26,7 +26,12 @@ from tfdist.artifacts import backup_checks, backup_file, state
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
-from tfdist.artifacts.hidden_state import hidden_state, state_beside_layers, variables_of_model
+from tfdist.artifacts.hidden_state import (
+    hidden_state,
+    state_beside_layers,
+    state_of_optimizers,
+    variables_of_model,
+)
 from tfdist.artifacts.resumed_epoch import AfterOthers
 from tfdist.artifacts.snapshot_folder import Snapshot
 from tfdist.compat import keras_trainer
@@ -103,8 +108,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
-        if not model.optimizer.built:  # it may have variables that only it knows
-            model.optimizer.build(model.trainable_variables)
         self._at_first = variables_of_model(model)
         self._beside = state_beside_layers(model, hidden_state(model))
         self._restored, self._others = None, AfterOthers(self)
@@ -123,6 +126,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         backup_checks.refuse_another_order(self.backup_dir, snapshot.manifest, self._shuffled_by)
         backup_checks.refuse_between_executions(self.backup_dir, snapshot.manifest["batch"], model.steps_per_execution)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         held = arrays.pop(_FIT_STATE, None)  # earlier versions did not write it
@@ -272,12 +277,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _variables(self) -> dict[str, Any]:
         model = self._trained
-        backup_checks.refuse_later_variables(model, self._at_first)
+        backup_checks.refuse_later_variables(model, [*self._at_first, *state_of_optimizers(model)])
         metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
         return {**state.collect(model, model.optimizer, self._train()), **metrics}
 
     def _train(self, with_drawn: bool = True) -> dict[str, Any]:
         """The state held by losses and metrics, and the state of Keras' global generator, if there is one."""
         generator = global_seed_generator() if with_drawn else None
-        held = {f"beside/{index:04d}": variable for index, variable in enumerate(self._beside)}
+        at_first = set(map(id, self._beside))
+        late = [each for each in state_of_optimizers(self._trained) if id(each) not in at_first]
+        held = {f"beside/{index:04d}": variable for index, variable in enumerate([*self._beside, *late])}
         return held if generator is None else {**held, _DRAWN_WITHOUT_ONE: generator.state}

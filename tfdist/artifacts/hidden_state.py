@@ -87,6 +87,16 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
     return [each for each in held_by([*losses, *own_metrics, *functions, *of_optimizers]) if id(each) not in known]
 
 
+def state_of_optimizers(model: keras.Model) -> list[tf.Variable]:
+    """The variables in the compiled optimizer that Keras does not know of, and that do not belong to the model. It may
+    make them with the others, in the first step."""
+    optimizers = keras_optimizers.with_inner(getattr(model, "optimizer", None))
+    counted = (*model.variables, *(one for each in optimizers for one in each.variables))
+    known = set(map(id, map(keras_variables.stored_value, counted)))
+    found = held_by([value for each in optimizers for value in vars(each).values()])
+    return [each for each in found if id(each) not in known]
+
+
 def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
     """All variables, and states of generators, in objects other than layers; a metric or a layer among these objects
     contributes its variables, too."""

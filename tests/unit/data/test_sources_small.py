@@ -104,7 +104,8 @@ def test_what_is_known_of_a_source_before_it_is_opened(source, options):
     """As the planner knows it."""
     config = Config().replace(source=source, source_args=options, sequence_length=32)
     split = load_split(config.data, "train")
-    assert sample_of(config) == Sample(tuple(split.element_spec[0].shape), split.num_classes)
+    x, y, *_ = split.element_spec
+    assert sample_of(config) == Sample(tuple(x.shape), split.num_classes, is_text=x.shape == y.shape)
     if source == "digits":
         assert split.size == DIGITS_TO_TRAIN
 
