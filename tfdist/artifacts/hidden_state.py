@@ -79,9 +79,7 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
     metrics = keras_trainer.given_metrics(model)
     own_metrics = [each for each in metrics if not (isinstance(each, keras.metrics.Metric) and is_of_keras(each))]
     functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
-    optimizers = keras_optimizers.with_inner(getattr(model, "optimizer", None))
-    of_optimizers = [value for each in optimizers for value in vars(each).values()]
-    counted = (*model.variables, *(one for each in optimizers for one in each.variables))
+    of_optimizers, counted = _optimizers(model)
     made_late = [one for each in own_metrics if keras_trainer.made_at_the_first_batch(each) for one in each.variables]
     known = {id(one) for one in (*map(keras_variables.stored_value, (*counted, *made_late)), *hidden)}
     return [each for each in held_by([*losses, *own_metrics, *functions, *of_optimizers]) if id(each) not in known]
@@ -90,11 +88,17 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
 def state_of_optimizers(model: keras.Model) -> list[tf.Variable]:
     """The variables in the compiled optimizer that Keras does not know of, and that do not belong to the model. It may
     make them with the others, in the first step."""
-    optimizers = keras_optimizers.with_inner(getattr(model, "optimizer", None))
-    counted = (*model.variables, *(one for each in optimizers for one in each.variables))
+    of_optimizers, counted = _optimizers(model)
     known = set(map(id, map(keras_variables.stored_value, counted)))
-    found = held_by([value for each in optimizers for value in vars(each).values()])
-    return [each for each in found if id(each) not in known]
+    return [each for each in held_by(of_optimizers) if id(each) not in known]
+
+
+def _optimizers(model: keras.Model) -> tuple[list[Any], list[keras.Variable]]:
+    """Returns (what the attributes of the compiled optimizer and of those inside it hold, the variables that the model
+    and these optimizers know)."""
+    optimizers = keras_optimizers.with_inner(getattr(model, "optimizer", None))
+    held = [value for each in optimizers for value in vars(each).values()]
+    return held, [*model.variables, *(one for each in optimizers for one in each.variables)]
 
 
 def held_by(objects: Iterable[Any]) -> list[tf.Variable]:

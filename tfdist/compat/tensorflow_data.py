@@ -50,7 +50,7 @@ def shuffles_without_a_seed(dataset: tf.data.Dataset) -> bool:
     """Whether the dataset draws a new order each time. Relies on `_ShuffleDataset._seed` and `_seed2`, both 0 without a
     seed; without them a resumed run would not warn that samples may come twice.
     """
-    return kind(dataset) == "ShuffleDataset" and not (int(dataset._seed) or int(dataset._seed2))
+    return seeds_of(dataset) == [0, 0]
 
 
 def shuffles_anew(dataset: tf.data.Dataset) -> bool:

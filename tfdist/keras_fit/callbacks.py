@@ -119,7 +119,8 @@ class SameDecisions(FitCallback):
             setattr(self, hook, lambda batch, logs=None: self._agree())
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        self._optimizers = keras_trainer.optimizers_of(self.fitted)
+        found = keras_trainer.optimizers_of(self.fitted)
+        self._optimizers = [one for each in found for one in keras_optimizers.with_inner(each)]
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._agree()
@@ -138,8 +139,7 @@ class SameDecisions(FitCallback):
         logs.update(chiefs)
 
     def _agree(self) -> None:
-        optimizers = [one for each in self._optimizers for one in keras_optimizers.with_inner(each)]
-        rates = list(map(keras_optimizers.learning_rate_variable, optimizers))
+        rates = list(map(keras_optimizers.learning_rate_variable, self._optimizers))
         here = [np.nan if rate is None else np.asarray(rate.value) for rate in rates]
         votes = self._runtime.all_gather(np.array([bool(self.fitted.stop_training), *here], np.float64))
         self.fitted.stop_training = bool(votes[:, 0].any())
