@@ -22,6 +22,12 @@ def micro_batches_held(parallel: ParallelConfig, layout: Layout, stage: int) -> 
     return min((before + 1) / chunks, layout.micro_batches)
 
 
-def micro_batches_waited(parallel: ParallelConfig, layout: Layout) -> float:
-    """Returns how long each stage waits in a step, in times of one micro-batch's work."""
-    return (layout.pipe - 1) / parallel.pipe_chunks
+def micro_batches_waited(stages: int, chunks: int = 1) -> float:
+    """Returns how long each stage waits in a step, in times of one micro-batch's work: (S - 1) / C."""
+    return (stages - 1) / chunks
+
+
+def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Returns the fraction of a step in which a stage is idle: (S - 1) / (M + S - 1) without chunks."""
+    waited = micro_batches_waited(stages, chunks)
+    return waited / (micro_batches + waited)

@@ -8,7 +8,8 @@ from pathlib import Path
 from tfdist.control import optional_packages
 from tfdist.planner import estimate as figures
 from tfdist.planner.estimate import Estimate, Plan, Proposal
-from tfdist.planner.time import DAY, bubble_fraction
+from tfdist.planner.pipeline import bubble_fraction
+from tfdist.planner.time import DAY
 
 _BLUE, _ORANGE = "#1f5fa8", "#d9730d"
 
@@ -108,7 +109,7 @@ def _time(plan: Plan, best: Estimate) -> list[str]:
     if layout.pipe > 1:
         lines.append(
             f"  bubble of {layout.pipe} stages and {layout.micro_batches} micro-batches:"
-            f" {bubble_fraction(layout.pipe, layout.micro_batches):.1%}"
+            f" {bubble_fraction(layout.pipe, layout.micro_batches, plan.config.parallel.pipe_chunks):.1%}"
         )
     table = figures.communication_table(plan, layout)
     if table:

@@ -24,11 +24,6 @@ from tfdist.runtime.mesh import REPLICA_AXES
 DAY = 86_400.0
 
 
-def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """Fraction of a step in which a stage of a pipeline (GPipe or 1F1B) is idle: (p - 1) / (m + p - 1)."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step, and its parts."""
@@ -63,7 +58,7 @@ def step_time(model: ModelShape, config: Config, layout: Layout, hardware: Hardw
     exposed = max(seconds - hardware.overlap * one * 2 / passes * windows, seconds * 0.02)
     return StepTime(
         compute=one * layout.micro_batches,
-        bubble=one * micro_batches_waited(config.parallel, layout),
+        bubble=one * micro_batches_waited(layout.pipe, config.parallel.pipe_chunks),
         tensor=_inner_seconds(stages, config, layout, hardware) * crowding,
         gradients=seconds,
         exposed=exposed if seconds else 0.0,

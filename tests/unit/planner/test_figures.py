@@ -18,8 +18,8 @@ from tfdist.planner.communication import (
 )
 from tfdist.planner.hardware import load_hardware
 from tfdist.planner.memory import Recipe, shard_states
+from tfdist.planner.pipeline import bubble_fraction
 from tfdist.planner.reliability import daly_interval, reliability, young_interval
-from tfdist.planner.time import bubble_fraction
 from tfdist.runtime.mesh import REPLICA_AXES, Mesh
 
 GB = 1e9

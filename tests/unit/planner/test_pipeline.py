@@ -10,7 +10,7 @@ from tfdist.plan import model_shape
 from tfdist.planner.hardware import DEVICES
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory import memory
-from tfdist.planner.pipeline import micro_batches_held, micro_batches_waited
+from tfdist.planner.pipeline import bubble_fraction, micro_batches_held, micro_batches_waited
 from tfdist.planner.time import step_time
 from tfdist.training.parallel import pipe_schedule
 
@@ -32,13 +32,15 @@ def test_it_is_as_the_schedule_is(name, stages, micros, chunks):
     assert held == [live / chunks for live in pipe_schedule.live(schedule)]
     ends = [start + action.units for line in pipe_schedule.timeline(schedule) for start, action in line]
     of_one = sum(action.units for action in schedule[0]) / micros
-    assert micro_batches_waited(parallel, layout) == pytest.approx(max(ends) / of_one - micros)
+    waited = max(ends) / of_one - micros
+    assert micro_batches_waited(layout.pipe, parallel.pipe_chunks) == pytest.approx(waited)
+    assert bubble_fraction(layout.pipe, micros, parallel.pipe_chunks) == pytest.approx(waited / (waited + micros))
 
 
 def test_without_a_pipeline():
     parallel = Config().replace(pipe_schedule="gpipe").parallel
     assert micro_batches_held(parallel, Layout(micro_batches=8), 0) == 1
-    assert micro_batches_waited(parallel, Layout(micro_batches=8)) == 0
+    assert micro_batches_waited(1, parallel.pipe_chunks) == 0
 
 
 def test_the_plan_follows_the_schedule():
