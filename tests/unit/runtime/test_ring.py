@@ -506,6 +506,7 @@ def test_reducer_takes_all_kinds(bucket_bytes, share):
 def test_what_comes_after_a_step_that_failed_in_the_middle_of_the_backward_pass_does_not_wait_for_it():
     """Nor does it get the failed step's gradients: neither in the same function nor in another one."""
     ones = [tf.ones([3]), tf.ones([4])]
+    before_one_closes = threading.Barrier(2, timeout=20)  # or the other may say that it has lost contact
 
     def steps(ring):
         reducer, numbers = RingReducer(ring, 0), itertools.count()
@@ -527,6 +528,7 @@ def test_what_comes_after_a_step_that_failed_in_the_middle_of_the_backward_pass_
         ):
             with pytest.raises(error, match="ring: rank . goes on after a step that failed"):
                 what()
+        before_one_closes.wait()
 
     on_every_rank(2, steps)
 
