@@ -346,6 +346,32 @@ def test_an_evaluator_forgets_what_the_store_has_in_another_form_or_no_more(s3, 
         assert text == (Path(there.path(20)) / "manifest.json").read_bytes()
 
 
+def test_a_reader_keeps_no_copy_of_what_the_store_has_no_more(s3, tmp_path):
+    """One that followed a run kept each snapshot that it had brought, until the disk was full."""
+    here, there = local(tmp_path, "here"), local(tmp_path, "there")
+    snapshots, objects = sender(here), ObjectStore(URL)
+    for step in (10, 20, 30):
+        here.write(step, arrays(step), {})
+        snapshots._send(step)
+        bring_for_reading(objects, there)
+    assert there.steps() == [10, 20, 30]
+    left = Path(there.directory) / ".writing-step-00000030-of-a-killed-reader"
+    left.mkdir()
+    snapshots.remove(10)
+    bring_for_reading(objects, there, 20)
+    assert there.steps() == [10, 20, 30], "one that asks for a step leaves the others theirs"
+    bring_for_reading(objects, there)
+    assert there.steps() == [20, 30] and not left.exists()
+    for step in (20, 30):
+        snapshots.remove(step)
+    here.write(40, arrays(40), {})
+    snapshots._send(40)
+    name = next(name for name in s3.names(f"{FOLDER}/step-00000040") if "data-00000" in name)
+    s3.change(name, bytes(len(s3.content(name))))
+    bring_for_reading(objects, there)
+    assert there.steps() == [20, 30], "no newer one is valid"
+
+
 def test_readers_on_one_machine_bring_a_snapshot_once(s3, tmp_path, monkeypatch):
     """Two at once removed each what the other had brought and was reading."""
     send(local(tmp_path, "here"), 10)
