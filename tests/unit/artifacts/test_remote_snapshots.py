@@ -245,6 +245,7 @@ def test_what_a_run_that_has_gone_back_leaves_behind_is_removed_when_the_next_on
     sent(6)
     store.delete(5)
     assert snapshots.steps() == [5, 6, 8]
+    assert b"step-00000008/state-8" in s3.content(f"{FOLDER}/checkpoint"), "it named one that is no more"
     sent(7)
     snapshots.sender.end()
     assert snapshots.steps() == [6, 7, 8]
