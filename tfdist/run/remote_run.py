@@ -32,6 +32,7 @@ from tfdist.control.run_address import SNAPSHOTS, is_url
 from tfdist.control.status_file import STATUS_FILE, parse_status
 from tfdist.control.terminal import say
 from tfdist.control.time_limit import for_at_most
+from tfdist.flags import FLAGS_FILE
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
 from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
@@ -130,10 +131,12 @@ class RemoteRun:
 
     def start(self) -> None:
         """Begins to send files. The status, which marks this place as a run, is sent at once: a working copy whose run
-        is not in the store counts as another run's."""
+        is not in the store counts as another run's. The flags come next, as readers need them; a place that has flags
+        and no status would be refused by the next start."""
         if self._is_chief:
             with as_sentence():
                 self.objects.send(self.folder / STATUS_FILE, STATUS_FILE)
+                self._mirror.send(lambda name: name == FLAGS_FILE)
         self._mirror.start()
 
     def sends(self, store: SnapshotFolder, retention: Retention) -> RemoteSnapshots:
