@@ -51,6 +51,23 @@ def test_endings(body, code, words):
     assert ("Traceback" in result.stderr) == ("Traceback" in words)
 
 
+def test_the_first_code_that_no_new_start_mends_is_noted(monkeypatch, tmp_path):
+    ended = []
+    monkeypatch.setattr(exit_codes.os, "_exit", ended.append)
+    monkeypatch.setattr(exit_codes, "say_last_words", lambda text: None)
+    note = tmp_path / "code"
+    exit_codes.end_process("no file is named", ExitCode.DATA)
+    monkeypatch.setenv(exit_codes.FINAL_CODE_VARIABLE, str(note))
+    exit_codes.end_process("worker 1 is gone", ExitCode.PEER_LOST)
+    assert list(tmp_path.iterdir()) == []
+    exit_codes.end_process("no files", ExitCode.DATA)
+    assert note.read_text() == "4"
+    exit_codes.end_process("in use", ExitCode.CONFIG)
+    assert note.read_text() == "4" and ended == [4, 6, 4, 2]
+    monkeypatch.setenv(exit_codes.FINAL_CODE_VARIABLE, str(tmp_path / "no" / "folder"))
+    exit_codes.end_process("in use", ExitCode.CONFIG)
+
+
 GOOD = {"tensorflow": "2.21.0", "keras": "3.15.1"}
 
 
