@@ -236,7 +236,19 @@ def _end(code: int) -> NoReturn:
     else:
         for_at_most(_SAYING_SECONDS, _flush)
         for_at_most(_SAYING_SECONDS, functools.partial(_note_final, code))
+        _end_helpers()
     os._exit(code)
+
+
+def _end_helpers() -> None:
+    """Ends the processes that Python itself would end now: daemons of multiprocessing, if a data source has any."""
+    if "multiprocessing" in sys.modules:
+        import multiprocessing
+
+        for helper in multiprocessing.active_children():
+            if helper.daemon:
+                with contextlib.suppress(OSError, ValueError):
+                    helper.terminate()
 
 
 def _note_final(code: int) -> None:

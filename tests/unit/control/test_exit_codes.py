@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -237,6 +238,28 @@ def test_closed_streams_do_not_end_up_in_a_file(tmp_path, closed):
     assert (tmp_path / "file").read_bytes() == b"a snapshot"
     assert ("a line" in found.stdout) == (">&-" not in closed.replace("2>&-", ""))
     assert ("no files" in found.stderr) == ("2>&-" not in closed)
+
+
+FAILS_WITH_A_HELPER = """
+import multiprocessing, time
+from tfdist.control import exit_codes
+def main(argv):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
+    raise exit_codes.DataError("no files: check --data_dir.")
+exit_codes.run_command(main, [])
+"""
+
+
+def test_helpers_that_python_would_end_do_not_outlive_a_process_that_fails():
+    """A data source had started them. They went on, and whoever read the output waited for its end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FAILS_WITH_A_HELPER], stderr=subprocess.PIPE, process_group=0
+    ) as process:
+        try:
+            assert b"no files" in process.communicate(timeout=20)[1] and process.returncode == ExitCode.DATA
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_thread_that_is_left_behind_is_named_and_holds_no_signal_up():
