@@ -27,7 +27,6 @@ from tfdist.artifacts.upload_thread import UploadThread, sent_within
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
-from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import SNAPSHOTS, is_url
 from tfdist.control.status_file import STATUS_FILE, parse_status
 from tfdist.control.terminal import say
@@ -70,7 +69,7 @@ class RemoteRun:
         with as_sentence():
             self.objects = ObjectStore(options.run_dir, min(options.store_timeout, PATIENCE_SECONDS))
         self._timeout = options.store_timeout
-        self._lease = StoreLease(self.objects, job, end_worker) if self._is_chief else None
+        self._job, self._lease = job, StoreLease(self.objects, job) if self._is_chief else None
         allowed = self._lease.confirm if self._lease else lambda: None
         self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._note_trouble, allowed)
         self._senders: list[UploadThread] = []  # of snapshots, and of their parts
@@ -163,7 +162,7 @@ class RemoteRun:
     def follow(self, lease_id: str) -> Callable[[], None]:
         """Returns a function that a worker must call before it writes anything but its log to the store."""
         if not self._lease:
-            self.objects.allowed = FollowedLease(self.objects, lease_id, end_worker).confirm
+            self.objects.allowed = FollowedLease(self.objects, lease_id, self._job).confirm
         return self.objects.allowed
 
     def sends_parts(self, *senders: UploadThread | None) -> None:

@@ -35,6 +35,18 @@ from tfdist.runtime.ring_error import RingError, overdue, user_error
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 
 
+class OnlyWorker(tf.distribute.cluster_resolver.TFConfigClusterResolver):
+    """For MultiWorkerMirroredStrategy with one worker, which opens no port then, whatever TF_CONFIG lists: TensorFlow's
+    own reads TF_CONFIG.
+
+    Relies on `CollectiveAllReduceExtended._initialize_local_devices`: of a resolver of any other class the strategy
+    takes the GPUs that this tells, as a rule none, in place of those that the process has.
+    """
+
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        return tf.train.ClusterSpec({})
+
+
 class MultiWorker(StrategyRuntime):
     """A runtime over MultiWorkerMirroredStrategy. The cluster must have passed control/preflight.py."""
 
@@ -126,7 +138,7 @@ class MultiWorker(StrategyRuntime):
                 register_s=config.cluster.startup_timeout,
             )
         with own_address_only(cluster.address, cluster.peers), interpreter_released(), sigterm_kept():
-            resolver = None if cluster.size > 1 else tensorflow_cluster.OnlyWorker()
+            resolver = None if cluster.size > 1 else OnlyWorker()
             strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
         runtime = cls(strategy, options, rank=cluster.rank, size=cluster.size)
         runtime.cluster = cluster
