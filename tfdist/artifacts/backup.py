@@ -9,7 +9,7 @@ chief (`writes=True`) writes.
 
 resumes in the middle of an epoch, at the exact batch: the first batches of that epoch are read but not trained on
 again, and the data is advanced through the earlier epochs (data_position.py). The data must come in the same order as
-before; if they are shuffled without a seed, backups within an epoch are refused.
+before; if they are shuffled without a seed, backups in the middle of a pass over them are refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     Args:
       backup_dir: a folder for this run alone; preferably on a fast local disk or a memory file system.
-      save_freq: "epoch", or a number of batches; then shuffled data need a seed.
+      save_freq: "epoch", or a number of batches. Where it, or steps_per_epoch, divides passes over the data, shuffled
+        data need a seed.
       double_checkpoint: also keep the backup before the last one.
       delete_checkpoint: delete all backups when training has finished.
       writes: whether this process writes; only one may.
@@ -92,7 +93,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
         self._is_slow = False  # which has been said
-        self._shuffled_by: list = []  # see RunningFit.shuffled_by
+        self._has_no_seed, self._shuffled_by = False, []  # see RunningFit
         self._at_first, self._beside = [], []  # variables of the model, and beside its layers, when training began
         self._fit_state, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
@@ -115,16 +116,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         may_restore = self._others.join(fit.values["callbacks"])
         newest = self._newest()
         snapshot = newest if may_restore else None
-        if fit.has_no_seed():
-            batch = snapshot.manifest["batch"] if snapshot is not None else 0
-            backup_checks.refuse_without_seed(self.backup_dir, batch, self.save_freq, (self.params or {}).get("steps"))
-        self._shuffled_by = fit.shuffled_by()
+        self._has_no_seed, self._shuffled_by = fit.has_no_seed(), fit.shuffled_by()
+        written_by = 1 if snapshot is None else snapshot.manifest.get("fit", 1)
+        backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
+        backup_checks.refuse_lost_order(self.backup_dir, snapshot and snapshot.manifest, fit, self.save_freq)
         if snapshot is None:
             return
         self._others.has_restored = True
-        written_by = snapshot.manifest.get("fit", 1)
-        backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
-        backup_checks.refuse_another_order(self.backup_dir, snapshot.manifest, self._shuffled_by)
         backup_checks.refuse_between_executions(self.backup_dir, snapshot.manifest["batch"], model.steps_per_execution)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -195,11 +193,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def after_batch(self, batch: int) -> None:
         """Saves, when all other callbacks have seen the end of the batch."""
-        batches = batch + 1 - self._seen  # more than one with steps_per_execution
-        self._step, self._seen, self._since = self._step + batches, batch + 1, self._since + batches
         steps = (self.params or {}).get("steps")
-        is_last = steps is not None and self._seen >= steps  # then the end of the epoch comes first
-        if self._is_due() and not is_last and not self._trained.stop_training:
+        seen = batch + 1 if steps is None else min(batch + 1, steps)  # Keras counts the last execution as a whole one
+        batches = seen - self._seen  # more than one with steps_per_execution
+        self._step, self._seen, self._since = self._step + batches, seen, self._since + batches
+        is_last = seen == steps  # then the end of the epoch comes first
+        if self._is_due() and not is_last and not self._has_no_seed and not self._trained.stop_training:
             self._save(self._epoch, self._seen)
 
     def after_skipping(self) -> None:

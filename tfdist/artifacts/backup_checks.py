@@ -1,4 +1,5 @@
-"""Checks the target of a restored backup: a model that is built, in the fit that wrote the backup.
+"""Checks the target of a restored backup: a model that is built, in the fit that wrote the backup, and data in the same
+order.
 
 A program may call fit several times with one folder. If it is killed in its second fit and started again, its first fit
 would find the backup of the second. If backups are kept, this is intended: each fit resumes from what is there.
@@ -7,17 +8,21 @@ would find the backup of the second. If backups are kept, this is intended: each
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 
+from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics, variables_of_model
 from tfdist.artifacts.state import name_of, tf_variable
 from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 _ended: collections.Counter[str] = collections.Counter()  # finished fits of this process, by name of their backup
+# The fits with a backup that have read a shuffled dataset: name of the backup, number of the fit -> its iterator.
+_readers: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 def number(backup: str) -> int:
@@ -53,24 +58,35 @@ def refuse_between_executions(backup: str, batch: int, steps_per_execution: int)
         )
 
 
-def refuse_without_seed(backup: str, batch: int, save_freq: int | str, steps: int | None) -> None:
-    """For a fit to data that are shuffled without a seed: raises CheckpointError if the backup to be restored was saved
-    after `batch` batches of an epoch, and ConfigError if a backup would be: the resumed fit would draw another order.
+def refuse_lost_order(backup: str, manifest: Mapping[str, Any] | None, fit: RunningFit, save_freq: int | str) -> None:
+    """Raises CheckpointError or ConfigError if the order of the data is not known where it counts: in the middle of a
+    pass over them, where this fit is to go on, or where it would save.
 
-    steps: the number of batches of an epoch, if it is known."""
-    if batch:
-        raise CheckpointError(
-            f"{backup} was saved after {batch} batches of an epoch, but the data are shuffled without a seed, so that"
-            " the other batches of this epoch cannot be found again: set the seed of the fit that wrote it, or remove"
-            " the backup to start from the beginning."
-        )
-    if isinstance(save_freq, int) and (not steps or save_freq % steps):
-        raise ConfigError(
-            f"BackupAndRestore(save_freq={save_freq}) saves within an epoch, but the data are shuffled without a seed,"
-            " so that a resumed fit would take some samples twice and others never: call"
-            " keras.utils.set_random_seed(1) before the data are made (a dataset can have its own,"
-            ' shuffle(n, seed=1)), or give save_freq="epoch".'
-        )
+    manifest: that of the backup to be restored, if there is one."""
+    goes_on = False
+    if manifest is not None:
+        goes_on = manifest["batch"] > 0 or fit.begins_within_a_pass(manifest["epoch"], manifest["ends"])
+        if goes_on:
+            refuse_another_order(backup, manifest, fit)
+    refuse_without_seed(fit, save_freq)
+    refuse_data_in_use(backup, fit, goes_on or fit.saves_within_a_pass(save_freq))
+
+
+def refuse_without_seed(fit: RunningFit, save_freq: int | str) -> None:
+    """Raises ConfigError if the data are shuffled without a seed, and backups would be saved in the middle of passes
+    over them: a resumed fit would draw another order."""
+    if not (fit.has_no_seed() and fit.saves_within_a_pass(save_freq)):
+        return
+    if fit.begins_within_a_pass(fit.values["initial_epoch"] + 1):
+        where, instead = f"steps_per_epoch={fit.iterator.steps_per_epoch} ends epochs within a pass over the data", ""
+    else:
+        where = f"BackupAndRestore(save_freq={save_freq}) saves within an epoch"
+        instead = ', or give save_freq="epoch"'
+    raise ConfigError(
+        f"{where}, but the data are shuffled without a seed, so that a resumed fit would take some samples twice and"
+        " others never: call keras.utils.set_random_seed(1) before the data are made (a dataset can have its own,"
+        f" shuffle(n, seed=1)){instead}."
+    )
 
 
 def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
@@ -88,16 +104,50 @@ def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
         )
 
 
-def refuse_another_order(backup: str, manifest: Mapping[str, Any], shuffled_by: list) -> None:
-    """Raises CheckpointError if the backup was saved within an epoch, of data that were shuffled by other numbers than
-    `shuffled_by`, those of the running fit: the other batches of that epoch could not be found again."""
-    batch, before = manifest["batch"], manifest.get("shuffled_by", shuffled_by)  # earlier versions did not write it
-    if batch and before != shuffled_by:
-        raise CheckpointError(
-            f"{backup} was saved after {batch} batches of an epoch, whose data were shuffled with another seed, so that"
-            " the other batches of this epoch cannot be found again: set the seed of the fit that wrote it"
-            " (keras.utils.set_random_seed before the data are made), or remove the backup to start from the beginning."
+def another_order(fit: RunningFit, shuffled_by: list | None) -> str:
+    """How the data are shuffled, if not as by the fit that is resumed: "without a seed", or "with another seed"; else
+    "". shuffled_by: the seeds of that fit; None: not known."""
+    if fit.has_no_seed():
+        return "without a seed"
+    return "with another seed" if shuffled_by not in (None, fit.shuffled_by()) else ""
+
+
+def refuse_another_order(backup: str, manifest: Mapping[str, Any], fit: RunningFit) -> None:
+    """Raises CheckpointError if a pass over the data, in the middle of which the backup was saved, would go on in
+    another order: its other batches could not be found again."""
+    batch, before = manifest["batch"], manifest.get("shuffled_by")  # earlier versions did not write it
+    if how := another_order(fit, before):
+        steps = fit.iterator.steps_per_epoch
+        where = (
+            f"{batch} batches of an epoch" if batch else f"an epoch that ends within a pass (steps_per_epoch={steps})"
         )
+        seeds = "" if how == "without a seed" else f" (the seeds were {before} and are {fit.shuffled_by()})"
+        raise CheckpointError(
+            f"{backup} was saved after {where}, but the data are shuffled {how}{seeds}, so that the other batches of"
+            " this pass cannot be found again: set the seed of the fit that wrote it (keras.utils.set_random_seed"
+            " before the data are made), or remove the backup to start from the beginning."
+        )
+
+
+def refuse_data_in_use(backup: str, fit: RunningFit, is_within_a_pass: bool) -> None:
+    """Raises ConfigError if a fit that was interrupted in this process has read the same object, which draws the next
+    order for each iterator made of it, where the order counts.
+
+    is_within_a_pass: whether this fit saves, or goes on, in the middle of a pass over the data."""
+    for dataset in fit.seeded_shuffles():
+        readers = _readers.setdefault(dataset, {})
+        interrupted = [
+            name
+            for (name, at), iterator in readers.items()
+            if number(name) == at and iterator() is not fit.iterator  # a fit may have several backups
+        ]
+        if interrupted and is_within_a_pass:
+            raise ConfigError(
+                f"A fit with a backup in {interrupted[0]} was interrupted, and its dataset now comes in another order"
+                " than it would in a new process, so that a resumed fit would take some samples twice and others never:"
+                " make the dataset anew (run the lines again that call shuffle) before fit."
+            )
+        readers[backup, number(backup)] = weakref.ref(fit.iterator)
 
 
 def refuse_unbuilt(model: keras.Model) -> None:

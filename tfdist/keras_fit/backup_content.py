@@ -22,7 +22,8 @@ class BackupContent:
     the program; epochs, those of the history; callbacks, for each the attributes that have changed; deleted, for each
     the attributes that it no longer has; shared, see callback_state.shared_in; attributes, those of the model that have
     changed, see plain_attributes.py; order, the seed with which tfdist
-    shuffles arrays, if it does; ends, see RunningFit.ends; generators, the states of the process's random generators.
+    shuffles arrays, if it does; shuffled_by and ends, see RunningFit; generators, the states of the process's random
+    generators.
     """
 
     variables: list[np.ndarray]
@@ -39,6 +40,7 @@ class BackupContent:
     shared: Sequence[Sequence[Any]] = ()
     attributes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     order: int | None
+    shuffled_by: list | None = None
     ends: dict[str, int | None]
     generators: dict[str, Any]
 

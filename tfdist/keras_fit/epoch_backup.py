@@ -103,6 +103,7 @@ class EpochBackup(FitCallback):
         self._place, self._runtime, self._delete = backup_place(place), runtime, delete
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
+        self._shuffled_by: list = []  # see RunningFit
         self._beside = FitState(others, says=runtime.rank == 0)
         self._at_first: list = []  # the variables of the model when training began
         self.epoch = self._backup.epoch if self._backup else 0
@@ -154,6 +155,7 @@ class EpochBackup(FitCallback):
                 " without it."
             )
         backup_checks.refuse_unbuilt(self.fitted)
+        self._look_at_the_order()
         self._at_first = variables_of_model(self.fitted)
         self._beside.begin(self.fitted)
         backup = self._backup
@@ -183,6 +185,19 @@ class EpochBackup(FitCallback):
             self._find_the_place_in_the_data(backup)
         if made is not None:  # not earlier: data that are read again may draw from it
             made.state.assign(drawn)
+
+    def _look_at_the_order(self) -> None:
+        fit, backup = RunningFit.of(self.fitted), self._backup
+        backup_checks.refuse_data_in_use(self._place.name, fit, fit.saves_within_a_pass("epoch"))
+        self._shuffled_by = fit.shuffled_by()
+        if self._runtime.rank or backup is None or backup.stopped:
+            return
+        how = backup_checks.another_order(fit, backup.shuffled_by)
+        if how and fit.begins_within_a_pass(backup.epoch, backup.ends):
+            say(
+                f"the data is shuffled {how}: the rest of the interrupted pass comes in another order, so its samples"
+                " may come twice or not at all. Call keras.utils.set_random_seed before the data is created."
+            )
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
         if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends):
@@ -217,6 +232,7 @@ class EpochBackup(FitCallback):
             history=storable_history(values),
             epochs=epochs,
             order=self.order,
+            shuffled_by=self._shuffled_by,
             ends=RunningFit.of(self.fitted).ends(),
             generators=host_state.generator_states(),
             **self._beside.fields(self.fitted),

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tfdist.artifacts import backup_checks
 from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.artifacts.data_position import RunningFit
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 EPOCHS, BATCHES = 3, 5
@@ -446,7 +446,7 @@ def test_a_backup_within_an_epoch_without_a_seed_is_not_taken(tmp_path, monkeypa
     monkeypatch.setattr(context.context(), "_seed", None)
     given = WITHOUT_SEED["dataset"]
     with monkeypatch.context() as earlier, pytest.raises(Killed):
-        earlier.setattr(backup_checks, "refuse_without_seed", lambda *_, **__: None)
+        earlier.setattr(RunningFit, "has_no_seed", lambda _: False)
         unseeded_fit(given, tmp_path, 2, Counter([], die_after=2))
     for save_freq in (2, "epoch"):
         with pytest.raises(CheckpointError, match=r"after 2 batches .* without a seed.*: set the seed .*, or remove"):
@@ -468,6 +468,94 @@ def test_a_backup_within_an_epoch_is_not_taken_with_another_seed(name, tmp_path)
     with pytest.raises(CheckpointError, match=r"after 2 batches .* with another seed.*: set the seed .*, or remove"):
         unseeded_fit(given(2), tmp_path, 2)
     assert unseeded_fit(given(1), tmp_path, 2) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", WITHOUT_SEED)
+def test_epochs_that_end_within_a_pass_need_a_seed(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(context.context(), "_seed", None)
+    for save_freq in ("epoch", 2):
+        with pytest.raises(ConfigError, match=r"steps_per_epoch=2 ends .* without a seed.*set_random_seed\(1\)"):
+            unseeded_fit({**WITHOUT_SEED[name], "steps_per_epoch": 2}, tmp_path, save_freq)
+    if "unknown" not in name:
+        assert unseeded_fit({**WITHOUT_SEED[name], "steps_per_epoch": 3}, tmp_path, "epoch") == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["arrays", "dataset", "repeated", "pages"])
+def test_a_backup_within_a_pass_is_not_taken_with_another_seed(name, tmp_path):
+    def given(seed, steps):
+        keras.utils.set_random_seed(seed)
+        dataset = tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).shuffle(12, seed=seed).batch(4)
+        made = {"dataset": {"x": dataset}, "repeated": {"x": dataset.repeat()}}
+        return {**WITHOUT_SEED, **made}[name] | {"steps_per_epoch": steps}
+
+    with pytest.raises(Killed):
+        unseeded_fit(given(1, 2), tmp_path, "epoch", Counter([], die_after=2))
+    with pytest.raises(
+        CheckpointError,
+        match=r"after an epoch .*steps_per_epoch=2\), .* with another seed.*: set the seed .*, or remove",
+    ):
+        unseeded_fit(given(2, 2), tmp_path, "epoch")
+    assert unseeded_fit(given(1, 2), tmp_path, "epoch") == [0, 1]
+    with pytest.raises(Killed):
+        unseeded_fit(given(1, 3), tmp_path, "epoch", Counter([], die_after=3))
+    assert unseeded_fit(given(2, 3), tmp_path, "epoch") == [0, 1], "a whole pass may come in any order"
+
+
+def shuffled_anew(**options):
+    return {"x": tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).shuffle(12, seed=1, **options).batch(4)}
+
+
+@pytest.mark.parametrize("die_after", [0, 2])
+def test_a_dataset_of_an_interrupted_fit_is_not_read_again_where_its_order_counts(die_after, tmp_path):
+    """As in a notebook, where only the fit is run again: each iterator of one dataset draws the next order."""
+    given = shuffled_anew()
+    with pytest.raises(Killed):
+        unseeded_fit(given, tmp_path, 1, Counter([], die_after=die_after))
+    for save_freq in (1, "epoch") if die_after else (1,):
+        with pytest.raises(ConfigError, match=rf"backup in {tmp_path} was interrupted, .*: make the dataset anew"):
+            unseeded_fit(given, tmp_path, save_freq)
+    done = []
+    assert unseeded_fit(shuffled_anew(), tmp_path, 1, Counter(done)) == [0, 1]
+    assert done == list(range(die_after + 1, 7))
+
+
+def test_a_dataset_may_be_read_again_where_its_order_is_the_same_or_does_not_count(tmp_path):
+    steady, anew = shuffled_anew(reshuffle_each_iteration=False), shuffled_anew()
+    with pytest.raises(Killed):
+        unseeded_fit(steady, tmp_path, 1, Counter([], die_after=2))
+    assert unseeded_fit(steady, tmp_path, 1) == [0, 1]
+    with pytest.raises(Killed):
+        unseeded_fit(anew, tmp_path, "epoch", Counter([], die_after=3))
+    assert unseeded_fit(anew, tmp_path, "epoch") == [0, 1]
+    whole = shuffled_anew()
+    for _ in range(2):  # a program does the same in each process
+        assert unseeded_fit(whole, tmp_path, 1) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "rows, execution, given, save_freq",
+    [
+        (40, 4, {}, 20),  # Keras counts 12 of the 10 batches
+        (12, 1, {"steps_per_epoch": 4}, 4),  # the data end after 3
+    ],
+)
+def test_without_a_seed_nothing_is_saved_within_an_epoch(rows, execution, given, save_freq, tmp_path, monkeypatch):
+    monkeypatch.setattr(context.context(), "_seed", None)
+    saved = []
+
+    class Recorded(BackupAndRestore):
+        def _save(self, epoch, batch):
+            saved.append((epoch, batch))
+            super()._save(epoch, batch)
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=execution, jit_compile=False)
+    x = np.ones((rows, 1), "float32")
+    model.fit(x, x, batch_size=4, epochs=4, verbose=0, callbacks=[Recorded(tmp_path, save_freq=save_freq)], **given)
+    assert saved == [(2, 0), (4, 0)]
 
 
 class Ever(keras.metrics.AUC):
