@@ -9,7 +9,7 @@ chief (`writes=True`) writes.
 
 resumes in the middle of an epoch, at the exact batch: the first batches of that epoch are read but not trained on
 again, and the data is advanced through the earlier epochs (data_position.py). The data must come in the same order as
-before; if they are shuffled without a seed, backups within an epoch are refused.
+before; if they are shuffled without a seed, or read with deterministic=False, backups within an epoch are refused.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         may_restore = self._others.join(fit.values["callbacks"])
         newest = self._newest()
         snapshot = newest if may_restore else None
-        if fit.has_no_seed():
-            batch = snapshot.manifest["batch"] if snapshot is not None else 0
-            backup_checks.refuse_without_seed(self.backup_dir, batch, self.save_freq, (self.params or {}).get("steps"))
+        if (order := fit.no_order()) is not None:
+            batch, steps = 0 if snapshot is None else snapshot.manifest["batch"], (self.params or {}).get("steps")
+            backup_checks.refuse_without_order(self.backup_dir, order, batch, self.save_freq, steps)
         self._shuffled_by = fit.shuffled_by()
         if snapshot is None:
             return

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from tfdist.artifacts.data_position import NoOrder
 from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics, variables_of_model
 from tfdist.artifacts.state import name_of, tf_variable
 from tfdist.compat import keras_trainer
@@ -53,23 +54,21 @@ def refuse_between_executions(backup: str, batch: int, steps_per_execution: int)
         )
 
 
-def refuse_without_seed(backup: str, batch: int, save_freq: int | str, steps: int | None) -> None:
-    """For a fit to data that are shuffled without a seed: raises CheckpointError if the backup to be restored was saved
-    after `batch` batches of an epoch, and ConfigError if a backup would be: the resumed fit would draw another order.
+def refuse_without_order(backup: str, order: NoOrder, batch: int, save_freq: int | str, steps: int | None) -> None:
+    """For a fit to data that come in another order each time: raises CheckpointError if the backup to be restored was
+    saved after `batch` batches of an epoch, and ConfigError if a backup would be.
 
     steps: the number of batches of an epoch, if it is known."""
     if batch:
+        again = f"{order.again}, or " if order.again else ""
         raise CheckpointError(
-            f"{backup} was saved after {batch} batches of an epoch, but the data are shuffled without a seed, so that"
-            " the other batches of this epoch cannot be found again: set the seed of the fit that wrote it, or remove"
-            " the backup to start from the beginning."
+            f"{backup} was saved after {batch} batches of an epoch, but the data {order.why}, so the other batches of"
+            f" this epoch cannot be found again: {again}remove the backup to start from the beginning."
         )
     if isinstance(save_freq, int) and (not steps or save_freq % steps):
         raise ConfigError(
-            f"BackupAndRestore(save_freq={save_freq}) saves within an epoch, but the data are shuffled without a seed,"
-            " so that a resumed fit would take some samples twice and others never: call"
-            " keras.utils.set_random_seed(1) before the data are made (a dataset can have its own,"
-            ' shuffle(n, seed=1)), or give save_freq="epoch".'
+            f"BackupAndRestore(save_freq={save_freq}) saves within an epoch, but the data {order.why}: a resumed fit"
+            f' would take some samples twice and others never: {order.fix}, or give save_freq="epoch".'
         )
 
 

@@ -16,7 +16,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -78,6 +78,26 @@ _ANEW = {
 }
 
 
+class NoOrder(NamedTuple):
+    """Why data come in another order when they are read again. why: continues "the data"; fix: what gives them one
+    order; again: what gives them the order in which they have been read, if anything does."""
+
+    why: str
+    fix: str
+    again: str = ""
+
+
+_NO_SEED = NoOrder(
+    "are shuffled without a seed",
+    "call keras.utils.set_random_seed(1) before the data are made (a dataset can have its own, shuffle(n, seed=1))",
+    "set the seed of the fit that wrote it",
+)
+_NOT_DETERMINISTIC = NoOrder(
+    "are read with deterministic=False, so that what is ready first comes first",
+    "drop that argument (of map, interleave, batch), or option",
+)
+
+
 @dataclass(frozen=True)
 class RunningFit:
     """The local variables of the running `fit` that has called a callback."""
@@ -98,10 +118,10 @@ class RunningFit:
             "The backup works with Keras' own fit, which this model does not use: save and restore in your own loop."
         )
 
-    def has_no_seed(self) -> bool:
-        """Whether the training data are shuffled without a seed, as far as this can be seen: another process draws
-        another order."""
-        return _has_no_seed(self.values["epoch_iterator"].data_adapter)
+    def no_order(self) -> NoOrder | None:
+        """Why the training data come in another order in another process, as far as this can be seen; None if they come
+        in the same one."""
+        return _no_order(self.values["epoch_iterator"].data_adapter)
 
     def shuffled_by(self) -> list:
         """The seeds by which the training data are shuffled, as far as they can be seen; JSON to be saved. By the same
@@ -193,10 +213,10 @@ class _Passes:
         goes_on = self.iterator.steps_per_epoch and present is not None
         if goes_on and not self.reads and self._pass is not None and self._pass is present:
             _read(self._pass, self._unread)
-        if goes_on and (self._unread or self.reads) and _has_no_seed(self.iterator.data_adapter):
+        if goes_on and (self._unread or self.reads) and (found := _no_order(self.iterator.data_adapter)):
             say(
-                "the data is shuffled without a seed: the rest of the interrupted pass comes in another order, so its"
-                " samples may come twice or not at all. Call keras.utils.set_random_seed before the data is created."
+                f"the data {found.why}: the rest of the interrupted pass comes in another order, so its samples may"
+                f" come twice or not at all: {found.fix}."
             )
 
 
@@ -224,14 +244,17 @@ def _are_independent(adapter: Any) -> bool:
 def _begins_anew(function: Any) -> bool:
     """Whether a function of a dataset keeps no state from one iterator to the next."""
     graph = function.function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
     known = {called.signature.name for called in graph.library.function}
-    return not any(map(tensorflow_data.is_stateful, {node.op for node in nodes} - known - _ANEW))
+    operations = {node.op for node in tensorflow_data.nodes_of(graph)}
+    return not any(map(tensorflow_data.is_stateful, operations - known - _ANEW))
 
 
-def _has_no_seed(adapter: Any) -> bool:
-    read = keras_epochs.dataset_of(adapter)
-    if read is not None:
-        return any(map(tensorflow_data.shuffles_without_a_seed, tensorflow_data.with_inputs(read)))
+def _no_order(adapter: Any) -> NoOrder | None:
+    if (read := keras_epochs.dataset_of(adapter)) is not None:
+        parts = list(tensorflow_data.with_inputs(read))
+        if any(map(tensorflow_data.shuffles_without_a_seed, parts)):
+            return _NO_SEED
+        not_deterministic = read.options().deterministic is False or any(map(tensorflow_data.in_any_order, parts))
+        return _NOT_DETERMINISTIC if not_deterministic else None
     shuffles = keras_epochs.shuffles_arrays(adapter) or keras_epochs.shuffles_pages(adapter)
-    return shuffles and tensorflow_random.global_seed() is None
+    return _NO_SEED if shuffles and tensorflow_random.global_seed() is None else None
