@@ -9,7 +9,8 @@ chief (`writes=True`) writes.
 
 resumes in the middle of an epoch, at the exact batch: the first batches of that epoch are read but not trained on
 again, and the data is advanced through the earlier epochs (data_position.py). The data must come in the same order as
-before; if they are shuffled without a seed, backups in the middle of a pass over them are refused.
+before; if they are shuffled without a seed, or read with deterministic=False, backups in the middle of a pass over them
+are refused.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 
 from tfdist.artifacts import backup_checks, backup_file, state
 from tfdist.artifacts.backup_folder import BackupFolder
+from tfdist.artifacts.data_order import NoOrder, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.hidden_state import (
@@ -93,7 +95,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
         self._is_slow = False  # which has been said
-        self._has_no_seed, self._shuffled_by = False, []  # see RunningFit
+        self._no_order: NoOrder | None = None
+        self._shuffled_by: list = []
         self._at_first, self._beside = [], []  # variables of the model, and beside its layers, when training began
         self._fit_state, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
@@ -116,10 +119,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         may_restore = self._others.join(fit.values["callbacks"])
         newest = self._newest()
         snapshot = newest if may_restore else None
-        self._has_no_seed, self._shuffled_by = fit.has_no_seed(), fit.shuffled_by()
+        self._shuffled_by = shuffled_by(fit.iterator.data_adapter)
         written_by = 1 if snapshot is None else snapshot.manifest.get("fit", 1)
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
-        backup_checks.refuse_lost_order(self.backup_dir, snapshot and snapshot.manifest, fit, self.save_freq)
+        manifest = None if snapshot is None else snapshot.manifest
+        self._no_order = backup_checks.refuse_lost_order(self.backup_dir, manifest, fit, self.save_freq)
         if snapshot is None:
             return
         self._others.has_restored = True
@@ -198,7 +202,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         batches = seen - self._seen  # more than one with steps_per_execution
         self._step, self._seen, self._since = self._step + batches, seen, self._since + batches
         is_last = seen == steps  # then the end of the epoch comes first
-        if self._is_due() and not is_last and not self._has_no_seed and not self._trained.stop_training:
+        if self._is_due() and not is_last and self._no_order is None and not self._trained.stop_training:
             self._save(self._epoch, self._seen)
 
     def after_skipping(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from tfdist.artifacts.data_order import NoOrder, no_order, other_seeds, seeded_shuffles, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics, variables_of_model
 from tfdist.artifacts.state import name_of, tf_variable
@@ -58,34 +59,36 @@ def refuse_between_executions(backup: str, batch: int, steps_per_execution: int)
         )
 
 
-def refuse_lost_order(backup: str, manifest: Mapping[str, Any] | None, fit: RunningFit, save_freq: int | str) -> None:
+def refuse_lost_order(
+    backup: str, manifest: Mapping[str, Any] | None, fit: RunningFit, save_freq: int | str
+) -> NoOrder | None:
     """Raises CheckpointError or ConfigError if the order of the data is not known where it counts: in the middle of a
-    pass over them, where this fit is to go on, or where it would save.
+    pass over them, where this fit is to go on, or where it would save. Returns why it is not known elsewhere.
 
     manifest: that of the backup to be restored, if there is one."""
-    goes_on = False
+    adapter, goes_on = fit.iterator.data_adapter, False
+    order = no_order(adapter)
     if manifest is not None:
         goes_on = manifest["batch"] > 0 or fit.begins_within_a_pass(manifest["epoch"], manifest["ends"])
-        if goes_on:
-            refuse_another_order(backup, manifest, fit)
-    refuse_without_seed(fit, save_freq)
+        if goes_on and (other := order or other_seeds(manifest.get("shuffled_by"), shuffled_by(adapter))) is not None:
+            refuse_another_order(backup, other, manifest["batch"], fit.iterator.steps_per_epoch)
+    if order is not None and fit.saves_within_a_pass(save_freq):
+        refuse_without_order(order, fit, save_freq)
     refuse_data_in_use(backup, fit, goes_on or fit.saves_within_a_pass(save_freq))
+    return order
 
 
-def refuse_without_seed(fit: RunningFit, save_freq: int | str) -> None:
-    """Raises ConfigError if the data are shuffled without a seed, and backups would be saved in the middle of passes
-    over them: a resumed fit would draw another order."""
-    if not (fit.has_no_seed() and fit.saves_within_a_pass(save_freq)):
-        return
+def refuse_without_order(order: NoOrder, fit: RunningFit, save_freq: int | str) -> None:
+    """Raises ConfigError: backups would be saved in the middle of passes over data that come in another order in a
+    resumed fit."""
     if fit.begins_within_a_pass(fit.values["initial_epoch"] + 1):
         where, instead = f"steps_per_epoch={fit.iterator.steps_per_epoch} ends epochs within a pass over the data", ""
     else:
         where = f"BackupAndRestore(save_freq={save_freq}) saves within an epoch"
         instead = ', or give save_freq="epoch"'
     raise ConfigError(
-        f"{where}, but the data are shuffled without a seed, so that a resumed fit would take some samples twice and"
-        " others never: call keras.utils.set_random_seed(1) before the data are made (a dataset can have its own,"
-        f" shuffle(n, seed=1)){instead}."
+        f"{where}, but the data {order.why}: a resumed fit would take some samples twice and others never:"
+        f" {order.fix}{instead}."
     )
 
 
@@ -104,29 +107,16 @@ def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
         )
 
 
-def another_order(fit: RunningFit, shuffled_by: list | None) -> str:
-    """How the data are shuffled, if not as by the fit that is resumed: "without a seed", or "with another seed"; else
-    "". shuffled_by: the seeds of that fit; None: not known."""
-    if fit.has_no_seed():
-        return "without a seed"
-    return "with another seed" if shuffled_by not in (None, fit.shuffled_by()) else ""
-
-
-def refuse_another_order(backup: str, manifest: Mapping[str, Any], fit: RunningFit) -> None:
-    """Raises CheckpointError if a pass over the data, in the middle of which the backup was saved, would go on in
-    another order: its other batches could not be found again."""
-    batch, before = manifest["batch"], manifest.get("shuffled_by")  # earlier versions did not write it
-    if how := another_order(fit, before):
-        steps = fit.iterator.steps_per_epoch
-        where = (
-            f"{batch} batches of an epoch" if batch else f"an epoch that ends within a pass (steps_per_epoch={steps})"
-        )
-        seeds = "" if how == "without a seed" else f" (the seeds were {before} and are {fit.shuffled_by()})"
-        raise CheckpointError(
-            f"{backup} was saved after {where}, but the data are shuffled {how}{seeds}, so that the other batches of"
-            " this pass cannot be found again: set the seed of the fit that wrote it (keras.utils.set_random_seed"
-            " before the data are made), or remove the backup to start from the beginning."
-        )
+def refuse_another_order(backup: str, order: NoOrder, batch: int, steps_per_epoch: int | None) -> None:
+    """Raises CheckpointError: a pass over the data, in the middle of which the backup was saved, would go on in another
+    order. batch: the number of batches of its epoch after which it was saved; 0: of all."""
+    whole = f"an epoch that ends within a pass (steps_per_epoch={steps_per_epoch})"
+    where = f"{batch} batches of an epoch" if batch else whole
+    again = f"{order.again}, or " if order.again else ""
+    raise CheckpointError(
+        f"{backup} was saved after {where}, but the data {order.why}, so the other batches of this pass cannot be found"
+        f" again: {again}remove the backup to start from the beginning."
+    )
 
 
 def refuse_data_in_use(backup: str, fit: RunningFit, is_within_a_pass: bool) -> None:
@@ -134,7 +124,7 @@ def refuse_data_in_use(backup: str, fit: RunningFit, is_within_a_pass: bool) -> 
     order for each iterator made of it, where the order counts.
 
     is_within_a_pass: whether this fit saves, or goes on, in the middle of a pass over the data."""
-    for dataset in fit.seeded_shuffles():
+    for dataset in seeded_shuffles(fit.iterator.data_adapter):
         readers = _readers.setdefault(dataset, {})
         interrupted = [
             name

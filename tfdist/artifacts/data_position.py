@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import random
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_epochs, tensorflow_data, tensorflow_random
+from tfdist.compat import keras_epochs, tensorflow_data
 from tfdist.compat.keras_epochs import EpochIterator
 from tfdist.control.exit_codes import CheckpointError
 
@@ -78,8 +76,6 @@ _ANEW = {
     "RandomShuffle",
     "Multinomial",
 }
-_BLOCK = 624  # numbers that Python's generator makes at a time
-_BLOCKS = 2000  # that are looked at, in 0.03 s
 
 
 @dataclass(frozen=True)
@@ -106,33 +102,6 @@ class RunningFit:
     def iterator(self) -> EpochIterator:
         """The iterator over the training data; each fit makes one."""
         return self.values["epoch_iterator"]
-
-    def has_no_seed(self) -> bool:
-        """Whether the training data are shuffled without a seed, as far as this can be seen: another process draws
-        another order."""
-        return _has_no_seed(self.iterator.data_adapter)
-
-    def shuffled_by(self) -> list:
-        """The seeds by which the training data are shuffled, as far as they can be seen; JSON to be saved. By the same
-        ones another process draws the same order."""
-        adapter = self.iterator.data_adapter
-        if (read := keras_epochs.dataset_of(adapter)) is not None:
-            return [seeds for each in tensorflow_data.with_inputs(read) if (seeds := tensorflow_data.seeds_of(each))]
-        if keras_epochs.shuffles_arrays(adapter):
-            seed = tensorflow_random.global_seed()
-            return [None if seed is None else int(seed)]  # NumPy's are no JSON
-        # By Python's random numbers, whose seed cannot be seen.
-        return [zlib.crc32(repr(random.getstate()).encode())] if keras_epochs.shuffles_pages(adapter) else []
-
-    def seeded_shuffles(self) -> list[tf.data.Dataset]:
-        """The parts of the training data whose next iterator comes in another order, which their seed determines."""
-        read = keras_epochs.dataset_of(self.iterator.data_adapter)
-        found = [] if read is None else tensorflow_data.with_inputs(read)
-        return [
-            each
-            for each in found
-            if tensorflow_data.shuffles_anew(each) and not tensorflow_data.shuffles_without_a_seed(each)
-        ]
 
     def begins_within_a_pass(self, epoch: int, ends: Mapping[str, int | None] | None = None) -> bool:
         """Whether this fit has an epoch of this number, and goes on in it with a pass over the data that an earlier
@@ -257,29 +226,9 @@ def _are_independent(adapter: Any) -> bool:
 def _begins_anew(function: Any) -> bool:
     """Whether a function of a dataset keeps no state from one iterator to the next."""
     graph = function.function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
     known = {called.signature.name for called in graph.library.function}
-    return not any(map(tensorflow_data.is_stateful, {node.op for node in nodes} - known - _ANEW))
-
-
-def _has_no_seed(adapter: Any) -> bool:
-    read = keras_epochs.dataset_of(adapter)
-    if read is not None:
-        return any(map(tensorflow_data.shuffles_without_a_seed, tensorflow_data.with_inputs(read)))
-    seed = tensorflow_random.users_seed()
-    if keras_epochs.shuffles_pages(adapter):
-        return seed is None or not _seeds_python(seed)
-    return keras_epochs.shuffles_arrays(adapter) and seed is None
-
-
-def _seeds_python(seed: int) -> bool:
-    """Whether Python's random numbers, too, were given this seed; False if very many have been drawn since."""
-    present, own = random.getstate()[1][:_BLOCK], random.Random(int(seed))
-    for _ in range(_BLOCKS):
-        if own.getstate()[1][:_BLOCK] == present:
-            return True
-        own.getrandbits(32 * _BLOCK)
-    return False
+    operations = {node.op for node in tensorflow_data.nodes_of(graph)}
+    return not any(map(tensorflow_data.is_stateful, operations - known - _ANEW))
 
 
 def _repeated(adapter: Any) -> int | None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from tfdist.artifacts import backup_checks
 from tfdist.artifacts import state as host_state
+from tfdist.artifacts.data_order import no_order, other_seeds, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.hidden_state import variables_of_model
@@ -103,7 +104,7 @@ class EpochBackup(FitCallback):
         self._place, self._runtime, self._delete = backup_place(place), runtime, delete
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
-        self._shuffled_by: list = []  # see RunningFit
+        self._shuffled_by: list = []
         self._beside = FitState(others, says=runtime.rank == 0)
         self._at_first: list = []  # the variables of the model when training began
         self.epoch = self._backup.epoch if self._backup else 0
@@ -189,14 +190,15 @@ class EpochBackup(FitCallback):
     def _look_at_the_order(self) -> None:
         fit, backup = RunningFit.of(self.fitted), self._backup
         backup_checks.refuse_data_in_use(self._place.name, fit, fit.saves_within_a_pass("epoch"))
-        self._shuffled_by = fit.shuffled_by()
+        adapter = fit.iterator.data_adapter
+        self._shuffled_by = shuffled_by(adapter)
         if self._runtime.rank or backup is None or backup.stopped:
             return
-        how = backup_checks.another_order(fit, backup.shuffled_by)
-        if how and fit.begins_within_a_pass(backup.epoch, backup.ends):
+        other = no_order(adapter) or other_seeds(backup.shuffled_by, self._shuffled_by)
+        if other is not None and fit.begins_within_a_pass(backup.epoch, backup.ends):
             say(
-                f"the data is shuffled {how}: the rest of the interrupted pass comes in another order, so its samples"
-                " may come twice or not at all. Call keras.utils.set_random_seed before the data is created."
+                f"the data {other.why}: the rest of the interrupted pass comes in another order, so its samples may"
+                f" come twice or not at all: {other.fix}."
             )
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:

@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tfdist.artifacts import backup_checks
 from tfdist.artifacts.backup import BackupAndRestore
-from tfdist.artifacts.data_position import RunningFit
+from tfdist.artifacts.data_order import NoOrder
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 EPOCHS, BATCHES = 3, 5
@@ -435,6 +436,28 @@ def test_within_an_epoch_whose_order_cannot_be_found_again_nothing_is_saved(name
         assert unseeded_fit(WITHOUT_SEED[name], tmp_path, save_freq) == [0, 1]
 
 
+def read_in_parallel(deterministic, option=None):
+    options = tf.data.Options()
+    if option is not None:
+        options.deterministic = option
+    rows = tf.data.Dataset.range(2).interleave(
+        lambda _: tf.data.Dataset.from_tensor_slices((ROWS, ROWS)), num_parallel_calls=2, deterministic=deterministic
+    )
+    return {"x": rows.take(12).batch(4).with_options(options)}
+
+
+def test_within_an_epoch_of_data_in_any_order_nothing_is_saved(tmp_path):
+    """What is ready first comes first."""
+    for given in (read_in_parallel(False), read_in_parallel(None, option=False)):
+        with pytest.raises(ConfigError, match=r'save_freq=2\).* deterministic=False.*: drop that .*save_freq="epoch"'):
+            unseeded_fit(given, tmp_path, 2)
+        assert unseeded_fit(given, tmp_path, "epoch") == [0, 1]
+    for number, given in enumerate((read_in_parallel(None), read_in_parallel(True))):
+        assert unseeded_fit(given, tmp_path / str(number), 2) == [0, 1]
+    with pytest.raises(CheckpointError, match=r"after 2 batches.*the data come anyhow.* again: remove the backup"):
+        backup_checks.refuse_another_order("a", NoOrder("come anyhow", "sort them"), 2, None)
+
+
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_an_order_that_is_known_needs_no_seed(name, tmp_path, monkeypatch):
     monkeypatch.setattr(context.context(), "_seed", None)
@@ -446,7 +469,7 @@ def test_a_backup_within_an_epoch_without_a_seed_is_not_taken(tmp_path, monkeypa
     monkeypatch.setattr(context.context(), "_seed", None)
     given = WITHOUT_SEED["dataset"]
     with monkeypatch.context() as earlier, pytest.raises(Killed):
-        earlier.setattr(RunningFit, "has_no_seed", lambda _: False)
+        earlier.setattr(backup_checks, "no_order", lambda _: None)
         unseeded_fit(given, tmp_path, 2, Counter([], die_after=2))
     for save_freq in (2, "epoch"):
         with pytest.raises(CheckpointError, match=r"after 2 batches .* without a seed.*: set the seed .*, or remove"):

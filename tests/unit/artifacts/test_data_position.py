@@ -1,16 +1,10 @@
-"""Where a fit is in its data: in the middle of a pass over them or not, and by which seeds they are shuffled."""
-
-import json
-import random
+"""Where a fit is in its data: in the middle of a pass over them or not."""
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from tfdist.artifacts.data_position import RunningFit
-from tfdist.compat import tensorflow_random
 from tfdist.compat.keras_epochs import EpochIterator, batches_in_an_epoch
 
 NUMBERS = tf.data.Dataset.range(7).batch(1)
@@ -21,14 +15,6 @@ DATA = {
     "repeated twice": NUMBERS.repeat(2),
     "repeated rows": NUMBERS.unbatch().repeat().batch(1),
 }
-
-
-@pytest.fixture(autouse=True)
-def _random_state_kept():
-    python = random.getstate()
-    with tensorflow_random.attribute_replaced(context.context(), "_seed", None):
-        yield
-    random.setstate(python)
 
 
 def running(initial_epoch=0, epochs=99, steps_per_execution=1, **given):
@@ -84,54 +70,3 @@ def test_where_backups_are_saved_within_a_pass():
         ({"x": NUMBERS, "steps_per_epoch": 5, "initial_epoch": 4, "epochs": 6}, "epoch", True),
     ):
         assert running(**given).saves_within_a_pass(save_freq) == within, (given, save_freq)
-
-
-class Pages(keras.utils.PyDataset):
-    @property
-    def num_batches(self):
-        return 3
-
-    def __getitem__(self, index):
-        return np.ones((4, 1)), np.ones((4, 1))
-
-
-def test_batches_of_a_py_dataset_need_a_seed_of_python():
-    def has_none():
-        return running(x=Pages(), shuffle=True).has_no_seed()
-
-    random.seed()
-    assert has_none()
-    tf.random.set_seed(3)
-    assert has_none()
-    keras.utils.set_random_seed(3)
-    assert not has_none()
-    keras.utils.clear_session(free_memory=False)
-    numbers = list(range(5000))
-    random.shuffle(numbers)
-    assert not has_none()
-
-
-def test_a_seed_that_workers_lend_each_other_is_not_the_users():
-    random.seed()
-    with tensorflow_random.seed_lent(5, anew=False):
-        assert running(x=Pages(), shuffle=True).has_no_seed()
-        assert running(x=np.ones((4, 1)), shuffle=True).has_no_seed()
-    keras.utils.set_random_seed(3)
-    with tensorflow_random.seed_lent(5, anew=False), tensorflow_random.seed_lent(6, anew=False):
-        assert tensorflow_random.users_seed() == 3
-        assert not running(x=Pages(), shuffle=True).has_no_seed()
-    assert tensorflow_random.users_seed() == 3
-
-
-def test_the_seed_of_shuffled_arrays_can_be_saved():
-    tf.random.set_seed(np.int64(5))
-    assert json.dumps(running(x=np.ones((4, 1)), shuffle=True).shuffled_by()) == "[5]"
-
-
-def test_shuffles_that_draw_the_next_order_for_each_iterator():
-    once = NUMBERS.shuffle(7, seed=1, reshuffle_each_iteration=False)
-    anew = NUMBERS.shuffle(7, seed=1)
-    without_a_seed = NUMBERS.shuffle(7)
-    for dataset, found in ((once, []), (anew, [anew]), (without_a_seed, []), (anew.map(lambda x: x).repeat(), [anew])):
-        assert running(x=dataset).seeded_shuffles() == found
-    assert running(x=np.ones((4, 1)), shuffle=True).seeded_shuffles() == []
