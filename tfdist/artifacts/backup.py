@@ -33,11 +33,10 @@ from tfdist.artifacts.hidden_state import (
     variables_of_model,
 )
 from tfdist.artifacts.resumed_epoch import AfterOthers
-from tfdist.artifacts.snapshot_folder import Snapshot
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
-from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
 
 _METRIC = "metric/"
@@ -112,8 +111,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._beside = state_beside_layers(model, hidden_state(model))
         self._restored, self._others = None, AfterOthers(self)
         fit = RunningFit.of(model)
-        may_restore = self._others.join(fit.values["callbacks"])
-        newest = self._newest()
+        callbacks = fit.values["callbacks"]
+        may_restore = self._others.join(callbacks)
+        others = [each for each in callbacks.callbacks if isinstance(each, BackupAndRestore) and each is not self]
+        newest = self._backups.newest([each._backups for each in others])
+        self._step = 0 if newest is None else newest.step  # also if another backup is restored: new ones come after it
         snapshot = newest if may_restore else None
         if fit.has_no_seed():
             batch = snapshot.manifest["batch"] if snapshot is not None else 0
@@ -139,7 +141,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             state.assign, state.collect(model, model.optimizer, self._train(has_drawn)), arrays
         )
         self._assign_again()
-        self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
+        self._epoch = snapshot.manifest["epoch"]
         if fit.go_to(self._epoch, snapshot.manifest["ends"]):
             self._assign_again()  # reading may have drawn from Keras' global generator
         else:
@@ -154,21 +156,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if count := snapshot.manifest["batch"]:
             self._to_skip = count
             self._others.pass_over(count, metrics)
-
-    def _newest(self) -> Snapshot | None:
-        """Returns the newest valid backup. Those that are damaged are told and set aside: else they would count as the
-        newest, and later ones would be removed. Raises CheckpointError if only damaged ones are there."""
-        found, damaged = self.store.newest_valid()
-        if damaged and found is None:
-            raise CheckpointError(
-                f"No backup in {self.backup_dir} is valid ({'; '.join(damaged)}): remove it to start from the"
-                " beginning, or name another folder."
-            )
-        for reason in damaged:
-            say(f"skipped a backup: {reason}")
-        if self.writes:
-            self.store.set_aside_damaged()
-        return found
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0
@@ -185,7 +172,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def begin_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
         """Restores the state of the other callbacks, and the history, once all of them have begun."""
         self._fit_state = FitState(others, says=self.writes)
-        self._fit_state.begin(self._trained)
+        self._fit_state.begin(self._trained, self._restored)
         if self._restored is not None:
             self._restore_fit_state()
             if self._to_skip:  # for after_skipping; a copy, as callbacks change what they hold
@@ -195,8 +182,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def after_batch(self, batch: int) -> None:
         """Saves, when all other callbacks have seen the end of the batch."""
-        batches = batch + 1 - self._seen  # more than one with steps_per_execution
-        self._step, self._seen, self._since = self._step + batches, batch + 1, self._since + batches
+        seen = int(batch) + 1  # which may be a number of NumPy's
+        batches = seen - self._seen  # more than one with steps_per_execution
+        self._step, self._seen, self._since = self._step + batches, seen, self._since + batches
         steps = (self.params or {}).get("steps")
         is_last = steps is not None and self._seen >= steps  # then the end of the epoch comes first
         if self._is_due() and not is_last and not self._trained.stop_training:
@@ -219,6 +207,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._seen = 0
         if not self._period or self._is_due():
             self._save(epoch + 1, 0)
+        else:
+            self._fit_state.look(self._trained)
 
     def after_all(self) -> None:
         """Removes the backup, when all other callbacks have seen the end of training."""

@@ -2,6 +2,7 @@
 interruption the run ends where an undisturbed one does, bit for bit, and no step is done twice or left out."""
 
 import os
+import shutil
 
 import keras
 import numpy as np
@@ -163,7 +164,7 @@ def test_where_only_damaged_backups_are_nothing_begins_anew(tmp_path):
     (data,) = tmp_path.glob("step-00000008/*.data-*")
     data.write_bytes(data.read_bytes()[:-1])
     with pytest.raises(
-        CheckpointError, match=f"^No backup in {tmp_path} is valid .*step-00000008.*: remove it to start"
+        CheckpointError, match=f"^No backup in {tmp_path} is valid .*step-00000008.*: remove {tmp_path} to start"
     ):
         fit([BackupAndRestore(tmp_path, save_freq=4)])
     assert sorted(tmp_path.iterdir()) == before
@@ -468,6 +469,65 @@ def test_a_backup_within_an_epoch_is_not_taken_with_another_seed(name, tmp_path)
     with pytest.raises(CheckpointError, match=r"after 2 batches .* with another seed.*: set the seed .*, or remove"):
         unseeded_fit(given(2), tmp_path, 2)
     assert unseeded_fit(given(1), tmp_path, 2) == [0, 1]
+
+
+class First(keras.callbacks.Callback):
+    """Keeps the first loss: what a best value is that no later epoch reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.best = None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.best = self.best or logs["loss"]
+
+
+def killed_with(first, folders, after):
+    """A fit with a backup in each folder, which ends after so many steps."""
+    with pytest.raises(Killed):
+        others = [BackupAndRestore(each, save_freq=1) for each in folders[1:]]
+        unseeded_fit(IN_ORDER["arrays"], folders[0], 1, *others, first, Counter([], die_after=after))
+
+
+def test_a_best_value_is_in_the_backups_of_a_fit_that_gets_the_same_callbacks(tmp_path):
+    """As in a notebook: the cell is interrupted and run again, then the process ends."""
+    first, second = First(), First()
+    killed_with(first, [tmp_path], 4)
+    expected = first.best
+    killed_with(first, [tmp_path], 5)
+    unseeded_fit(IN_ORDER["arrays"], tmp_path, 1, second)
+    assert second.best == first.best == expected
+
+
+def test_the_backup_that_is_not_restored_goes_on_as_well(tmp_path):
+    """With new files, and with what the other one has restored."""
+    folders, first, second = [tmp_path / "one", tmp_path / "two"], First(), First()
+    killed_with(first, folders, 4)
+    killed_with(First(), folders, 5)
+    newest = [BackupAndRestore(each).store.steps() for each in folders]
+    assert all(len(steps) == 1 and steps[0] > 4 for steps in newest), newest
+    shutil.rmtree(folders[0])
+    unseeded_fit(IN_ORDER["arrays"], folders[1], 1, second)
+    assert second.best == first.best
+
+
+@pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])
+def test_a_fit_is_resumed_from_the_backup_that_is_not_damaged(tmp_path, damaged, capfd):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    killed_with(First(), folders, 4)
+    for place in damaged:
+        next(folders[place].glob("step-00000004/*.data-*")).write_bytes(b"damaged")
+    done = []
+    others = [BackupAndRestore(folders[1], save_freq=1), Counter(done)]
+    if len(damaged) == 2:
+        both = " and ".join(map(str, folders))
+        with pytest.raises(
+            CheckpointError, match=f"No backup in {both} is valid .*one/.*two/.*: remove {both} to start"
+        ):
+            unseeded_fit(IN_ORDER["arrays"], folders[0], 1, *others)
+        return
+    assert unseeded_fit(IN_ORDER["arrays"], folders[0], 1, *others) == [0, 1] and done == [5, 6]
+    assert "skipped a backup: " in capfd.readouterr().err
 
 
 class Ever(keras.metrics.AUC):
