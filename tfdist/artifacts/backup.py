@@ -27,9 +27,11 @@ from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.hidden_state import (
+    compiled_optimizers,
     hidden_state,
     state_beside_layers,
     state_of_optimizers,
+    state_of_other_optimizers,
     variables_of_model,
 )
 from tfdist.artifacts.resumed_epoch import AfterOthers
@@ -42,6 +44,7 @@ from tfdist.control.terminal import say
 _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
 _SLOW_SECONDS = 1.0
+_UNBUILT = "unbuilt"  # places of compiled optimizers: a GAN may not use them
 _FIT_STATE = "fit_state"  # an array of bytes: of FitState, and the history
 
 
@@ -107,14 +110,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
-        self._at_first = variables_of_model(model)
-        self._beside = state_beside_layers(model, hidden_state(model))
+        others = state_of_other_optimizers(model)
+        self._at_first = [*variables_of_model(model), *others]
+        self._beside = [*state_beside_layers(model, hidden_state(model)), *others]
         self._restored, self._others = None, AfterOthers(self)
         fit = RunningFit.of(model)
         callbacks = fit.values["callbacks"]
         may_restore = self._others.join(callbacks)
-        others = [each for each in callbacks.callbacks if isinstance(each, BackupAndRestore) and each is not self]
-        newest = self._backups.newest([each._backups for each in others])
+        backups = [each for each in callbacks.callbacks if isinstance(each, BackupAndRestore) and each is not self]
+        newest = self._backups.newest([each._backups for each in backups])
         self._step = 0 if newest is None else newest.step  # also if another backup is restored: new ones come after it
         snapshot = newest if may_restore else None
         if fit.has_no_seed():
@@ -128,8 +132,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         backup_checks.refuse_another_order(self.backup_dir, snapshot.manifest, self._shuffled_by)
         backup_checks.refuse_between_executions(self.backup_dir, snapshot.manifest["batch"], model.steps_per_execution)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        for place, each in enumerate(compiled_optimizers(model)):
+            if not each.built and place not in snapshot.manifest.get(_UNBUILT, ()):
+                each.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         held = arrays.pop(_FIT_STATE, None)  # earlier versions did not write it
@@ -252,6 +257,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "epoch": epoch,
                 "batch": batch,
                 "shuffled_by": self._shuffled_by,
+                _UNBUILT: [place for place, each in enumerate(compiled_optimizers(self._trained)) if not each.built],
                 "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),
                 "ends": RunningFit.of(self._trained).ends(),

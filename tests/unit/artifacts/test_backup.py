@@ -555,7 +555,7 @@ class Slow(keras.optimizers.SGD):
     def update_step(self, gradient, variable, learning_rate):
         slow = self.slow[self._get_variable_index(variable)]
         slow.assign(0.9 * slow + gradient)
-        variable.assign_sub(learning_rate * slow)
+        super().update_step(slow, variable, learning_rate)
 
 
 def test_variables_of_a_users_own_metric_and_optimizer_go_on(tmp_path):
@@ -563,10 +563,11 @@ def test_variables_of_a_users_own_metric_and_optimizer_go_on(tmp_path):
         keras.utils.clear_session()
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile(Slow(0.001), "mse", metrics=[Ever(name="ever")])
+        model.compile(Slow(0.001, momentum=0.9), "mse", metrics=[Ever(name="ever")])
         callbacks = [BackupAndRestore(folder), *others]
         history = model.fit(ROWS, ROWS > 5, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
-        return history.history, [np.array(variable) for variable in (*model.weights, *model.optimizer.slow)]
+        slots = [*model.optimizer.variables, *model.optimizer.slow]
+        return history.history, [np.asarray(variable) for variable in (*model.weights, *slots)]
 
     history, expected = trained(tmp_path / "undisturbed")
     assert history["ever"] == [3, 6, 9, 12]
@@ -576,6 +577,81 @@ def test_variables_of_a_users_own_metric_and_optimizer_go_on(tmp_path):
     assert resumed["ever"] == history["ever"]
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+class Around(keras.optimizers.Optimizer):
+    """A user's optimizer around one of Keras', whose slots it does not tell."""
+
+    def __init__(self, inner):
+        super().__init__(learning_rate=0.1)
+        self.base = inner
+
+    def build(self, variables):
+        self.base.build(variables)
+        super().build(variables)
+
+    def apply(self, gradients, variables=None):
+        self.base.apply(gradients, variables)
+        self.iterations.assign_add(1)
+
+
+class Two(keras.Model):
+    """Two layers, as the two models of a GAN, each with an optimizer that the model keeps beside the compiled one."""
+
+    def __init__(self, are_built=True):
+        super().__init__()
+        self.layers_, self.optimizers = [keras.layers.Dense(1), keras.layers.Dense(1)], {}
+        self.built = True
+        for number, layer in enumerate(self.layers_):
+            layer.build((None, 1))
+            self.optimizers[str(number)] = keras.optimizers.Adam(0.1)
+            if are_built:
+                self.optimizers[str(number)].build(layer.trainable_variables)
+
+    def train_step(self, data):
+        for number, layer in enumerate(self.layers_):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((layer(data[0]) - data[1]) ** 2)
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            self.optimizers[str(number)].apply(gradients, layer.trainable_variables)
+        return {"loss": loss}
+
+
+def around():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(Around(keras.optimizers.Adam(0.1)), "mse", run_eagerly=True)
+    return model
+
+
+def two(are_built=True):
+    model = Two(are_built)
+    model.compile(run_eagerly=True)
+    return model
+
+
+@pytest.mark.parametrize("make", [around, two])
+def test_optimizers_beside_and_inside_the_compiled_one_go_on(make, tmp_path):
+    def trained(folder, *others):
+        keras.utils.set_random_seed(0)
+        model, callbacks = make(), [BackupAndRestore(folder, save_freq=1), *others]
+        model.fit(ROWS, ROWS, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights()
+
+    class AtTheSecondEpoch(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise Killed
+
+    expected = trained(tmp_path / "undisturbed")
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", AtTheSecondEpoch())
+    for ours, theirs in zip(trained(tmp_path / "killed"), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_optimizer_that_no_resumed_fit_could_restore_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"made after fit had begun .*optimizer by its build\(variables\)"):
+        two(are_built=False).fit(ROWS, ROWS, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
 
 
 class Interrupted(Exception):
