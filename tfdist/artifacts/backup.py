@@ -29,22 +29,24 @@ from tfdist.artifacts.data_order import NoOrder, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.hidden_state import (
+    compiled_optimizers,
     hidden_state,
     state_beside_layers,
     state_of_optimizers,
+    state_of_other_optimizers,
     variables_of_model,
 )
 from tfdist.artifacts.resumed_epoch import AfterOthers
-from tfdist.artifacts.snapshot_folder import Snapshot
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
-from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
 
 _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
 _SLOW_SECONDS = 1.0
+_UNBUILT = "unbuilt"  # places of compiled optimizers: a GAN may not use them
 _FIT_STATE = "fit_state"  # an array of bytes: of FitState, and the history
 
 
@@ -112,12 +114,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
-        self._at_first = variables_of_model(model)
-        self._beside = state_beside_layers(model, hidden_state(model))
+        others = state_of_other_optimizers(model)
+        self._at_first = [*variables_of_model(model), *others]
+        self._beside = [*state_beside_layers(model, hidden_state(model)), *others]
         self._restored, self._others = None, AfterOthers(self)
         fit = RunningFit.of(model)
-        may_restore = self._others.join(fit.values["callbacks"])
-        newest = self._newest()
+        callbacks = fit.values["callbacks"]
+        may_restore = self._others.join(callbacks)
+        backups = [each for each in callbacks.callbacks if isinstance(each, BackupAndRestore) and each is not self]
+        newest = self._backups.newest([each._backups for each in backups])
+        self._step = 0 if newest is None else newest.step  # also if another backup is restored: new ones come after it
         snapshot = newest if may_restore else None
         self._shuffled_by = shuffled_by(fit.iterator.data_adapter)
         written_by = 1 if snapshot is None else snapshot.manifest.get("fit", 1)
@@ -128,8 +134,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return
         self._others.has_restored = True
         backup_checks.refuse_between_executions(self.backup_dir, snapshot.manifest["batch"], model.steps_per_execution)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        for place, each in enumerate(compiled_optimizers(model)):
+            if not each.built and place not in snapshot.manifest.get(_UNBUILT, ()):
+                each.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         held = arrays.pop(_FIT_STATE, None)  # earlier versions did not write it
@@ -141,7 +148,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             state.assign, state.collect(model, model.optimizer, self._train(has_drawn)), arrays
         )
         self._assign_again()
-        self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
+        self._epoch = snapshot.manifest["epoch"]
         if fit.go_to(self._epoch, snapshot.manifest["ends"]):
             self._assign_again()  # reading may have drawn from Keras' global generator
         else:
@@ -156,21 +163,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if count := snapshot.manifest["batch"]:
             self._to_skip = count
             self._others.pass_over(count, metrics)
-
-    def _newest(self) -> Snapshot | None:
-        """Returns the newest valid backup. Those that are damaged are told and set aside: else they would count as the
-        newest, and later ones would be removed. Raises CheckpointError if only damaged ones are there."""
-        found, damaged = self.store.newest_valid()
-        if damaged and found is None:
-            raise CheckpointError(
-                f"No backup in {self.backup_dir} is valid ({'; '.join(damaged)}): remove it to start from the"
-                " beginning, or name another folder."
-            )
-        for reason in damaged:
-            say(f"skipped a backup: {reason}")
-        if self.writes:
-            self.store.set_aside_damaged()
-        return found
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0
@@ -187,7 +179,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def begin_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
         """Restores the state of the other callbacks, and the history, once all of them have begun."""
         self._fit_state = FitState(others, says=self.writes)
-        self._fit_state.begin(self._trained)
+        self._fit_state.begin(self._trained, self._restored)
         if self._restored is not None:
             self._restore_fit_state()
             if self._to_skip:  # for after_skipping; a copy, as callbacks change what they hold
@@ -198,7 +190,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def after_batch(self, batch: int) -> None:
         """Saves, when all other callbacks have seen the end of the batch."""
         steps = (self.params or {}).get("steps")
-        seen = batch + 1 if steps is None else min(batch + 1, steps)  # Keras counts the last execution as a whole one
+        seen = int(batch) + 1  # which may be a number of NumPy's
+        seen = seen if steps is None else min(seen, steps)  # Keras counts the last execution as a whole one
         batches = seen - self._seen  # more than one with steps_per_execution
         self._step, self._seen, self._since = self._step + batches, seen, self._since + batches
         is_last = seen == steps  # then the end of the epoch comes first
@@ -222,6 +215,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._seen = 0
         if not self._period or self._is_due():
             self._save(epoch + 1, 0)
+        else:
+            self._fit_state.look(self._trained)
 
     def after_all(self) -> None:
         """Removes the backup, when all other callbacks have seen the end of training."""
@@ -265,6 +260,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "epoch": epoch,
                 "batch": batch,
                 "shuffled_by": self._shuffled_by,
+                _UNBUILT: [place for place, each in enumerate(compiled_optimizers(self._trained)) if not each.built],
                 "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),
                 "ends": RunningFit.of(self._trained).ends(),

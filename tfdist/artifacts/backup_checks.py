@@ -16,7 +16,12 @@ import keras
 
 from tfdist.artifacts.data_order import NoOrder, no_order, other_seeds, seeded_shuffles, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
-from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics, variables_of_model
+from tfdist.artifacts.hidden_state import (
+    metrics_held,
+    state_of_other_optimizers,
+    variables_of_metrics,
+    variables_of_model,
+)
 from tfdist.artifacts.state import name_of, tf_variable
 from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError
@@ -97,12 +102,14 @@ def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
     have them when it is restored. Metrics may make theirs late: Keras resets them at each epoch."""
     metrics = [*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)]
     known = {id(tf_variable(each)) for each in (*at_first, *variables_of_metrics(metrics))}
-    later = [each for each in variables_of_model(model) if id(tf_variable(each)) not in known]
+    present = [*variables_of_model(model), *state_of_other_optimizers(model)]
+    later = [each for each in present if id(tf_variable(each)) not in known]
     if later:
         raise ConfigError(
             f"The variable {name_of(later[0])} of {type(model).__name__} was made after fit had begun (by a layer that"
-            " is used only in training, or by a loss that is called), so that a resumed fit could not restore it: make"
-            " it before fit (build all layers, for example by model(x, training=True); or in a constructor), or train"
+            " is used only in training, by a loss that is called, or by an optimizer beside the compiled one), so that"
+            " a resumed fit could not restore it: make it before fit (build all layers, for example by"
+            " model(x, training=True), and such an optimizer by its build(variables); or in a constructor), or train"
             " without BackupAndRestore."
         )
 

@@ -11,6 +11,18 @@ from tensorflow.python.eager import context
 from tfdist.control.cluster import Cluster
 
 
+class OnlyWorker(tf.distribute.cluster_resolver.TFConfigClusterResolver):
+    """For MultiWorkerMirroredStrategy with one worker, which opens no port then, whatever TF_CONFIG lists: TensorFlow's
+    own reads TF_CONFIG.
+
+    Relies on `CollectiveAllReduceExtended._initialize_local_devices`: of a resolver of any other class the strategy
+    takes the GPUs that this tells, as a rule none, in place of those that the process has.
+    """
+
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        return tf.train.ClusterSpec({})
+
+
 def _context() -> Any:
     """The context of the process, which TensorFlow creates at the first access."""
     return context.context()

@@ -158,8 +158,8 @@ class EpochBackup(FitCallback):
         backup_checks.refuse_unbuilt(self.fitted)
         self._look_at_the_order()
         self._at_first = variables_of_model(self.fitted)
-        self._beside.begin(self.fitted)
         backup = self._backup
+        self._beside.begin(self.fitted, None if backup is None else backup.to_dict())
         if backup is None:
             return
         if not self.fitted.optimizer.built:

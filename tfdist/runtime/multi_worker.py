@@ -118,8 +118,6 @@ class MultiWorker(StrategyRuntime):
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> MultiWorker:
         options = communication_options(config.strategy)
-        # Without it, the strategy reads TF_CONFIG, and opens a port even if that lists this worker only.
-        alone = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         if cluster.size > 1:
             os.environ["TF_CONFIG"] = cluster.tf_config()
             tensorflow_cluster.configure_coordination_service(
@@ -128,7 +126,8 @@ class MultiWorker(StrategyRuntime):
                 register_s=config.cluster.startup_timeout,
             )
         with own_address_only(cluster.address, cluster.peers), interpreter_released(), sigterm_kept():
-            strategy = tf.distribute.MultiWorkerMirroredStrategy(None if cluster.size > 1 else alone, options)
+            resolver = None if cluster.size > 1 else tensorflow_cluster.OnlyWorker()
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
         runtime = cls(strategy, options, rank=cluster.rank, size=cluster.size)
         runtime.cluster = cluster
         runtime.watch_for_stuck_peers(config.strategy.collective_timeout)
