@@ -508,6 +508,13 @@ FAULTS: dict[str, Fault] = {
         ", *functions])",
         ("tests/unit/keras_fit/test_unsaved_state.py",),
     ),
+    "middle of a pass": Fault(
+        "a fit goes on in the middle of a pass over data that are shuffled with another seed",
+        "artifacts/backup_checks.py",
+        'manifest["batch"] > 0 or fit.begins_within_a_pass(manifest["epoch"], manifest["ends"])',
+        'manifest["batch"] > 0',
+        ("tests/unit/artifacts/test_backup.py",),
+    ),
     "backup of a later fit": Fault(
         "the first fit of a program takes the backup of its second",
         "artifacts/backup_checks.py",
@@ -977,7 +984,7 @@ FAULTS: dict[str, Fault] = {
     "lent seed": Fault(
         "the seed that workers agree on stays: arrays of later fits come in one order in all epochs",
         "compat/tensorflow_random.py",
-        "    return 0 if _lent is not None and context.global_seed() == _lent else state_digest()",
+        "    return 0 if _lent is not None and context.global_seed() == _lent[0] else state_digest()",
         "    return state_digest()",
         ("tests/unit/compat/test_tensorflow_random.py",),
     ),

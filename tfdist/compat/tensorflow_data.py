@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,53 @@ def shuffles_anew(dataset: tf.data.Dataset) -> bool:
     `_ShuffleDataset._reshuffle_each_iteration`; without it some shuffled data would be noticed only by their samples.
     """
     return kind(dataset) == "ShuffleDataset" and bool(dataset._reshuffle_each_iteration)
+
+
+_MOST_BYTES = 2**29  # of tensors in memory that are copied to look at the operation that reads them
+
+
+def in_any_order(dataset: tf.data.Dataset) -> bool:
+    """Whether the dataset itself, or one that its functions make or read, was given deterministic=False: it yields what
+    is ready first, whatever its options say. Not seen in a parallel interleave of more than `_MOST_BYTES`.
+
+    Relies on `_deterministic` of tensorflow.python's datasets, which those of `interleave` lack; without it samples of
+    a map in parallel may come twice and never.
+    """
+    if getattr(dataset, "_deterministic", "") == "false":
+        return True
+    called = [each.function for each in functions(dataset)]
+    graphs = [each.graph.as_graph_def() for each in called]
+    reads_others = any(tensor.dtype == tf.variant for each in called for tensor in each.captured_inputs)
+    if (reads_others or kind(dataset) == "ParallelInterleaveDataset") and _bytes_held(dataset) <= _MOST_BYTES:
+        graphs.append(_as_graph(dataset))
+    return any(node.attr["deterministic"].s == b"false" for graph in graphs for node in nodes_of(graph))
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """The nodes of a GraphDef, and those of the functions in its library."""
+    return [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
+
+
+def _bytes_held(dataset: tf.data.Dataset) -> int:
+    """The size of the tensors that the dataset is made of, as far as it can be seen. Relies on `_tensors` of the
+    datasets of tensors; without it large ones would be copied."""
+    held = [tensor for each in with_inputs(dataset) for tensor in getattr(each, "_tensors", ())]
+    held += [
+        tensor for each in with_inputs(dataset) for used in functions(each) for tensor in used.function.captured_inputs
+    ]
+    return sum(tensor.dtype.size * (tensor.shape.num_elements() or 0) for tensor in held)
+
+
+def _as_graph(dataset: tf.data.Dataset) -> Any:
+    """The dataset, with all that it reads from, as a GraphDef; an empty one if TensorFlow cannot describe it."""
+    graph = tf.compat.v1.GraphDef()
+    with contextlib.suppress(tf.errors.OpError):
+        described = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            external_state_policy=1,  # of seeds, files and Python functions: ignored
+        )
+        graph.ParseFromString(described.numpy())
+    return graph
 
 
 def is_stateful(operation: str) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 
 from tfdist.artifacts import backup_checks
 from tfdist.artifacts import state as host_state
+from tfdist.artifacts.data_order import no_order, other_seeds, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.hidden_state import variables_of_model
@@ -103,6 +104,7 @@ class EpochBackup(FitCallback):
         self._place, self._runtime, self._delete = backup_place(place), runtime, delete
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
+        self._shuffled_by: list = []
         self._beside = FitState(others, says=runtime.rank == 0)
         self._at_first: list = []  # the variables of the model when training began
         self.epoch = self._backup.epoch if self._backup else 0
@@ -154,9 +156,10 @@ class EpochBackup(FitCallback):
                 " without it."
             )
         backup_checks.refuse_unbuilt(self.fitted)
+        self._look_at_the_order()
         self._at_first = variables_of_model(self.fitted)
-        self._beside.begin(self.fitted)
         backup = self._backup
+        self._beside.begin(self.fitted, None if backup is None else backup.to_dict())
         if backup is None:
             return
         if not self.fitted.optimizer.built:
@@ -183,6 +186,20 @@ class EpochBackup(FitCallback):
             self._find_the_place_in_the_data(backup)
         if made is not None:  # not earlier: data that are read again may draw from it
             made.state.assign(drawn)
+
+    def _look_at_the_order(self) -> None:
+        fit, backup = RunningFit.of(self.fitted), self._backup
+        backup_checks.refuse_data_in_use(self._place.name, fit, fit.saves_within_a_pass("epoch"))
+        adapter = fit.iterator.data_adapter
+        self._shuffled_by = shuffled_by(adapter)
+        if self._runtime.rank or backup is None or backup.stopped:
+            return
+        other = no_order(adapter) or other_seeds(backup.shuffled_by, self._shuffled_by)
+        if other is not None and fit.begins_within_a_pass(backup.epoch, backup.ends):
+            say(
+                f"the data {other.why}: the rest of the interrupted pass comes in another order, so its samples may"
+                f" come twice or not at all: {other.fix}."
+            )
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
         if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends):
@@ -217,6 +234,7 @@ class EpochBackup(FitCallback):
             history=storable_history(values),
             epochs=epochs,
             order=self.order,
+            shuffled_by=self._shuffled_by,
             ends=RunningFit.of(self.fitted).ends(),
             generators=host_state.generator_states(),
             **self._beside.fields(self.fitted),
