@@ -820,6 +820,20 @@ FAULTS: dict[str, Fault] = {
         "return self.records(paths[first::n][: 28 if n == 1 else None], compression)",
         ("tests/unit/data/test_stored_sources.py", "tests/unit/data/test_source_tfrecord.py"),
     ),
+    "stream in any order": Fault(
+        "a dataset that yields what is ready first is accepted",
+        "data/sources/user.py",
+        "if any(map(tensorflow_data.in_any_order, parts)):",
+        "if False:",
+        ("tests/unit/data/test_source_user.py",),
+    ),
+    "stream shuffled anew": Fault(
+        "a stream whose later samples come in another order at each pass is accepted",
+        "data/sources/user.py",
+        "elif any(map(_shuffle_apart, parts, again)):",
+        "elif False:",
+        ("tests/unit/data/test_source_user.py",),
+    ),
     "idle decay": Fault(
         "a variable whose optimizer decay rounds to 1 in its type is never trained",
         "training/optimizer.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,24 +62,26 @@ def shuffles_anew(dataset: tf.data.Dataset) -> bool:
     return kind(dataset) == "ShuffleDataset" and bool(dataset._reshuffle_each_iteration)
 
 
-_MOST_BYTES = 2**29  # of tensors in memory that are copied to look at the operation that reads them
+_MOST_BYTES = 2**26  # of tensors in memory that are copied to look at the operation that reads them
 
 
 def in_any_order(dataset: tf.data.Dataset) -> bool:
-    """Whether the dataset itself, or one that its functions make or read, was given deterministic=False: it yields what
-    is ready first, whatever its options say. Not seen in a parallel interleave of more than `_MOST_BYTES`.
+    """Whether the dataset itself, or one that its functions make, was given deterministic=False: it yields what is
+    ready first, whatever its options say. Not seen in datasets that its functions have captured.
 
     Relies on `_deterministic` of tensorflow.python's datasets, which those of `interleave` lack; without it samples of
     a map in parallel may come twice and never.
     """
     if getattr(dataset, "_deterministic", "") == "false":
         return True
-    called = [each.function for each in functions(dataset)]
-    graphs = [each.graph.as_graph_def() for each in called]
-    reads_others = any(tensor.dtype == tf.variant for each in called for tensor in each.captured_inputs)
-    if (reads_others or kind(dataset) == "ParallelInterleaveDataset") and _bytes_held(dataset) <= _MOST_BYTES:
-        graphs.append(_as_graph(dataset))
-    return any(node.attr["deterministic"].s == b"false" for graph in graphs for node in nodes_of(graph))
+    if any(map(_is_told_so, (used.function.graph.as_graph_def() for used in functions(dataset)))):
+        return True
+    if kind(dataset) != "ParallelInterleaveDataset":
+        return False
+    if _bytes_held(dataset) <= _MOST_BYTES:
+        return _is_told_so(_as_graph(dataset))
+    # An iterator tells, too, and copies nothing. But it would draw the next order of a shuffle.
+    return not any(map(shuffles_anew, with_inputs(dataset))) and _is_run_so(dataset)
 
 
 def nodes_of(graph: Any) -> list[Any]:
@@ -86,14 +89,28 @@ def nodes_of(graph: Any) -> list[Any]:
     return [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
 
 
-def _bytes_held(dataset: tf.data.Dataset) -> int:
-    """The size of the tensors that the dataset is made of, as far as it can be seen. Relies on `_tensors` of the
-    datasets of tensors; without it large ones would be copied."""
-    held = [tensor for each in with_inputs(dataset) for tensor in getattr(each, "_tensors", ())]
-    held += [
-        tensor for each in with_inputs(dataset) for used in functions(each) for tensor in used.function.captured_inputs
-    ]
-    return sum(tensor.dtype.size * (tensor.shape.num_elements() or 0) for tensor in held)
+def _is_told_so(graph: Any) -> bool:
+    return any(node.attr["deterministic"].s == b"false" for node in nodes_of(graph))
+
+
+def _is_run_so(dataset: tf.data.Dataset) -> bool:
+    """Whether an interleave of the dataset is run with deterministic=False, whatever the options say."""
+    options = tf.data.Options()
+    options.deterministic = options.autotune.enabled = True
+    model = tf.data.experimental.get_model_proto(iter(dataset.with_options(options)))
+    parameters = [parameter for node in model.nodes.values() for parameter in node.parameters]
+    return any(each.name == "deterministic" and not each.value for each in parameters)
+
+
+def _bytes_held(dataset: tf.data.Dataset) -> float:
+    """The size of the tensors that the dataset is made of; infinite if its functions read datasets, whose size is not
+    known. Relies on `_tensors` of the datasets of tensors; without it large ones would be copied."""
+    parts = list(with_inputs(dataset))
+    captured = [tensor for each in parts for used in functions(each) for tensor in used.function.captured_inputs]
+    if any(tensor.dtype == tf.variant for tensor in captured):
+        return math.inf
+    held = [tensor for each in parts for tensor in getattr(each, "_tensors", ())]
+    return sum(tensor.dtype.size * (tensor.shape.num_elements() or 0) for tensor in (*captured, *held))
 
 
 def _as_graph(dataset: tf.data.Dataset) -> Any:

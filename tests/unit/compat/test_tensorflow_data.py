@@ -28,10 +28,6 @@ def inside_of_two(dataset):
     return rows(2).flat_map(lambda _: rows(2).interleave(lambda _: dataset()))
 
 
-def read_in_a_function(dataset):
-    return rows(2).flat_map(lambda at: dataset.skip(tf.cast(at, tf.int64)))
-
-
 MADE = {
     "map": mapped,
     "map before others": lambda **how: mapped(**how).filter(lambda x: x > 2).prefetch(1),
@@ -40,7 +36,6 @@ MADE = {
     "interleave before others": lambda **how: tf.data.Dataset.zip(rows(), interleaved(lambda _: rows(), **how)),
     "map in functions": lambda **how: inside_of_two(lambda: mapped(**how)),
     "interleave in functions": lambda **how: inside_of_two(lambda: interleaved(lambda _: rows(), **how)),
-    "map that a function reads": lambda **how: read_in_a_function(mapped(**how)),
 }
 
 
@@ -67,16 +62,42 @@ def test_python_functions_and_tables_do_not_hide_it():
         assert in_any_order(found) is not deterministic
 
 
-def test_what_is_large_is_not_copied(monkeypatch):
-    """To look at an interleave, what it reads from is copied."""
+def over_tensors(**how):
+    held = tf.data.Dataset.from_tensor_slices(tf.zeros([1000], tf.float64))
+    return held.interleave(lambda _: rows(), num_parallel_calls=2, **how)
+
+
+def of_tensors(**how):
     held = tf.zeros([1000], tf.float64)
-    for dataset in (
-        tf.data.Dataset.from_tensor_slices(held).interleave(
-            lambda _: rows(), num_parallel_calls=2, deterministic=False
-        ),
-        interleaved(lambda at: tf.data.Dataset.from_tensors(held[at]), deterministic=False),
-    ):
-        monkeypatch.setattr(tensorflow_data, "_MOST_BYTES", 8008)
-        assert in_any_order(dataset)
-        monkeypatch.setattr(tensorflow_data, "_MOST_BYTES", 7999)
-        assert not in_any_order(dataset)
+    return interleaved(lambda at: tf.data.Dataset.from_tensors(held[at]), **how)
+
+
+def of_a_dataset(**how):
+    held = rows()
+    return interleaved(lambda at: held.skip(tf.cast(at, tf.int64)), **how)
+
+
+@pytest.mark.parametrize("make", [over_tensors, of_tensors, of_a_dataset])
+def test_an_interleave_of_much_in_memory_is_not_copied(make, monkeypatch):
+    """To look at a smaller one, what it reads from is copied."""
+    copied, copy = [], tensorflow_data._as_graph
+    monkeypatch.setattr(tensorflow_data, "_as_graph", lambda dataset: copied.append(dataset) or copy(dataset))
+    for most in (8008, 7999):
+        monkeypatch.setattr(tensorflow_data, "_MOST_BYTES", most)
+        for deterministic in (False, True, None):
+            assert in_any_order(make(deterministic=deterministic)) is (deterministic is False)
+    assert len(copied) == (0 if make is of_a_dataset else 3)
+
+
+@pytest.mark.parametrize("most", [2**20, 0])
+def test_a_look_draws_no_order(most, monkeypatch):
+    """A fit reads the dataset afterwards."""
+    monkeypatch.setattr(tensorflow_data, "_MOST_BYTES", most)
+
+    def shuffled():
+        order = rows().shuffle(8, seed=1)
+        return order, order.interleave(tf.data.Dataset.from_tensors, num_parallel_calls=2, deterministic=False)
+
+    (looked_at, read), (other, _) = shuffled(), shuffled()
+    assert in_any_order(read) is bool(most)
+    assert list(looked_at.as_numpy_iterator()) == list(other.as_numpy_iterator())
