@@ -851,7 +851,7 @@ FAULTS: dict[str, Fault] = {
     "rows as a bias": Fault(
         "numbers of rows are added to channels where there are as many",
         "compat/keras_addition.py",
-        "return len(other) > len(shape) or (place != taken and shape[place] in (1, size, None))",
+        "return not is_one_for_all_rows and not _is_made_of_weights(other)",
         "return False",
         ("tests/unit/compat/test_keras_addition.py",),
     ),
