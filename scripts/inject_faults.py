@@ -284,6 +284,20 @@ FAULTS: dict[str, Fault] = {
         "pass",
         ("tests/unit/keras_fit/test_forward.py",),
     ),
+    "kept in a trial": Fault(
+        "a compute_loss reads what a layer has kept of the rows of a trial",
+        "keras_fit/kept_tensors.py",
+        "if in_a_trial or attributes.get(name)",
+        "if attributes.get(name)",
+        ("tests/unit/keras_fit/test_forward.py",),
+    ),
+    "rows in a branch": Fault(
+        "rows that a call looks up inside a branch are added up, row by row, with those of the other workers",
+        "keras_fit/lookups.py",
+        ", *(None for _ in unknown)]",
+        "]",
+        ("tests/unit/keras_fit/test_forward.py",),
+    ),
     "rows of a step": Fault(
         "rows of a table that a step looks up by gathered outputs are in its gradient once for each worker",
         "keras_fit/rows.py",

@@ -415,6 +415,56 @@ def test_an_eager_step_that_looks_up_more_rows_in_the_table_of_a_call_is_refused
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("inside", ["a branch", "a loop"])
+def test_rows_that_a_call_looks_up_inside_a_function_are_its_own(distribute, inside, run_eagerly):
+    """The table is read before it."""
+
+    class LooksUp(keras.layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(5, 2), initializer="ones")
+
+        def call(self, ids):
+            table = keras.ops.cast(self.table, self.compute_dtype)
+            look = lambda: tf.gather(table, ids)  # noqa: E731
+            if inside == "a branch":
+                return tf.cond(tf.reduce_sum(ids) >= 0, look, lambda: 2 * look())
+            return tf.map_fn(lambda row: tf.gather(table, row), ids, fn_output_signature=tf.float32)
+
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), LooksUp(), keras.layers.Flatten()])
+    table = model.layers[0].table.value
+
+    def gradient(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(ids))
+        return tape.gradient(loss, table)
+
+    def run():
+        ids = tf.constant([[0, 1, 1], [4, 0, 0]] * 2)
+        return (gradient if run_eagerly else tf.function(gradient, autograph=False))(ids)
+
+    wanted = run()
+    distribute(model)
+    found = run()
+    np.testing.assert_array_equal(tf.convert_to_tensor(found), tf.convert_to_tensor(wanted))
+    assert isinstance(found, tf.Tensor) or found.values.shape == wanted.values.shape
+
+
+def test_rows_that_a_step_looks_up_beside_a_compiled_call_are_there_once(distribute):
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(5, 2), keras.layers.Flatten()])
+    model.compile(jit_compile=True)
+    table = model.layers[0].embeddings
+    distribute(model)
+
+    @tf.function(autograph=False)
+    def gradient(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(ids, training=True)) + tf.reduce_sum(tf.gather(table.value, [1, 2]))
+        return tape.gradient(loss, table)
+
+    np.testing.assert_array_equal(gradient(tf.ones([4, 3], tf.int32)).values, np.ones([12 + 2, 2]))
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
 def test_rows_that_a_call_looks_up_by_several_numbers_are_its_own(distribute, run_eagerly):
     class Places(keras.layers.Layer):
         def build(self, shape):
