@@ -27,7 +27,10 @@ class Mirror:
 
     def gather(self, tensors, same=(), stamp=None):
         self.gathers += 1
-        return [tf.concat([tensor, tensor], 0) for tensor in tensors]
+        rows = [tf.concat([tensor, tensor], 0) for tensor in tensors]
+        for row, tensor in zip(rows, tensors, strict=True):
+            row.set_shape([None, *tensor.shape[1:]])
+        return rows
 
     def all_reduce(self, tensors):
         self.sums += 1
@@ -283,6 +286,36 @@ def test_large_logits_have_the_loss_and_gradient_of_one_process(distribute, kind
     assert loss > 20
 
 
+@pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
+def test_probabilities_keep_their_logits_on_the_way_into_another_model(distribute, way):
+    class Judge(keras.Model):
+        def call(self, inputs):
+            return keras.losses.sparse_categorical_crossentropy(*inputs)
+
+    def step(x, y):
+        with tf.GradientTape(persistent=True) as tape:
+            probabilities = classifier(x)
+            tape.watch(probabilities)
+            loss, size = tf.reduce_mean(judge((y, probabilities))), tf.reduce_sum(double(probabilities))
+        return loss, tape.gradient(loss, classifier.trainable_variables[0]), tape.gradient(size, probabilities)
+
+    def run():
+        x, y = tf.constant(np.concatenate([LOGITS] * 2)), tf.constant([1, 0] * 2)
+        return (step if way == "eager" else tf.function(step, autograph=False))(x, y)
+
+    dense = keras.layers.Dense(2, "softmax", use_bias=False, kernel_initializer="identity")
+    classifier, judge = keras.Sequential([keras.Input((2,)), dense]), Judge()
+    double = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(2.0)])
+    for model in (judge, double):
+        model.compile(jit_compile="XLA" in way)
+    wanted = run()
+    for model in (classifier, judge, double):
+        distribute(model)
+    for one, other in zip(run(), wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert wanted[0] > 20
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_losses_stay_with_the_layers_that_add_them(distribute, run_eagerly):
     """A train_step or compute_loss may give those of each layer a weight of its own."""
@@ -312,6 +345,27 @@ def test_losses_stay_with_the_layers_that_add_them(distribute, run_eagerly):
     as_told = lambda loss: loss if loss.shape.rank < 2 else tf.reduce_sum(loss)  # noqa: E731
     wanted = keras.tree.map_structure(as_told, wanted)
     keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
+
+
+@pytest.mark.parametrize("rows, known", [(4, True), (4, False), (2, True), (2, False), (3, False)])
+def test_a_loss_of_each_row_may_be_squeezed(distribute, rows, known):
+    """If the number of rows is unknown, so is its rank; if a worker has one row, it has none."""
+
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.squeeze(keras.ops.sum(x, -1, keepdims=True)))
+            return x
+
+    model = keras.Sequential([keras.Input((3,)), Adds()])
+    distribute(model)
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([rows if known else None, 3])])
+    def loss(x):
+        model(x)
+        return tf.reduce_sum(model.losses[0])
+
+    own = rows // 2  # of which the other worker has as many
+    np.testing.assert_allclose(loss(tf.ones([rows, 3])), 3.0 * 2 * own)
 
 
 class Keeping(keras.layers.Layer):
