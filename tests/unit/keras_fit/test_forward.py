@@ -3,6 +3,8 @@ sent.
 """
 
 import contextlib
+import dataclasses
+import types
 
 import keras
 import numpy as np
@@ -411,6 +413,54 @@ def test_tensors_of_own_rows_that_layers_keep_are_refused_outside_of_the_call(ru
     assert isinstance(layer.own, tf.Tensor)
 
 
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    mean: tf.Tensor
+
+
+LASTING = types.SimpleNamespace()
+INSIDE = {  # what makes something of a tensor, and what reads the tensor
+    "tuple": (lambda mean: (mean, 2 * mean), lambda kept: kept[0]),
+    "list": (lambda mean: [mean], lambda kept: kept[0]),
+    "dict": (lambda mean: {"mean": mean}, lambda kept: kept["mean"]),
+    "object": (Stats, lambda kept: kept.mean),
+    "object that stays": (lambda mean: vars(LASTING).update(mean=mean) or LASTING, lambda kept: kept.mean),
+    "function": (lambda mean: lambda: mean, lambda kept: kept()),
+    "sparse tensor": (tf.sparse.from_dense, lambda kept: kept.values),
+    "ragged tensor": (lambda mean: tf.RaggedTensor.from_tensor(mean[:, tf.newaxis]), lambda kept: kept.values),
+}
+
+
+class KeepingInside(keras.layers.Layer):
+    """Keeps the mean of each row inside something else."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def call(self, x):
+        self.kept = self.make(tf.reduce_mean(x, -1))
+        return x
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_tensors_that_layers_keep_inside_something_else_are_refused_too(distribute, inside, run_eagerly):
+    """Also in the first trace, in which the model is tried after its call: another layer adds a loss."""
+    make, use = INSIDE[inside]
+    layer = KeepingInside(make)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, activity_regularizer="l2"), layer])
+    distribute(model)
+
+    def step(x):
+        model(x)
+        return use(layer.kept)
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="attribute 'kept' may hold the rows of one worker only"):
+            (step if run_eagerly else tf.function(step, autograph=False))(tf.ones([4, 3]))
+
+
 @pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
 def test_the_mask_of_an_input_reaches_a_model_without_an_argument_for_it(distribute, way):
     class Decoder(keras.Model):
@@ -557,12 +607,13 @@ class Remembering(keras.layers.Layer):
         return x * self.factor
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_what_a_layer_remembers_beside_a_tensor_stays_true_after_a_trial(distribute, jit_compile):
+@pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
+def test_what_a_layer_remembers_beside_a_tensor_stays_true_after_a_trial(distribute, way):
     model = keras.Sequential([keras.Input((None, 1)), Remembering()])
-    model.compile(jit_compile=jit_compile)
+    model.compile(jit_compile="XLA" in way)
     distribute(model)
-    run = tf.function(lambda x, training: model(x, training=training), autograph=False)
+    run = lambda x, training: model(x, training=training)  # noqa: E731
+    run = run if way == "eager" else tf.function(run, autograph=False)
     for training, length in ((True, 1), (False, 1), (True, 2), (True, 1), (False, 4)):
         found = run(tf.ones([4, length, 1]), training)
         np.testing.assert_allclose(found, np.full([4, length, 1], (0.5 if training else 1.0) / length), rtol=1e-6)
