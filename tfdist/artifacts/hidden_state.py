@@ -145,7 +145,7 @@ def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
 
 def tensors_in(value: Any) -> list[tf.Tensor]:
     """The tensors in a value: in containers, and in objects of the user's own classes; not in layers."""
-    return list(_tensors_in(value, _DEPTH, set()))
+    return [] if type(value) in _PLAIN else list(_tensors_in(value, _DEPTH, set()))
 
 
 def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[tf.Tensor]:
