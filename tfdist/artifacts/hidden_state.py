@@ -155,8 +155,9 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[tf.Tensor]:
         yield from tf.nest.flatten(value, expand_composites=True)
     elif type(value) not in _PLAIN and not isinstance(value, keras.Layer) and id(value) not in seen and depth:
         seen.add(id(value))
+        is_container = isinstance(value, (list, tuple, dict))
         for each in _parts(value):
-            yield from _tensors_in(each, depth - 1, seen)
+            yield from _tensors_in(each, depth if is_container else depth - 1, seen)
 
 
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.metrics.Metric]:

@@ -170,7 +170,7 @@ def test_tensors_are_found_in_all_that_is_not_a_layer():
 
     x = tf.constant([1.0, 2.0])
     ragged = tf.RaggedTensor.from_row_lengths(x, [1, 1])
-    for value in (x, [3, (x,)], {"a": Own([x])}, Own(lambda: x), ragged):
+    for value in (x, [3, (x,)], [[[[[[x]]]]]], {"a": Own([x])}, Own(lambda: x), ragged):
         assert [each for each in tensors_in(value) if each is x], value
     layer = keras.layers.Layer()
     layer.x = x
