@@ -298,6 +298,20 @@ FAULTS: dict[str, Fault] = {
         "pass",
         ("tests/unit/keras_fit/test_forward.py",),
     ),
+    "kept in a trial": Fault(
+        "a compute_loss reads what a layer has kept of the rows of a trial",
+        "keras_fit/kept_tensors.py",
+        "if in_a_trial or attributes.get(name)",
+        "if attributes.get(name)",
+        ("tests/unit/keras_fit/test_forward.py",),
+    ),
+    "rows in a branch": Fault(
+        "rows that a call looks up inside a branch are added up, row by row, with those of the other workers",
+        "keras_fit/lookups.py",
+        ", *(None for _ in unknown)]",
+        "]",
+        ("tests/unit/keras_fit/test_forward.py",),
+    ),
     "rows of a step": Fault(
         "rows of a table that a step looks up by gathered outputs are in its gradient once for each worker",
         "keras_fit/rows.py",
@@ -886,7 +900,7 @@ FAULTS: dict[str, Fault] = {
     "rows as a bias": Fault(
         "numbers of rows are added to channels where there are as many",
         "compat/keras_addition.py",
-        "return len(other) > len(shape) or (place != taken and shape[place] in (1, size, None))",
+        "return not is_one_for_all_rows and not _is_made_of_weights(other)",
         "return False",
         ("tests/unit/compat/test_keras_addition.py",),
     ),

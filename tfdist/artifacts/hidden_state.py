@@ -24,6 +24,7 @@ _DEPTH_BESIDE = 8  # the same for objects that are not layers, which are few
 _MOST = 10_000  # entries of a list that are searched: longer lists are data
 # Packages of objects that contain nothing of the user's.
 _NOT_OWN = ("keras", "tensorflow", "tfdist", "numpy", "builtins", "functools", "inspect", "enum", "_thread")
+_OF_TENSORS = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
 _TRACKED = (keras.Layer, keras.random.SeedGenerator)  # Keras tracks these in layers
 _PLAIN = {bool, int, float, str, bytes, type(None)}  # types of most attributes: testing for them first saves time
 
@@ -183,6 +184,23 @@ def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
     """The metrics that the layer, or a layer inside it, holds; they are local to a worker."""
     return [each for each in _held(layer) if isinstance(each, keras.metrics.Metric)]
+
+
+def tensors_in(value: Any) -> list[tf.Tensor]:
+    """The tensors in a value: in containers, and in objects of the user's own classes; not in layers."""
+    return [] if type(value) in _PLAIN else list(_tensors_in(value, _DEPTH, set()))
+
+
+def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[tf.Tensor]:
+    if isinstance(value, tf.Tensor):
+        yield value
+    elif isinstance(value, _OF_TENSORS):
+        yield from tf.nest.flatten(value, expand_composites=True)
+    elif type(value) not in _PLAIN and not isinstance(value, keras.Layer) and id(value) not in seen and depth:
+        seen.add(id(value))
+        is_container = isinstance(value, (list, tuple, dict))
+        for each in _parts(value):
+            yield from _tensors_in(each, depth if is_container else depth - 1, seen)
 
 
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.metrics.Metric]:
