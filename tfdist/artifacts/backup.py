@@ -28,6 +28,7 @@ from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_order import NoOrder, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
+from tfdist.artifacts.generators_again import GeneratorsAgain
 from tfdist.artifacts.hidden_state import (
     compiled_optimizers,
     hidden_state,
@@ -103,6 +104,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._fit_state, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
         self._assign_again: Callable[[], None] = lambda: None  # assigns all variables once more
+        self.generators = GeneratorsAgain()
 
     @property
     def _trained(self) -> Any:
@@ -117,7 +119,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         others = state_of_other_optimizers(model)
         self._at_first = [*variables_of_model(model), *others]
         self._beside = [*state_beside_layers(model, hidden_state(model)), *others]
-        self._restored, self._others = None, AfterOthers(self)
+        self._restored, self.generators, self._others = None, GeneratorsAgain(), AfterOthers(self)
         fit = RunningFit.of(model)
         callbacks = fit.values["callbacks"]
         may_restore = self._others.join(callbacks)
@@ -149,10 +151,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
         self._assign_again()
         self._epoch = snapshot.manifest["epoch"]
+        self.generators = GeneratorsAgain(snapshot.manifest["generators"])
+        self.generators.before_reading()
         if fit.go_to(self._epoch, snapshot.manifest["ends"]):
             self._assign_again()  # reading may have drawn from Keras' global generator
-        else:
-            state.restore_generator_states(snapshot.manifest["generators"])  # otherwise reading has drawn from them
+        self.generators.after_reading()
         if not snapshot.manifest["batch"]:
             keras_trainer.begin_an_epoch_of_metrics(model)
         if self._restored and self._restored["stopped"]:
@@ -185,6 +188,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             if self._to_skip:  # for after_skipping; a copy, as callbacks change what they hold
                 self._restored |= backup_file.parse(backup_file.to_bytes(self._fit_state.whole()))
         if not self._to_skip:
+            self.generators.restore()
             self._forget()
 
     def after_batch(self, batch: int) -> None:
@@ -200,6 +204,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def after_skipping(self) -> None:
         """Restores everything once more: callbacks have seen the beginning of the resumed epoch twice."""
+        self.generators.after_reading()
+        self.generators.restore()
         self._assign_again()
         if self._restored is not None:
             self._restore_fit_state()
@@ -208,7 +214,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _forget(self) -> None:
         """Frees the memory for what was restored: a whole model."""
-        self._restored, self._assign_again = None, lambda: None
+        self._restored, self.generators, self._assign_again = None, GeneratorsAgain(), lambda: None
 
     def after_epoch(self, epoch: int) -> None:
         """As after_batch, for the end of an epoch."""

@@ -22,6 +22,7 @@ from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_order import no_order, other_seeds, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
+from tfdist.artifacts.generators_again import GeneratorsAgain
 from tfdist.artifacts.hidden_state import variables_of_model
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
@@ -202,14 +203,15 @@ class EpochBackup(FitCallback):
             )
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
-        if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends):
-            if self._runtime.rank == 0:
-                say(
-                    "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
-                    " PyDataset, a generator)."
-                )
-        else:  # not after reading again, which has just advanced the process's generators
-            host_state.restore_generator_states(backup.generators)
+        generators = GeneratorsAgain(backup.generators)
+        generators.before_reading()
+        if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends) and self._runtime.rank == 0:
+            say(
+                "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
+                " PyDataset, a generator)."
+            )
+        generators.after_reading()
+        generators.restore()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._restore_epochs()

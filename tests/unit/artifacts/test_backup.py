@@ -2,6 +2,7 @@
 interruption the run ends where an undisturbed one does, bit for bit, and no step is done twice or left out."""
 
 import os
+import random
 import shutil
 
 import keras
@@ -580,6 +581,64 @@ def test_without_a_seed_nothing_is_saved_within_an_epoch(rows, execution, given,
     x = np.ones((rows, 1), "float32")
     model.fit(x, x, batch_size=4, epochs=4, verbose=0, callbacks=[Recorded(tmp_path, save_freq=save_freq)], **given)
     assert saved == [(2, 0), (4, 0)]
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws numbers with the process's own generators, also when training and epochs begin."""
+
+    def __init__(self, drawn):
+        super().__init__()
+        self.note = drawn.__setitem__  # no state to restore
+        self.epoch = 0
+
+    def on_train_begin(self, logs=None):
+        np.random.random(), random.random()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        np.random.random(), random.random()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.note((self.epoch, batch), (np.random.random(), random.random()))
+
+
+READ_AGAIN = {"x": tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).batch(4).repeat(), "steps_per_epoch": 3}
+
+
+@pytest.mark.parametrize("given", [IN_ORDER["arrays"], READ_AGAIN], ids=["arrays", "read again"])
+@pytest.mark.parametrize("save_freq, killed", [("epoch", 4), (1, 5), (1, 2)])
+def test_what_callbacks_draw_goes_on(given, save_freq, killed, tmp_path):
+    def drawn_in(folder, *others):
+        keras.utils.set_random_seed(1)
+        drawn = {}
+        unseeded_fit(given, folder, save_freq, Draws(drawn), *others)
+        return drawn
+
+    expected = drawn_in(tmp_path / "undisturbed")
+    with pytest.raises(Killed):
+        drawn_in(tmp_path / "killed", Counter([], die_after=killed))
+    found = drawn_in(tmp_path / "killed")
+    assert found and found == {place: expected[place] for place in found}
+
+
+class DrawnPages(Pages):
+    def __getitem__(self, index):
+        return np.random.random((4, 1)), np.ones((4, 1))
+
+
+@pytest.mark.parametrize("killed", [2, 5])
+def test_data_that_draw_go_on(killed, tmp_path):
+    def losses(folder, *others):
+        keras.utils.set_random_seed(1)
+        history = []
+        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: history.append(logs["loss"]))
+        unseeded_fit({"x": DrawnPages(), "shuffle": False}, folder, 1, note, *others)
+        return history
+
+    expected = losses(tmp_path / "undisturbed")
+    with pytest.raises(Killed):
+        losses(tmp_path / "killed", Counter([], die_after=killed))
+    assert losses(tmp_path / "killed") == expected[killed:]
 
 
 class First(keras.callbacks.Callback):
