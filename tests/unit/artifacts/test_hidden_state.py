@@ -8,9 +8,15 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.training.test_step import W, X, Y, batches, make_step
-from tfdist.artifacts import state
+from tfdist.artifacts import backup_checks, state
 from tfdist.artifacts.backup import BackupAndRestore
-from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables, tensors_in
+from tfdist.artifacts.hidden_state import (
+    hidden_generators,
+    hidden_state,
+    hidden_variables,
+    tensors_in,
+    variables_of_model,
+)
 from tfdist.compat import keras_random, tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import epoch_backup
@@ -175,3 +181,17 @@ def test_tensors_are_found_in_all_that_is_not_a_layer():
     layer = keras.layers.Layer()
     layer.x = x
     assert tensors_in([layer, "text", tf.Variable(x), Own(1)]) == []
+
+
+def test_the_slots_of_a_users_optimizer_are_no_hidden_state():
+    """They are made in the first step: a backup would refuse them, as made too late."""
+
+    class Own(keras.optimizers.Adam):
+        pass
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(Own(), "mse")
+    at_first = variables_of_model(model)
+    model.optimizer.build(model.trainable_variables)
+    assert hidden_state(model) == []
+    backup_checks.refuse_later_variables(model, at_first)
