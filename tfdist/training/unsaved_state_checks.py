@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics
 from tfdist.compat import tensorflow_graphs, tensorflow_xla
+from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_variables import stored_value
 from tfdist.control.exit_codes import ConfigError
 
@@ -67,9 +68,11 @@ def check_compiled(otherwise: str) -> None:
     """Raises ConfigError if XLA compiles the function being traced and it draws by tf.random: XLA ignores seeds, and
     draws the same in every process. otherwise: how to do without XLA."""
     if tensorflow_xla.is_compiled_by_xla() and (what := drawn(kinds_here())):
-        raise ConfigError(
-            f"XLA compiles the forward pass, which {what}, and would draw the same on every worker: {DRAW}, or"
-            f" {otherwise}."
+        raise keep_message(
+            ConfigError(
+                f"XLA compiles the forward pass, which {what}, and would draw the same on every worker: {DRAW}, or"
+                f" {otherwise}."
+            )
         )
 
 
