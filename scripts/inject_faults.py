@@ -466,6 +466,20 @@ FAULTS: dict[str, Fault] = {
         "alone = False",
         ("tests/multi/test_conformance.py",),
     ),
+    "one seed": Fault(
+        "tf.random draws the same on all workers in a step",
+        "training/seeds.py",
+        "runtime.first_replica if number is None else int(number)",
+        "0",
+        ("tests/unit/training/test_seeds.py",),
+    ),
+    "one seed of micro-batches": Fault(
+        "tf.random draws the same in two micro-batches",
+        "training/replica_gradients.py",
+        "with seeds_moved(self.runtime.replicas):",
+        "with seeds_moved(0):",
+        ("tests/unit/training/test_seeds.py",),
+    ),
     "one generator of fit": Fault(
         "a tf.random.Generator draws the same on all workers in tfdist.fit",
         "keras_fit/random_numbers.py",

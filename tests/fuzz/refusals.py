@@ -31,6 +31,7 @@ ALLOWED = (
     Refusal("ConfigError", r"--mesh has pipe=\d+, over which the state of --optimizer=adafactor cannot be spread"),
     Refusal("ConfigError", r"Losses that layers add, and regularizers, do not work with weighted samples"),
     Refusal("ConfigError", r"--jit_compile cannot compile synchronized BatchNormalization over several replicas"),
+    Refusal("ConfigError", r"^XLA compiles the forward pass, which draws by tf.random"),
     Refusal("ConfigError", r"--strategy=parameter_server cannot combine losses that layers add and weighted samples"),
 )
 OTHER_SAMPLES = Refusal("DataError", r"have different samples, or a different order, in \S*train")

@@ -485,6 +485,8 @@ def _server_conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "the chief alone reads"
     if set(blocks) & {"batch_norm", "running_mean", "keeps", "grown", "spectral"}:
         return "statistics are of what one worker has"
+    if "draws" in blocks:
+        return "tf.random is refused"
     if case["data"]["weights"] != "none" and set(blocks) & {*models.SUMS_AND_MEANS, "dense_l2"}:
         return "cannot bring together losses that layers add and weighted samples"
     if (

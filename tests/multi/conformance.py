@@ -133,18 +133,21 @@ def check(runtime, strategy: Strategy) -> None:
             everywhere = runtime.all_gather(value.numpy())
             assert all(other.tobytes() == everywhere[0].tobytes() for other in everywhere)
 
-    # Each replica draws different numbers in a step, from a generator that is the same on all, and none occurs again.
+    # Each replica draws different numbers in a step, from a generator that is the same on all, and by tf.random, also
+    # in a graph inside, and none occurs again.
+    keras.utils.set_random_seed(5)
     with runtime.scope():
         generator = tf.random.Generator.from_seed(4)
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
 
     def of_replica():
         with seeds.drawing(model, runtime):
-            return tf.stack([generator.normal([]), generator.normal([])])
+            inside = tf.cond(tf.random.uniform([]) >= 0, lambda: tf.random.normal([]), lambda: 0.0)
+            return tf.stack([generator.normal([]), generator.normal([]), tf.random.normal([]), inside])
 
     numbers = tf.function(lambda: tf.stack(runtime.local(runtime.run(of_replica))), autograph=False)
     drawn = runtime.all_gather(np.stack([numbers().numpy() for _ in range(2)]))
-    assert len(set(drawn.ravel().tolist())) == 4 * runtime.replicas, drawn
+    assert len(set(drawn.ravel().tolist())) == 8 * runtime.replicas, drawn
 
     # The sum of slices consists of the slices of all replicas. A mesh and parameter servers never get any.
     @tf.function(autograph=False)

@@ -15,37 +15,43 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
+from tfdist.compat.tensorflow_graphs import draws_anew, kinds_of_operations
+
 _call_as_ever = Function.__call__
 _traced_also_inline: weakref.WeakSet[Any] = weakref.WeakSet()
-_here = threading.local()  # depth: the contexts that this thread is in
+# Of each thread. every, drawing: the contexts that it is in, of each kind.
+_here = threading.local()
 _lock, _entered = threading.Lock(), 0  # contexts of all threads; replicas' threads leave in any order
 
 
-def always_traced(function: Any) -> Any:
+def always_traced(function: Any, jit_compile: bool = False) -> Any:
     """Returns a tf.function, without AutoGraph, that is traced even within `functions_inline`."""
-    traced = tf.function(function, autograph=False)
+    traced = tf.function(function, autograph=False, jit_compile=jit_compile or None)
     _traced_also_inline.add(traced)
     return traced
 
 
 @contextlib.contextmanager
-def functions_inline() -> Iterator[None]:
-    """Context manager in which a tf.function that this thread calls is computed in place, and keeps no trace.
+def functions_inline(drawing: bool = False) -> Iterator[None]:
+    """Context manager in which a tf.function that this thread calls is computed in place, and keeps no trace. drawing:
+    only one that has a trace which draws by tf.random, with the seeds of where it was traced.
 
     Otherwise a function that a layer holds would be called in training with its trace from a trial: without dropout,
-    with constants in place of weights. AutoGraph converts it as usual. Relies on `Function.__call__` and on the
-    internals behind `python_function`; without them such a layer is trained wrongly.
+    with constants in place of weights. AutoGraph converts it as usual. Relies on `Function.__call__`, on
+    `Function._function_cache`, and on the internals behind `python_function`; without them such a layer is trained
+    wrongly.
     """
     global _entered
+    kind = "drawing" if drawing else "every"
     with _lock:
         if not _entered:
             Function.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue] - `self` is called `function`
         _entered += 1
-    _here.depth = getattr(_here, "depth", 0) + 1
+    setattr(_here, kind, getattr(_here, kind, 0) + 1)
     try:
         yield
     finally:
-        _here.depth -= 1
+        setattr(_here, kind, getattr(_here, kind) - 1)
         with _lock:
             _entered -= 1
             if not _entered:
@@ -53,7 +59,8 @@ def functions_inline() -> Iterator[None]:
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    if not getattr(_here, "depth", 0) or function in _traced_also_inline:
+    is_inline = getattr(_here, "every", 0) or (getattr(_here, "drawing", 0) and _has_drawn(function))
+    if not is_inline or function in _traced_also_inline:
         return _call_as_ever(function, *args, **kwargs)
     python, options = function.python_function, function._experimental_autograph_options
     args, kwargs = _as_given_to_a_trace(function, args, kwargs)
@@ -63,6 +70,12 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     with ag_ctx.ControlStatusCtx(status, options):
         found = python(*args, **kwargs)
     return tf.nest.map_structure(lambda leaf: _tensor(leaf, (bool, int, float)), found)
+
+
+def _has_drawn(function: Any) -> bool:
+    return any(
+        draws_anew(kind) for trace in function._function_cache.values() for kind in kinds_of_operations(trace.graph)[0]
+    )
 
 
 def _as_given_to_a_trace(function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

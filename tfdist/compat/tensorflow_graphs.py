@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.framework import auto_control_deps_utils, op_def_registry
 from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.ops import array_ops
 
@@ -27,8 +27,10 @@ def draws(kind: str) -> bool:
 
 
 def draws_anew(kind: str) -> bool:
-    """Whether operations of this type draw other numbers each time they run."""
-    return draws(kind) and not kind.startswith("Stateless")
+    """Whether operations of this type draw other numbers each time they run; others take their seeds as an input.
+    Relies on tensorflow.python's `op_def_registry`; an operation that it does not know counts as such."""
+    definition = op_def_registry.get(kind)
+    return draws(kind) and (definition is None or definition.is_stateful)
 
 
 def sets_state(kind: str) -> bool:

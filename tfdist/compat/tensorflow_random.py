@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
+from tensorflow.python.framework import random_seed
 
 from tfdist.compat.temporary_attributes import attribute_replaced
+from tfdist.compat.tensorflow_functions import functions_inline
 
 _BETWEEN_KEYS = 0x9E3779B97F4A7C1  # distance between the keys of two replicas
+_BETWEEN_SEEDS = 0x9E3779B1  # the same of their seeds; odd, so that no two of them are the same
 _lent: tuple[int, int | None] | None = None  # inside `seed_lent`: the seed, and the user's own
+_thread = threading.local()  # by: how far this thread has moved the seeds
 
 
 def _context() -> Any:
@@ -88,14 +93,41 @@ def state_kept() -> Iterator[None]:
         _context().clear_kernel_cache()  # each kernel has its own generator, which would continue where it stopped
 
 
-def holder_of_the_seed() -> tuple[object, str]:
-    """Returns (object, attribute): where an operation that is made now finds the global seed, so that it can be
-    replaced temporarily. Relies on `Context._seed`, and in a graph on `Graph.seed`; without them workers draw the same
-    dropout masks.
+@contextlib.contextmanager
+def seeds_moved(by: int) -> Iterator[None]:
+    """Context manager in which operations of tf.random that this thread makes, also in graphs inside the current one,
+    draw other numbers for another `by`, and their usual numbers for 0. Inside another such context both add up.
+
+    In each graph TensorFlow counts operations from 0, and makes their seeds of this count and the global seed. So it
+    gives the same seeds to all workers, and to what is traced twice. Relies on `random_seed.get_seed`, which gives all
+    seeds, and which reads `Context._seed`, in a graph `Graph.seed`; without them workers draw the same dropout masks.
+    So they would with a trace that a tf.function has from elsewhere: it is computed in place.
     """
-    if tf.executing_eagerly():
-        return _context(), "_seed"
-    return tf.compat.v1.get_default_graph(), "seed"
+    if not hasattr(random_seed.get_seed, "is_movable"):  # permanently: other threads may be inside, too
+        random_seed.get_seed = _movable(random_seed.get_seed)
+    before = getattr(_thread, "by", 0)
+    _thread.by = before + by
+    try:
+        with functions_inline(drawing=True):
+            yield
+    finally:
+        _thread.by = before
+
+
+def _movable(get_seed: Callable[[int | None], tuple]) -> Callable[[int | None], tuple]:
+    def movable(op_seed: int | None) -> tuple:
+        owner, name = (_context(), "_seed") if tf.executing_eagerly() else (tf.compat.v1.get_default_graph(), "seed")
+        seed, by = getattr(owner, name), getattr(_thread, "by", 0)
+        if seed is None or not by:
+            return get_seed(op_seed)
+        setattr(owner, name, (int(seed) + by * _BETWEEN_SEEDS) % 2**31)
+        try:
+            return get_seed(op_seed)
+        finally:
+            setattr(owner, name, seed)
+
+    movable.is_movable = True  # pyright: ignore[reportFunctionMemberAccess] - a mark for `seeds_moved`
+    return movable
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from tfdist.keras_fit.variables import take_the_chiefs
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.scopes import Once, ThreadScope
 from tfdist.training.row_checks.trial_scope import in_trials
+from tfdist.training.unsaved_state_checks import check_compiled
 
 _STEP = 0x9E3779B1  # between the seeds of two ranks
 
@@ -52,17 +53,13 @@ class RandomNumbers:
 
     @contextlib.contextmanager
     def of_own_rows(self) -> Iterator[None]:
-        """Context manager in which workers draw different numbers; rank 0 draws as in one process."""
-        owner, name = tensorflow_random.holder_of_the_seed()
-        seed = getattr(owner, name)
-        setattr(owner, name, None if seed is None else self._move(int(seed)))
+        """Context manager in which workers draw different numbers; rank 0 draws as in one process. Raises ConfigError
+        if XLA prevents that."""
         rank = self._runtime.rank
         keys = tensorflow_random.keys_moved(rank) if rank else contextlib.nullcontext()
-        try:
-            with self._of_own_rows(), keys:
-                yield
-        finally:
-            setattr(owner, name, seed)
+        with self._of_own_rows(), keys, tensorflow_random.seeds_moved(rank):
+            yield
+        check_compiled("compile the model with jit_compile=False")
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:

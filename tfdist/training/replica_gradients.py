@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras_random import global_seed_generator
+from tfdist.compat.tensorflow_random import seeds_moved
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models import missing_rows
 from tfdist.models.compiled_functions import in_steps
@@ -67,20 +68,25 @@ class ReplicaGradients:
     def plus_micro_batch(
         self, accumulated: Accumulated, step: tf.Tensor, micro: tf.Tensor, scale: tf.Tensor, batch: tuple
     ) -> Accumulated:
-        """Returns `accumulated` plus the result of one more micro-batch."""
-        more = self.of_micro_batch(step, micro, scale, batch)
+        """Returns `accumulated` plus the result of one more micro-batch. The loop over these is a graph of its own, in
+        which TensorFlow gives the seeds of the first micro-batch again."""
+        with seeds_moved(self.runtime.replicas):
+            more = self.of_micro_batch(step, micro, scale, batch)
         return tf.nest.map_structure(lambda a, b: a + b, accumulated, more)
 
     def of_pipeline(self, step: tf.Tensor, scale: tf.Tensor, *batches: tuple) -> Accumulated:
         """Returns the gradients and sums of all micro-batches of a step at once, computed by the pipeline."""
         assert self.pipeline is not None
-        replica = self.runtime.replica_id()
+        replica, seeds_of_pass = self.runtime.replica_id(), contextlib.ExitStack()
 
         def begin(micro: int, part: int) -> None:
             self._reseed(step, tf.constant(micro), replica)
             reseed_for_part(self._without_one, part)
+            seeds_of_pass.close()
+            forward_pass = part * self.options.plan.accumulation + micro
+            seeds_of_pass.enter_context(seeds_moved(forward_pass * self.runtime.replicas))
 
-        with self._counting(batches[0][2]), self._tracing():
+        with self._counting(batches[0][2]), self._tracing(), seeds_of_pass:
             gradients, sums = self.pipeline(
                 batches,
                 begin,

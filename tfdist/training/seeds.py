@@ -21,6 +21,7 @@ from tfdist.compat.keras_random import (
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.base import Runtime
 from tfdist.training.row_checks.calm_layers import has_own_code
+from tfdist.training.unsaved_state_checks import check_compiled
 
 # TensorFlow's type stubs declare it for plain integers.
 _fold_in: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.random.fold_in  # type: ignore[assignment]
@@ -75,14 +76,19 @@ def only_known_draws(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
-    """Context manager in which a replica's step is traced: a tf.random.Generator draws different numbers on different
-    replicas. Raises ConfigError as `only_known_draws`.
+    """Context manager in which a replica's step is traced: tf.random and a tf.random.Generator draw different numbers
+    on different replicas. Raises ConfigError if XLA prevents that, and as `only_known_draws`.
     """
+    replica = runtime.replica_id()
     # If this process has several replicas, which are traced in turns, TensorFlow's strategies give them different keys.
     alone = runtime.local_replicas == 1 and runtime.replicas > 1
-    keys = tensorflow_random.keys_moved(runtime.replica_id()) if alone else contextlib.nullcontext()
-    with only_known_draws(model), keys:
+    keys = tensorflow_random.keys_moved(replica) if alone else contextlib.nullcontext()
+    number = tf.get_static_value(replica)  # None: not known while the step is traced, as of a runtime of one's own
+    seeds = tensorflow_random.seeds_moved(runtime.first_replica if number is None else int(number))
+    with only_known_draws(model), keys, seeds:
         yield
+    if runtime.replicas > 1:
+        check_compiled("add --nojit_compile")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics
-from tfdist.compat import tensorflow_graphs
+from tfdist.compat import tensorflow_graphs, tensorflow_xla
+from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_variables import stored_value
 from tfdist.control.exit_codes import ConfigError
 
@@ -50,12 +51,28 @@ def check(model: keras.Model, known: Iterable[Any], deterministic: bool) -> list
 
 
 def check_on_servers(model: keras.Model, counter: tf.Variable) -> None:
-    """Raises ConfigError if a step of a parameter-server worker sets variables before the update. counter: the counter
-    of updates."""
-    if names := unsaved(kinds_here(), [counter, *variables_of_metrics(metrics_held(model))]):
+    """Raises ConfigError if a step of a parameter-server worker sets variables before the update, or draws by
+    tf.random: the same function is sent to all workers, and each would begin with the same numbers. counter: the
+    counter of updates."""
+    kinds = kinds_here()
+    if names := unsaved(kinds, [counter, *variables_of_metrics(metrics_held(model))]):
         raise ConfigError(
             f"--strategy=parameter_server: each step sets {names[0]}, which a worker would set in its own copy only,"
             " not on the servers: use another strategy, such as multi_worker, or keep it out of the step."
+        )
+    if what := drawn(kinds):
+        raise ConfigError(f"--strategy=parameter_server: the step {what}, and every worker draws the same: {DRAW}.")
+
+
+def check_compiled(otherwise: str) -> None:
+    """Raises ConfigError if XLA compiles the function being traced and it draws by tf.random: XLA ignores seeds, and
+    draws the same in every process. otherwise: how to do without XLA."""
+    if tensorflow_xla.is_compiled_by_xla() and (what := drawn(kinds_here())):
+        raise keep_message(
+            ConfigError(
+                f"XLA compiles the forward pass, which {what}, and would draw the same on every worker: {DRAW}, or"
+                f" {otherwise}."
+            )
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_functions import always_traced
 from tfdist.runtime.base import Runtime
 from tfdist.training.connected import Connected, apply_connected
 from tfdist.training.dtypes import Gradient, global_norm
@@ -195,7 +196,7 @@ def compiled(differentiate: Callable, update: Update) -> Callable:
         leaves = [leaf if shape else tf.convert_to_tensor(leaf) for leaf, shape in zip(leaves, shapes, strict=True)]
         return tf.nest.pack_sequence_as(found, leaves)
 
-    function = tf.function(inside, autograph=False, jit_compile=True)
+    function = always_traced(inside, jit_compile=True)
 
     def outside(*args: tf.Tensor) -> Any:
         found = function(*args)

@@ -96,3 +96,13 @@ def test_what_a_function_takes_and_gives_are_tensors_as_ever(factor, by_name):
         found = scaled([1.0, 2.0], *([] if by_name else [factor]), **given)
     assert all(isinstance(each, tf.Tensor) for each in found.values())
     assert found["scaled"].numpy().tolist() == [0.5, 1.0]
+
+
+def test_what_has_drawn_is_computed_in_place_with_the_seeds_of_here():
+    drawing, other = tf.function(lambda x: x + tf.random.normal([])), tf.function(lambda x: x + 1)
+    for function in (drawing, other):
+        function(tf.constant(1.0))
+    with functions_inline(drawing=True):
+        graph = tf.function(lambda x: drawing(other(x)), autograph=False).get_concrete_function(tf.constant(1.0)).graph
+    kinds = [operation.type for operation in graph.get_operations()]
+    assert "RandomStandardNormal" in kinds and len([kind for kind in kinds if "PartitionedCall" in kind]) == 1

@@ -195,6 +195,18 @@ def test_what_is_drawn_anew_is_told_once_or_refused(draw):
         make_step(model=model(), deterministic=True)(batches(16), 1)
 
 
+def test_what_takes_its_seed_as_an_input_tells_nothing():
+    """RandomIndexShuffle, and RandomGammaGrad on the way back."""
+
+    def drawn(x):
+        place = tf.random.experimental.index_shuffle(1, [1, 2], 5)
+        return x + tf.random.stateless_gamma([6], [1, place], 1.0 + x[0] ** 2)
+
+    net = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6), keras.layers.Lambda(drawn)])
+    step = make_step(model=net, deterministic=True)
+    assert not step(batches(16), 1).news
+
+
 def test_generators_and_keras_tell_nothing():
     generator = tf.random.Generator.from_seed(1)
 

@@ -40,6 +40,12 @@ def may_add(model: keras.Model) -> bool:
     )
 
 
+def _adds_as_keras_does(layer: keras.Layer) -> bool:
+    """Returns whether what a layer adds is computed by Keras' own code, which is a mean or a sum for any rows."""
+    regularizer = layer.activity_regularizer
+    return is_of_keras(layer) and (regularizer is None or is_of_keras(regularizer))
+
+
 def take_rows(x: Any, rows: Sequence[int]) -> Any:
     """Returns some rows of a nest of arrays or tensors."""
     return keras.tree.map_structure(lambda leaf: tf.gather(leaf, list(rows)), x)
@@ -83,7 +89,7 @@ def added_losses(
             other = LossValues(probe, not training).judged()
             if other.keys() == found.keys():  # otherwise the same place may belong to another loss
                 found = {key: other[key] if found[key] == doubtful else found[key] for key in found}
-        if not all(is_of_keras(probe.layers[key.layer]) for key in found):
+        if not all(_adds_as_keras_does(probe.layers[key.layer]) for key in found):
             found = values.tried_apart(found)
             found = values.tried_whole(found, proofs.tried) if proofs.tried > ROWS else found
             found |= dict.fromkeys(_with_mixed_gradients(probe, found) if training else (), NEITHER)

@@ -29,11 +29,12 @@ from tfdist.data.sources.split import Split
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.decisions import any_worker
 from tfdist.training.row_checks.added_losses import take_rows
+from tfdist.training.row_checks.row_proof import rows_tried
 from tfdist.training.row_checks.row_trials import come_in_parts
 from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import ROUNDED, TOLERANCE, any_differ, differ
 
-_ROWS = 8  # samples in a trial
+_ROWS = 8  # samples in the first trial, and the most of them that are looked at one by one
 
 Outputs = Callable[[Sequence[int], int], list[np.ndarray]]
 
@@ -47,7 +48,7 @@ def with_whole_batches_if_it_mixes(config: Config, runtime: Runtime, split: Spli
     found = False
     with generators_kept():
         with contextlib.suppress(Exception):  # errors of user code are reported later, when it is traced
-            found = _mixes(augment.load_augmentation(name), split, config.run.seed)
+            found = _mixes(augment.load_augmentation(name), split, config.run.seed, plan)
         tf.random.set_seed(config.run.seed)  # as before: so a dataset that draws without a seed draws the same
     if not any_worker(runtime, found):
         return split
@@ -61,11 +62,21 @@ def with_whole_batches_if_it_mixes(config: Config, runtime: Runtime, split: Spli
     return dataclasses.replace(split, cheap=False)
 
 
-def _mixes(function: augment.Augmentation | None, split: Split, seed: int) -> bool:
-    plan = BatchPlan(_ROWS, 1, 1)
-    dataset = input_pipeline.train_dataset(split, Reading(seed, False), plan=plan, replica=0, consumed=0)
-    sample = next(iter(dataset))[:2]
-    given = (*sample, order.element_seeds(tf.range(_ROWS, dtype=tf.int64), seed))
+def _mixes(function: augment.Augmentation | None, split: Split, seed: int, plan: BatchPlan) -> bool:
+    """Returns whether the augmentation mixes a few samples, a micro-batch of them, or more."""
+    numbers = (_ROWS, plan.micro_batch, rows_tried(plan.global_batch, plan.micro_batch, split.sample_bytes))
+    reading = Reading(seed, False)
+    dataset = input_pipeline.train_dataset(split, reading, plan=BatchPlan(max(numbers), 1, 1), replica=0, consumed=0)
+    samples = next(iter(dataset))[:2]
+    for number in dict.fromkeys(numbers):
+        with contextlib.suppress(Exception):  # errors of user code, which may take another number of samples only
+            if _mixes_samples(function, take_rows(samples, range(number)), seed, number):
+                return True
+    return False
+
+
+def _mixes_samples(function: augment.Augmentation | None, samples: Any, seed: int, number: int) -> bool:
+    given = (*samples, order.element_seeds(tf.range(number, dtype=tf.int64), seed))
     traced: dict[int, Any] = {}
 
     def outputs(places: Sequence[int], draw: int) -> list[np.ndarray]:
@@ -77,24 +88,26 @@ def _mixes(function: augment.Augmentation | None, split: Split, seed: int) -> bo
         values = tf.nest.flatten(traced[draw](*take_rows(given, places)))
         return [tf.cast(value, tf.float64).numpy() for value in values if value.dtype.is_numeric or value.dtype.is_bool]
 
-    stateless, every = False, range(_ROWS)
+    stateless, every = False, range(number)
     together = outputs(every, 0)
     stateless = not any_differ(together, outputs(every, 1), TOLERANCE)
-    return _depends_on_others(outputs, together) or (stateless and _depends_on_its_place(outputs, together))
+    return _depends_on_others(outputs, together, number) or (
+        stateless and _depends_on_its_place(outputs, together, number)
+    )
 
 
-def _depends_on_others(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
+def _depends_on_others(outputs: Outputs, together: Sequence[np.ndarray], number: int) -> bool:
     found = any(
         differ(whole[place], alone[place], TOLERANCE)
-        for place in range(_ROWS)
-        for whole, alone in zip(together, outputs([place] * _ROWS, 0), strict=True)
+        for place in (range(number) if number <= _ROWS else (0, number // 2, number - 1))
+        for whole, alone in zip(together, outputs([place] * number, 0), strict=True)
     )
     # If the result cannot be repeated, a difference tells nothing.
-    return found and not any_differ(together, outputs(range(_ROWS), 0), TOLERANCE)
+    return found and not any_differ(together, outputs(range(number), 0), TOLERANCE)
 
 
-def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray]) -> bool:
+def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray], number: int) -> bool:
     """Returns whether a sample's place or the number of rows matters: a division by that number, or one seed for each
     place."""
-    places = [_ROWS - 1, 1, 0]
+    places = [number - 1, 1, 0]
     return any(differ(whole[places], moved, ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True))

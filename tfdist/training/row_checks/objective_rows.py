@@ -8,6 +8,7 @@ process. So do losses that divide by the largest of all samples, or by their num
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,13 +25,14 @@ from tfdist.runtime.decisions import any_worker
 from tfdist.runtime.host import known_dims
 from tfdist.training.row_checks.added_losses import take_rows
 from tfdist.training.row_checks.model_probe import ROWS
+from tfdist.training.row_checks.row_proof import Proofs, rows_tried
 from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import any_differ, differ, spread
 from tfdist.training.scores import Scores
 
 _TOLERANCE = 1e-4  # relative to the largest number of the sample itself
-# Scales of the outputs of each sample, so that a limit of the objective lies between two of them.
-_SCALES = (np.ones(ROWS), np.geomspace(1e-2, 1e2, ROWS))
+# Largest scales of the outputs; the smallest is 1 over it, so that a limit of the objective lies between two samples.
+_LARGEST_SCALES = (1.0, 1e2)
 
 
 def refuse(
@@ -39,17 +41,18 @@ def refuse(
     objective: Callable[..., Scores],
     model: keras.Model,
     batch: Callable[[], Any],
+    proofs: Proofs,
     reason: str,
 ) -> None:
     """Raises ConfigError on all workers if one finds that the objective called `name` mixes the samples of (x, y, w) =
-    `batch()`, of which the first ROWS are tried. A collective call. reason: why mixing is not allowed, one of the
-    reasons in row_mixing.py.
+    `batch()`. A collective call. proofs: of the model. reason: why mixing is not allowed, one of the reasons in
+    row_mixing.py.
 
     An objective that cannot be tried is not refused: the step itself will report why it fails.
     """
     found = False
     with generators_kept(), contextlib.suppress(Exception):  # user code may raise anything
-        found = mixes(objective, model, batch())
+        found = mixes(objective, model, batch(), proofs)
     if any_worker(runtime, found):
         raise ConfigError(
             f"--objective={name}: its result for a sample depends on the other samples of its batch (in-batch"
@@ -60,16 +63,27 @@ def refuse(
         )
 
 
-def mixes(objective: Callable[..., Scores], model: keras.Model, batch: Any) -> bool:
-    """Returns whether the scores of a sample change with the other samples. Does not change the model."""
+def mixes(objective: Callable[..., Scores], model: keras.Model, batch: Any, proofs: Proofs) -> bool:
+    """Returns whether the scores of a sample change with the other samples: of a few, of as many as the objective sees
+    at a time in training, and of more (the hardest 8 of all samples are all of them, if these are few). Samples of the
+    batch may be repeated, as each gets outputs of its own. Does not change the model."""
     first: Any = keras.tree.map_structure(lambda leaf: leaf[:ROWS], batch)
     x, y, w = first
     with writes_undone(), batch_norm.each_alone():
         like = model(x, training=False)
-    return any(_mixes(objective, _outputs(like, scales), y, w) for scales in _SCALES)
+    width = sum(math.prod(known_dims(leaf.shape)[1:]) for leaf in keras.tree.flatten(like))
+    # In a graph, as in the step: an `if` on a tensor becomes part of the graph there. And in one graph only, which
+    # draws different random numbers when it runs again.
+    traced = always_traced(objective)
+    for number in dict.fromkeys((ROWS, proofs.part, rows_tried(proofs.many, proofs.part, width))):
+        with contextlib.suppress(Exception):  # user code may raise anything, also because there are few samples
+            outputs, *given = take_rows((like, y, w), [place % ROWS for place in range(number)])
+            if any(_mixes(traced, _outputs(outputs, largest), *given) for largest in _LARGEST_SCALES):
+                return True
+    return False
 
 
-def _outputs(like: Any, scales: np.ndarray) -> Any:
+def _outputs(like: Any, largest: float) -> Any:
     """Returns random outputs in the shapes of a model's, different for each sample, whatever the model's weights are
     now."""
     random = np.random.default_rng(3)
@@ -77,28 +91,27 @@ def _outputs(like: Any, scales: np.ndarray) -> Any:
     def of(leaf: tf.Tensor) -> tf.Tensor:
         if not leaf.dtype.is_floating:
             return leaf
-        return spread(tf.constant(random.normal(size=known_dims(leaf.shape)), leaf.dtype), scales)
+        dims = known_dims(leaf.shape)
+        drawn = tf.cast(random.standard_normal(dims, np.float32), leaf.dtype)
+        return spread(drawn, np.geomspace(1 / largest, largest, dims[0]))
 
     return keras.tree.map_structure(of, like)
 
 
-def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: Any) -> bool:
-    # In a graph, as in the step: an `if` on a tensor becomes part of the graph there. And in one graph only, which
-    # draws different random numbers when it runs again.
-    traced = always_traced(objective)
-
+def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: tf.Tensor) -> bool:
     def scores(places: Sequence[int]) -> list[np.ndarray]:
-        found = traced(*take_rows((outputs, y, w), places))
+        found = objective(*take_rows((outputs, y, w), places))
         return [leaf.numpy() for leaf in keras.tree.flatten((found.losses, found.weights, found.metrics))]
 
-    every, last = list(range(ROWS)), ROWS - 1
+    number: int = known_dims(w.shape)[0]
+    every, last = range(number), number - 1
     together = scores(every)
-    others = [(place, scores([place] * ROWS), place) for place in (0, last)]
-    others.append((last, scores([last, 0]), 0))  # in a smaller batch, and in another place
+    # (a sample, the samples among which it stands, its place there); the last in a smaller batch, and in another place
+    others = ((0, [0] * number, 0), (last, [last] * number, last), (last, [last, *range(number // 2 - 1)], 0))
     found = any(
-        differ(one[place], other[at], _TOLERANCE)
-        for place, those, at in others
-        for one, other in zip(together, those, strict=True)
+        differ(one[sample], other[at], _TOLERANCE)
+        for sample, places, at in others
+        for one, other in zip(together, scores(places), strict=True)
     )
     # If the objective draws random numbers, a difference tells nothing.
     return found and not any_differ(together, scores(every), _TOLERANCE)

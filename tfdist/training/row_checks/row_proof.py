@@ -27,6 +27,7 @@ from tfdist.training.row_checks.row_shape_rules import RULES
 from tfdist.training.row_checks.row_traces import Place, Trace, of_call, traced
 
 _TRIED, _PARTS = 64, 4  # a trial may use more rows than a part: a forward pass keeps less memory than a step
+_LARGEST = 10_000_000  # numbers in the rows of a trial, unless a part has as many
 # Numbers of rows in traces beside that of a whole batch, to find code that only runs above some number of rows, or that
 # assumes an even number. For Keras' own code, which has no such limits, two are enough.
 _COUNTS, _COUNTS_OF_KERAS = (4, 3, 2), (3, 2)
@@ -52,6 +53,13 @@ class Proof(NamedTuple):
     draws: Draws | None = None
 
 
+def rows_tried(many: int, part: int, width: int = 1) -> int:
+    """Returns the number of rows for trials of code that sees `part` of `many` rows at a time, with about as much
+    memory as a step has for these. width: numbers in a row of what is made for the trial.
+    """
+    return min(many, max(part, min(max(_TRIED, _PARTS * part), _LARGEST // max(width, 1))))
+
+
 class Proofs:
     """The proofs for one model, each made once, on demand. x, take: as for row_mixing.mixes.
 
@@ -63,7 +71,7 @@ class Proofs:
 
     def __init__(self, model: keras.Model, many: int = ROWS, part: int = 0):
         self._model, self.many = model, max(many, ROWS)
-        self.tried = min(self.many, max(_TRIED, _PARTS * part)) if part else self.many
+        self.tried = rows_tried(self.many, part) if part else self.many
         self._is_the_same = is_the_same_in_training(model)
         self.part = part or self.many
         counts = _COUNTS_OF_KERAS if self._is_the_same else (self.part, *_COUNTS)

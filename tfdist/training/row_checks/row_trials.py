@@ -48,5 +48,6 @@ def check_rows(
         if ":" in config.model.model:
             row_mixing.refuse(runtime, model, rows, proofs, reason)
         if ":" in config.model.objective:
-            objective_rows.refuse(runtime, config.model.objective, objective, model, lambda: batch(ROWS), reason)
+            name = config.model.objective
+            objective_rows.refuse(runtime, name, objective, model, lambda: batch(ROWS), proofs, reason)
     return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())

@@ -284,13 +284,26 @@ def test_a_layer_that_sets_its_trainable_weight_is_refused(function, spectral):
         getattr(make_step(job), function)
 
 
+def of_layer(call, **changes):
+    """A job whose model calls this function."""
+    job = make_job(**changes)
+    own = keras.layers.Lambda(call)
+    job.model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), own, keras.layers.Dense(10)])
+    job.optimizer = make_optimizer(job.config.optimizer, job.schedule)
+    job.optimizer.build(job.model.trainable_variables)
+    return job
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("function", ["update", "differentiate"])
 def test_a_variable_of_a_module_is_refused(function, accumulation):
-    job = make_job(accumulation=accumulation)
-    counting = keras.layers.Lambda(lambda x: HELD(x))
-    job.model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), counting, keras.layers.Dense(10)])
-    job.optimizer = make_optimizer(job.config.optimizer, job.schedule)
-    job.optimizer.build(job.model.trainable_variables)
+    job = of_layer(lambda x: HELD(x), accumulation=accumulation)
     with pytest.raises(ConfigError, match="--strategy=parameter_server: each step sets the variable '.*calls'"):
+        getattr(make_step(job), function)
+
+
+@pytest.mark.parametrize("function", ["update", "differentiate"])
+def test_what_every_worker_would_draw_alike_is_refused(function):
+    job = of_layer(lambda x: x + tf.random.normal(tf.shape(x)))
+    with pytest.raises(ConfigError, match="--strategy=parameter_server: the step draws by tf.random .* keras.random"):
         getattr(make_step(job), function)

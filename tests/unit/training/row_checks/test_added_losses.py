@@ -165,6 +165,20 @@ def test_anything_else_is_refused(function):
         added_losses(model_of(Adds(a_mean, function, name="odd")), X)
 
 
+def of_the_largest_rows(x):
+    rows = ops.sum(x**2, -1)
+    return ops.sum(ops.top_k(rows, min(8, rows.shape[0])).values)
+
+
+@pytest.mark.parametrize("own", [of_the_largest_rows, lambda x: ops.minimum(ops.sum(x**2), 1000.0)])
+def test_a_layer_of_keras_adds_what_a_users_regularizer_says(own):
+    model = model_of(layers.Dense(5, activity_regularizer=own, name="odd"))
+    with pytest.raises(ConfigError, match="loss number 1 that layer odd adds is neither"):
+        added_losses(model, X, proofs=Proofs(model, 64, 32))
+    model = model_of(layers.Dense(5, activity_regularizer=lambda x: ops.sum(x**2)))
+    assert [one.reduction for one in added_losses(model, X, proofs=Proofs(model, 64, 32))] == [MEAN]
+
+
 @pytest.mark.parametrize("first", [8, 60])
 def test_what_takes_the_first_rows_of_a_batch_is_refused(first):
     model = model_of(Adds(a_mean, lambda x, _: ops.mean(x[:first] ** 2), name="odd"))

@@ -68,6 +68,16 @@ def fails(x, y, seeds):
     raise ValueError("no")
 
 
+def rolled_far(x, y, seeds):
+    return 0.7 * x + 0.3 * tf.roll(x, 8, 0), y
+
+
+def in_groups(x, y, seeds):
+    """Fails with fewer than 16 samples."""
+    groups = tf.reshape(x, [-1, 16, 6])
+    return tf.ensure_shape(tf.reshape(groups - tf.reduce_mean(groups, 1, keepdims=True), tf.shape(x)), x.shape), y
+
+
 MIXING = (roll, centred, sometimes, by_count, drawn_by_place, rolled_and_drawn)
 
 
@@ -83,9 +93,17 @@ def test_what_mixes_samples_is_refused_in_parts_and_has_whole_batches_elsewhere(
         assert SPLIT.cheap and not with_whole_batches_if_it_mixes(allowed, OneDevice(), SPLIT, plan).cheap
 
 
+@pytest.mark.parametrize("function", [rolled_far, in_groups], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("plan", [BatchPlan(32, 2, 1), BatchPlan(32, 8, 1)], ids=["as a part", "as a batch"])
+def test_what_shows_with_many_samples_alone_is_refused(function, plan):
+    with pytest.raises(ConfigError, match=f"--augment={HERE}:{function.__name__} .*--row_mixing=replica"):
+        with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, plan)
+
+
+@pytest.mark.parametrize("plan", [PARTS, BatchPlan(32, 2, 1)], ids=["few", "many"])
 @pytest.mark.parametrize("function", [scaled, one_by_one, drawn, fails], ids=lambda function: function.__name__)
-def test_what_does_not_is_left_alone(function):
-    assert with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, PARTS) is SPLIT
+def test_what_does_not_is_left_alone(function, plan):
+    assert with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, plan) is SPLIT
 
 
 def test_that_it_was_tried_is_not_missed():

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.own_objective import own_objective
 from tfdist.training.row_checks import objective_rows, row_mixing
+from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.scores import Scores
 
 RANDOM = np.random.default_rng(0)
@@ -46,6 +47,26 @@ MIXING = {
         2 * squares(outputs, y) if tf.reduce_max(y) > 0.7 else squares(outputs, y), w, {}
     ),
 }
+
+
+def of_the_hardest(outputs, y, w):
+    losses = squares(outputs, y)
+    least = tf.math.top_k(losses, tf.minimum(8, tf.shape(losses)[0])).values[-1]
+    return Scores(losses, w * tf.cast(losses >= least, tf.float32), {})
+
+
+def of_exactly_8(outputs, y, w):
+    """Fails with fewer."""
+    losses = squares(outputs, y)
+    return Scores(losses, w * tf.cast(losses >= tf.math.top_k(losses, 8).values[-1], tf.float32), {})
+
+
+def above_16(outputs, y, w):
+    """A worker has 16."""
+    return of_the_hardest(outputs, y, w) if outputs.shape[0] > 16 else Scores(squares(outputs, y), w, {})
+
+
+MIXING_MANY = {"hardest": of_the_hardest, "exactly 8": of_exactly_8, "above 16": above_16}
 APART = {
     "squares": lambda outputs, y, w: Scores(squares(outputs, y), w, {"error": tf.abs(outputs - y)[:, 0]}),
     "weighted": lambda outputs, y, w: Scores(squares(outputs, y), tf.abs(y[:, 0]), {}),
@@ -59,10 +80,12 @@ def model():
     return keras.Sequential([keras.layers.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
 
 
-def refuse(function, other=False):
+def refuse(function, other=False, many=4, part=4):
     runtime = SimpleNamespace(all_gather=lambda found: np.stack([found, np.array([other], np.int64)]))
     objective = own_objective("mine:loss", function)
-    objective_rows.refuse(runtime, "mine:loss", objective, model(), lambda: (X, Y, W), row_mixing.IN_PARTS)
+    net = model()
+    proofs = Proofs(net, many, part)
+    objective_rows.refuse(runtime, "mine:loss", objective, net, lambda: (X, Y, W), proofs, row_mixing.IN_PARTS)
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -71,9 +94,17 @@ def test_what_looks_at_other_samples_is_refused(name):
         refuse(MIXING[name])
 
 
+@pytest.mark.parametrize("name", MIXING_MANY)
+def test_what_shows_with_many_samples_alone_is_refused(name):
+    with pytest.raises(ConfigError, match="--objective=mine:loss: its result for a sample"):
+        refuse(MIXING_MANY[name], many=40, part=16)
+    refuse(MIXING_MANY[name])
+
+
 @pytest.mark.parametrize("name", APART)
-def test_what_looks_at_each_sample_alone_is_not(name):
-    refuse(APART[name])
+@pytest.mark.parametrize("many", [4, 40])
+def test_what_looks_at_each_sample_alone_is_not(name, many):
+    refuse(APART[name], many=many, part=min(many, 16))
 
 
 def test_all_workers_refuse_what_one_of_them_finds():
