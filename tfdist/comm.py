@@ -30,7 +30,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, UnsupportedError
 from tfdist.control.local_job import LocalJob
 from tfdist.control.preflight import Preflight
-from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.resolvers import cluster_to_join
 from tfdist.control.token import with_token
 from tfdist.runtime.factory import resolve_strategy
 
@@ -108,14 +108,16 @@ def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[st
     default = strategy + (f":{communication}" if communication != "auto" else "")
     found = []
     for label in (options.runtimes or default).split(","):
-        name, _, communication = label.partition(":")
+        name, _, communication = label.removesuffix(":auto").partition(":")
         if name not in RUNTIMES:
             raise ConfigError(
                 f"--{'runtimes' if options.runtimes else 'strategy'}={label}: {name!r} is not one of"
                 f" {', '.join(RUNTIMES)}, whose workers exchange data with each other."
             )
         config.replace(strategy=name, communication=communication or "auto", steps=1, epochs=0.0).validate()
-        found.append((label, [f"--strategy={name}", f"--communication={communication or 'auto'}"]))
+        found.append(
+            (label.removesuffix(":auto"), [f"--strategy={name}", f"--communication={communication or 'auto'}"])
+        )
     return found
 
 
@@ -141,7 +143,7 @@ def results_of(out: Path, label: str, workers: int) -> Path:
 
 def measure_as_worker(config: Config, options: CommOptions, names: list[str], sizes: list[int], out: Path) -> None:
     """Measures as one worker of the cluster. Raises TfdistError subclasses, among them one for a lost peer."""
-    cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
+    cluster = with_token(cluster_to_join(os.environ), os.environ, config.cluster.job_token_file)
     if cluster.role not in ("chief", "worker"):
         raise ClusterError(
             f"tfdist.comm runs on the workers, but TF_CONFIG's task type of this process is {cluster.role!r}: start it"

@@ -30,7 +30,7 @@ from tfdist.control import exit_codes
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.local_job import LocalJob
-from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.resolvers import cluster_to_join, resolve_cluster
 from tfdist.control.token import host_of, with_token
 from tfdist.diagnosis import folder_speed, gpus, interfaces, limits, meeting, packages, store_speed, trials
 from tfdist.diagnosis.findings import Finding, State, is_healthy
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     config, options = flags.parse(argv, usage=__doc__ or "", command=DoctorOptions)
     if options.workers:
         return start_workers(argv, options.workers)
-    cluster = with_token(resolve_cluster(os.environ), os.environ, config.cluster.job_token_file)
+    cluster = with_token(cluster_to_join(os.environ), os.environ, config.cluster.job_token_file)
     report = examine(config, options)
     if cluster.size < 2 or not cluster.peers or cluster.rank < 0:
         alone = list(report.findings)

@@ -17,8 +17,8 @@ joins them. With --ps=M a chief and M parameter servers are started in addition 
 chief, workers, servers; a worker that dies is then restarted alone. With --on=ray the workers run where Ray places
 them, each with its own --cpus_per_worker and --gpus_per_worker. When a node is lost they are placed again; with
 --min_workers=M on the remaining resources, and on more as soon as these are available. SIGTERM (or Ctrl-C once) lets
-the workers save and end; a second one ends them at once. SIGUSR1 lets them save and continue,
-SIGUSR2 lets them trace the next call of the step.
+the workers save and end; a second one ends them at once. SIGUSR1 lets them save and continue, SIGUSR2 lets those of
+--profile_ranks (by default rank 0) trace the next call of the step.
 """
 
 from __future__ import annotations

@@ -135,11 +135,16 @@ def model_shape(config: Config, train: list[str], input_shape: str, outputs: int
             said.rpartition(" (exit code")[0]
             or f"The model could not be counted: {' '.join(command)} reports {result.stderr[-500:]}"
         )
-    return shapes.from_json(json.loads(result.stdout.splitlines()[-1]), sample.tokens if sample else 1)
+    return shapes.from_json(json.loads(result.stdout.splitlines()[-1]), sample)
 
 
 def _samples(config: Config, options: argparse.Namespace, model: ModelShape) -> float:
     """The samples to train on, as far as --tokens, --samples or --epochs tell."""
+    if options.tokens and model.tokens == 1:
+        raise ConfigError(
+            f"--tokens={options.tokens:g}, but the samples of --source={config.data.source} are no sequences of tokens"
+            " (x one vector of integers), as far as the planner can see: give --samples instead."
+        )
     if options.tokens:
         return options.tokens / model.tokens
     if options.samples:

@@ -157,7 +157,7 @@ def run(
     above 0, the seed of perturbations of the initial weights in the last place of the type. before, more: callbacks
     before and after those of the case.
     """
-    add_rows_to_rows()  # as tfdist.init does; plain Keras mixes rows if there are as many of them as channels
+    add_rows_to_rows()  # as tfdist.init does: eagerly, plain Keras mixes rows if there are as many of them as channels
     with keras_settings.restored():
         keras_settings.forget_names()
         model = _model(case, double)

@@ -52,6 +52,9 @@ ANOTHER_CONFIGURATION = Refusal("CheckpointError", r"belongs to another configur
 NO_MULTIPLE = Refusal("CheckpointError", r"has consumed \d+ samples, not a multiple of --global_batch=")
 NOT_CARRIED = Refusal("CheckpointError", r"--compression carries errors .*: there are none in the checkpoint, and some")
 TOO_OFTEN = Refusal("DivergedError", r"became NaN or infinite before step \d+, after \d+ rollbacks")
+DRAWS = Refusal(
+    "ConfigError", r"^--deterministic guarantees that resumed runs repeat, but the step draws by tf\.random"
+)
 DRIFT = Refusal("DivergedError", r"^The weights of (rank|replica) .* differ from")
 
 
@@ -93,6 +96,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
         return SHARED
     if "running_mean" in blocks and copies > 1:
         return DRIFT
+    if "rolled" in case and "draws" in blocks:  # such runs are deterministic
+        return DRAWS
     if "rolled" in case and data_order.path_of(case).is_ended:
         return TOO_OFTEN
     return _of_what_changed(case) if "changed" in case else None

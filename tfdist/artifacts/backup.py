@@ -9,7 +9,8 @@ chief (`writes=True`) writes.
 
 resumes in the middle of an epoch, at the exact batch: the first batches of that epoch are read but not trained on
 again, and the data is advanced through the earlier epochs (data_position.py). The data must come in the same order as
-before; if they are shuffled without a seed, backups within an epoch are refused.
+before; if they are shuffled without a seed, or read with deterministic=False, backups in the middle of a pass over them
+are refused.
 """
 
 from __future__ import annotations
@@ -24,25 +25,29 @@ import numpy as np
 
 from tfdist.artifacts import backup_checks, backup_file, state
 from tfdist.artifacts.backup_folder import BackupFolder
+from tfdist.artifacts.data_order import NoOrder, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
+from tfdist.artifacts.generators_again import GeneratorsAgain
 from tfdist.artifacts.hidden_state import (
+    compiled_optimizers,
     hidden_state,
     state_beside_layers,
     state_of_optimizers,
+    state_of_other_optimizers,
     variables_of_model,
 )
 from tfdist.artifacts.resumed_epoch import AfterOthers
-from tfdist.artifacts.snapshot_folder import Snapshot
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
-from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
 
 _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
 _SLOW_SECONDS = 1.0
+_UNBUILT = "unbuilt"  # places of compiled optimizers: a GAN may not use them
 _FIT_STATE = "fit_state"  # an array of bytes: of FitState, and the history
 
 
@@ -51,7 +56,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     Args:
       backup_dir: a folder for this run alone; preferably on a fast local disk or a memory file system.
-      save_freq: "epoch", or a number of batches; then shuffled data need a seed.
+      save_freq: "epoch", or a number of batches. Where it, or steps_per_epoch, divides passes over the data, shuffled
+        data need a seed.
       double_checkpoint: also keep the backup before the last one.
       delete_checkpoint: delete all backups when training has finished.
       writes: whether this process writes; only one may.
@@ -92,11 +98,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._since = 0  # batches since the last backup
         self._to_skip = 0
         self._is_slow = False  # which has been said
-        self._shuffled_by: list = []  # see RunningFit.shuffled_by
+        self._no_order: NoOrder | None = None
+        self._shuffled_by: list = []
         self._at_first, self._beside = [], []  # variables of the model, and beside its layers, when training began
         self._fit_state, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
         self._assign_again: Callable[[], None] = lambda: None  # assigns all variables once more
+        self.generators = GeneratorsAgain()
 
     @property
     def _trained(self) -> Any:
@@ -108,26 +116,29 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
-        self._at_first = variables_of_model(model)
-        self._beside = state_beside_layers(model, hidden_state(model))
-        self._restored, self._others = None, AfterOthers(self)
+        others = state_of_other_optimizers(model)
+        self._at_first = [*variables_of_model(model), *others]
+        self._beside = [*state_beside_layers(model, hidden_state(model)), *others]
+        self._restored, self.generators, self._others = None, GeneratorsAgain(), AfterOthers(self)
         fit = RunningFit.of(model)
-        may_restore = self._others.join(fit.values["callbacks"])
-        newest = self._newest()
+        callbacks = fit.values["callbacks"]
+        may_restore = self._others.join(callbacks)
+        backups = [each for each in callbacks.callbacks if isinstance(each, BackupAndRestore) and each is not self]
+        newest = self._backups.newest([each._backups for each in backups])
+        self._step = 0 if newest is None else newest.step  # also if another backup is restored: new ones come after it
         snapshot = newest if may_restore else None
-        if fit.has_no_seed():
-            batch = snapshot.manifest["batch"] if snapshot is not None else 0
-            backup_checks.refuse_without_seed(self.backup_dir, batch, self.save_freq, (self.params or {}).get("steps"))
-        self._shuffled_by = fit.shuffled_by()
+        self._shuffled_by = shuffled_by(fit.iterator.data_adapter)
+        written_by = 1 if snapshot is None else snapshot.manifest.get("fit", 1)
+        backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
+        manifest = None if snapshot is None else snapshot.manifest
+        self._no_order = backup_checks.refuse_lost_order(self.backup_dir, manifest, fit, self.save_freq)
         if snapshot is None:
             return
         self._others.has_restored = True
-        written_by = snapshot.manifest.get("fit", 1)
-        backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
-        backup_checks.refuse_another_order(self.backup_dir, snapshot.manifest, self._shuffled_by)
         backup_checks.refuse_between_executions(self.backup_dir, snapshot.manifest["batch"], model.steps_per_execution)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        for place, each in enumerate(compiled_optimizers(model)):
+            if not each.built and place not in snapshot.manifest.get(_UNBUILT, ()):
+                each.build(model.trainable_variables)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         held = arrays.pop(_FIT_STATE, None)  # earlier versions did not write it
@@ -139,11 +150,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             state.assign, state.collect(model, model.optimizer, self._train(has_drawn)), arrays
         )
         self._assign_again()
-        self._step, self._epoch = snapshot.step, snapshot.manifest["epoch"]
+        self._epoch = snapshot.manifest["epoch"]
+        self.generators = GeneratorsAgain(snapshot.manifest["generators"])
+        self.generators.before_reading()
         if fit.go_to(self._epoch, snapshot.manifest["ends"]):
             self._assign_again()  # reading may have drawn from Keras' global generator
-        else:
-            state.restore_generator_states(snapshot.manifest["generators"])  # otherwise reading has drawn from them
+        self.generators.after_reading()
         if not snapshot.manifest["batch"]:
             keras_trainer.begin_an_epoch_of_metrics(model)
         if self._restored and self._restored["stopped"]:
@@ -154,21 +166,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if count := snapshot.manifest["batch"]:
             self._to_skip = count
             self._others.pass_over(count, metrics)
-
-    def _newest(self) -> Snapshot | None:
-        """Returns the newest valid backup. Those that are damaged are told and set aside: else they would count as the
-        newest, and later ones would be removed. Raises CheckpointError if only damaged ones are there."""
-        found, damaged = self.store.newest_valid()
-        if damaged and found is None:
-            raise CheckpointError(
-                f"No backup in {self.backup_dir} is valid ({'; '.join(damaged)}): remove it to start from the"
-                " beginning, or name another folder."
-            )
-        for reason in damaged:
-            say(f"skipped a backup: {reason}")
-        if self.writes:
-            self.store.set_aside_damaged()
-        return found
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0
@@ -185,25 +182,30 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def begin_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
         """Restores the state of the other callbacks, and the history, once all of them have begun."""
         self._fit_state = FitState(others, says=self.writes)
-        self._fit_state.begin(self._trained)
+        self._fit_state.begin(self._trained, self._restored)
         if self._restored is not None:
             self._restore_fit_state()
             if self._to_skip:  # for after_skipping; a copy, as callbacks change what they hold
                 self._restored |= backup_file.parse(backup_file.to_bytes(self._fit_state.whole()))
         if not self._to_skip:
+            self.generators.restore()
             self._forget()
 
     def after_batch(self, batch: int) -> None:
         """Saves, when all other callbacks have seen the end of the batch."""
-        batches = batch + 1 - self._seen  # more than one with steps_per_execution
-        self._step, self._seen, self._since = self._step + batches, batch + 1, self._since + batches
         steps = (self.params or {}).get("steps")
-        is_last = steps is not None and self._seen >= steps  # then the end of the epoch comes first
-        if self._is_due() and not is_last and not self._trained.stop_training:
+        seen = int(batch) + 1  # which may be a number of NumPy's
+        seen = seen if steps is None else min(seen, steps)  # Keras counts the last execution as a whole one
+        batches = seen - self._seen  # more than one with steps_per_execution
+        self._step, self._seen, self._since = self._step + batches, seen, self._since + batches
+        is_last = seen == steps  # then the end of the epoch comes first
+        if self._is_due() and not is_last and self._no_order is None and not self._trained.stop_training:
             self._save(self._epoch, self._seen)
 
     def after_skipping(self) -> None:
         """Restores everything once more: callbacks have seen the beginning of the resumed epoch twice."""
+        self.generators.after_reading()
+        self.generators.restore()
         self._assign_again()
         if self._restored is not None:
             self._restore_fit_state()
@@ -212,13 +214,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _forget(self) -> None:
         """Frees the memory for what was restored: a whole model."""
-        self._restored, self._assign_again = None, lambda: None
+        self._restored, self.generators, self._assign_again = None, GeneratorsAgain(), lambda: None
 
     def after_epoch(self, epoch: int) -> None:
         """As after_batch, for the end of an epoch."""
         self._seen = 0
         if not self._period or self._is_due():
             self._save(epoch + 1, 0)
+        else:
+            self._fit_state.look(self._trained)
 
     def after_all(self) -> None:
         """Removes the backup, when all other callbacks have seen the end of training."""
@@ -262,6 +266,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "epoch": epoch,
                 "batch": batch,
                 "shuffled_by": self._shuffled_by,
+                _UNBUILT: [place for place, each in enumerate(compiled_optimizers(self._trained)) if not each.built],
                 "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),
                 "ends": RunningFit.of(self._trained).ends(),

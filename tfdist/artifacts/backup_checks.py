@@ -1,4 +1,5 @@
-"""Checks the target of a restored backup: a model that is built, in the fit that wrote the backup.
+"""Checks the target of a restored backup: a model that is built, in the fit that wrote the backup, and data in the same
+order.
 
 A program may call fit several times with one folder. If it is killed in its second fit and started again, its first fit
 would find the backup of the second. If backups are kept, this is intended: each fit resumes from what is there.
@@ -7,17 +8,27 @@ would find the backup of the second. If backups are kept, this is intended: each
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 
-from tfdist.artifacts.hidden_state import metrics_held, variables_of_metrics, variables_of_model
+from tfdist.artifacts.data_order import NoOrder, no_order, other_seeds, seeded_shuffles, shuffled_by
+from tfdist.artifacts.data_position import RunningFit
+from tfdist.artifacts.hidden_state import (
+    metrics_held,
+    state_of_other_optimizers,
+    variables_of_metrics,
+    variables_of_model,
+)
 from tfdist.artifacts.state import name_of, tf_variable
 from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 _ended: collections.Counter[str] = collections.Counter()  # finished fits of this process, by name of their backup
+# The fits with a backup that have read a shuffled dataset: name of the backup, number of the fit -> its iterator.
+_readers: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 def number(backup: str) -> int:
@@ -53,24 +64,37 @@ def refuse_between_executions(backup: str, batch: int, steps_per_execution: int)
         )
 
 
-def refuse_without_seed(backup: str, batch: int, save_freq: int | str, steps: int | None) -> None:
-    """For a fit to data that are shuffled without a seed: raises CheckpointError if the backup to be restored was saved
-    after `batch` batches of an epoch, and ConfigError if a backup would be: the resumed fit would draw another order.
+def refuse_lost_order(
+    backup: str, manifest: Mapping[str, Any] | None, fit: RunningFit, save_freq: int | str
+) -> NoOrder | None:
+    """Raises CheckpointError or ConfigError if the order of the data is not known where it counts: in the middle of a
+    pass over them, where this fit is to go on, or where it would save. Returns why it is not known elsewhere.
 
-    steps: the number of batches of an epoch, if it is known."""
-    if batch:
-        raise CheckpointError(
-            f"{backup} was saved after {batch} batches of an epoch, but the data are shuffled without a seed, so that"
-            " the other batches of this epoch cannot be found again: set the seed of the fit that wrote it, or remove"
-            " the backup to start from the beginning."
-        )
-    if isinstance(save_freq, int) and (not steps or save_freq % steps):
-        raise ConfigError(
-            f"BackupAndRestore(save_freq={save_freq}) saves within an epoch, but the data are shuffled without a seed,"
-            " so that a resumed fit would take some samples twice and others never: call"
-            " keras.utils.set_random_seed(1) before the data are made (a dataset can have its own,"
-            ' shuffle(n, seed=1)), or give save_freq="epoch".'
-        )
+    manifest: that of the backup to be restored, if there is one."""
+    adapter, goes_on = fit.iterator.data_adapter, False
+    order = no_order(adapter)
+    if manifest is not None:
+        goes_on = manifest["batch"] > 0 or fit.begins_within_a_pass(manifest["epoch"], manifest["ends"])
+        if goes_on and (other := order or other_seeds(manifest.get("shuffled_by"), shuffled_by(adapter))) is not None:
+            refuse_another_order(backup, other, manifest["batch"], fit.iterator.steps_per_epoch)
+    if order is not None and fit.saves_within_a_pass(save_freq):
+        refuse_without_order(order, fit, save_freq)
+    refuse_data_in_use(backup, fit, goes_on or fit.saves_within_a_pass(save_freq))
+    return order
+
+
+def refuse_without_order(order: NoOrder, fit: RunningFit, save_freq: int | str) -> None:
+    """Raises ConfigError: backups would be saved in the middle of passes over data that come in another order in a
+    resumed fit."""
+    if fit.begins_within_a_pass(fit.values["initial_epoch"] + 1):
+        where, instead = f"steps_per_epoch={fit.iterator.steps_per_epoch} ends epochs within a pass over the data", ""
+    else:
+        where = f"BackupAndRestore(save_freq={save_freq}) saves within an epoch"
+        instead = ', or give save_freq="epoch"'
+    raise ConfigError(
+        f"{where}, but the data {order.why}: a resumed fit would take some samples twice and others never:"
+        f" {order.fix}{instead}."
+    )
 
 
 def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
@@ -78,26 +102,49 @@ def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
     have them when it is restored. Metrics may make theirs late: Keras resets them at each epoch."""
     metrics = [*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)]
     known = {id(tf_variable(each)) for each in (*at_first, *variables_of_metrics(metrics))}
-    later = [each for each in variables_of_model(model) if id(tf_variable(each)) not in known]
+    present = [*variables_of_model(model), *state_of_other_optimizers(model)]
+    later = [each for each in present if id(tf_variable(each)) not in known]
     if later:
         raise ConfigError(
             f"The variable {name_of(later[0])} of {type(model).__name__} was made after fit had begun (by a layer that"
-            " is used only in training, or by a loss that is called), so that a resumed fit could not restore it: make"
-            " it before fit (build all layers, for example by model(x, training=True); or in a constructor), or train"
+            " is used only in training, by a loss that is called, or by an optimizer beside the compiled one), so that"
+            " a resumed fit could not restore it: make it before fit (build all layers, for example by"
+            " model(x, training=True), and such an optimizer by its build(variables); or in a constructor), or train"
             " without BackupAndRestore."
         )
 
 
-def refuse_another_order(backup: str, manifest: Mapping[str, Any], shuffled_by: list) -> None:
-    """Raises CheckpointError if the backup was saved within an epoch, of data that were shuffled by other numbers than
-    `shuffled_by`, those of the running fit: the other batches of that epoch could not be found again."""
-    batch, before = manifest["batch"], manifest.get("shuffled_by", shuffled_by)  # earlier versions did not write it
-    if batch and before != shuffled_by:
-        raise CheckpointError(
-            f"{backup} was saved after {batch} batches of an epoch, whose data were shuffled with another seed, so that"
-            " the other batches of this epoch cannot be found again: set the seed of the fit that wrote it"
-            " (keras.utils.set_random_seed before the data are made), or remove the backup to start from the beginning."
-        )
+def refuse_another_order(backup: str, order: NoOrder, batch: int, steps_per_epoch: int | None) -> None:
+    """Raises CheckpointError: a pass over the data, in the middle of which the backup was saved, would go on in another
+    order. batch: the number of batches of its epoch after which it was saved; 0: of all."""
+    whole = f"an epoch that ends within a pass (steps_per_epoch={steps_per_epoch})"
+    where = f"{batch} batches of an epoch" if batch else whole
+    again = f"{order.again}, or " if order.again else ""
+    raise CheckpointError(
+        f"{backup} was saved after {where}, but the data {order.why}, so the other batches of this pass cannot be found"
+        f" again: {again}remove the backup to start from the beginning."
+    )
+
+
+def refuse_data_in_use(backup: str, fit: RunningFit, is_within_a_pass: bool) -> None:
+    """Raises ConfigError if a fit that was interrupted in this process has read the same object, which draws the next
+    order for each iterator made of it, where the order counts.
+
+    is_within_a_pass: whether this fit saves, or goes on, in the middle of a pass over the data."""
+    for dataset in seeded_shuffles(fit.iterator.data_adapter):
+        readers = _readers.setdefault(dataset, {})
+        interrupted = [
+            name
+            for (name, at), iterator in readers.items()
+            if number(name) == at and iterator() is not fit.iterator  # a fit may have several backups
+        ]
+        if interrupted and is_within_a_pass:
+            raise ConfigError(
+                f"A fit with a backup in {interrupted[0]} was interrupted, and its dataset now comes in another order"
+                " than it would in a new process, so that a resumed fit would take some samples twice and others never:"
+                " make the dataset anew (run the lines again that call shuffle) before fit."
+            )
+        readers[backup, number(backup)] = weakref.ref(fit.iterator)
 
 
 def refuse_unbuilt(model: keras.Model) -> None:

@@ -12,6 +12,7 @@ import collections
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def parts_of(value: Any) -> tuple[bytes, ...]:
     arrays = _Arrays()
     text = json.dumps(_encoded(value, arrays)).encode()
     return (text, *(array.tobytes() for array in arrays))
+
+
+def value_of(parts: Sequence[bytes]) -> Any:
+    """The inverse of `parts_of`."""
+    text, *arrays = parts
+    return _decoded(json.loads(text), memoryview(b"".join(arrays)))
 
 
 def write(path: Path, value: Any) -> None:

@@ -13,8 +13,10 @@ import numpy as np
 
 from tfdist.artifacts.manifest import CRC
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.snapshot_folder import FolderOptions, SnapshotFolder
+from tfdist.artifacts.snapshot_folder import FolderOptions, Snapshot, SnapshotFolder
 from tfdist.artifacts.writer import SnapshotWriter
+from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.terminal import say
 
 
 class BackupFolder:
@@ -40,6 +42,26 @@ class BackupFolder:
         self.retention = Retention(2 if two else 1)
         self.writer = SnapshotWriter(self.store, self.retention)
         self._writes, self._delete_at_end = writes, delete_at_end
+
+    def newest(self, others: Sequence[BackupFolder] = ()) -> Snapshot | None:
+        """Returns the newest valid backup. Those that are damaged are told and set aside: else they would count as the
+        newest, and later ones would be removed. Raises CheckpointError if only damaged ones are there, and no valid one
+        in any of the `others`, from which the same fit can be resumed."""
+        found, damaged = self.store.newest_valid()
+        if damaged and found is None:
+            in_others = [each.store.newest_valid() for each in others]
+            if not any(valid for valid, _ in in_others):
+                folders = " and ".join(each.store.directory for each in (self, *others) if each.store.steps())
+                reasons = "; ".join([*damaged, *(reason for _, reasons in in_others for reason in reasons)])
+                raise CheckpointError(
+                    f"No backup in {folders} is valid ({reasons}): remove {folders} to start from the beginning, or"
+                    " name another folder."
+                )
+        for reason in damaged:
+            say(f"skipped a backup: {reason}")
+        if self._writes:
+            self.store.set_aside_damaged()
+        return found
 
     def back_up(self, step: int, arrays: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
         """Writes arrays, which must not change any more, in the background."""

@@ -16,9 +16,10 @@ from tfdist.compat.code_origin import is_of_keras, package_of
 
 Facts = dict[str, tuple[Any, ...]]  # name of an attribute -> facts that tell whether it has changed
 Path = tuple[Any, ...]  # name of the callback, of its attribute, then keys and places in containers
-# append_header: whether a CSV file already has its header.
+KNOWN = "_tfdist_known"  # an attribute: what fits know of a callback (fit_state.py)
 _OF_TENSORBOARD = ("_global_train_batch", "_global_test_batch")  # the steps of its points
-_NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header")
+# append_header: whether a CSV file already has its header.
+_NOT_STATE = ("model", "_model", "params", "_params", "validation_data", "append_header", KNOWN)
 
 
 def state_of(callback: keras.callbacks.Callback) -> dict[str, Any]:
@@ -97,18 +98,26 @@ def _of_value(value: Any, before: tuple[Any, ...] | None) -> tuple[int, tuple[by
     return items, () if before is not None and before[0] != items else backup_file.parts_of(value)
 
 
-def changed(state: dict[str, Any], now: Facts, first: Facts) -> dict[str, Any]:
+def changed(state: dict[str, Any], now: Facts, first: Facts, known: Collection[str] = frozenset()) -> dict[str, Any]:
     """The attributes that have changed, and so are not settings: a program that is started again with another patience
-    shall use the new one. now, first: by `facts_of`."""
-    return {name: value for name, value in state.items() if now[name] != first.get(name)}
+    shall use the new one. now, first: by `facts_of`. known: attributes that are no settings, whatever they are now."""
+    return {name: value for name, value in state.items() if name in known or now[name] != first.get(name)}
 
 
-def deleted(callbacks: Sequence[keras.callbacks.Callback], first: Sequence[Facts]) -> list[list[str]]:
-    """For each callback, the attributes that it had and no longer has. first: by `facts_of`."""
+def deleted(callbacks: Sequence[keras.callbacks.Callback], before: Sequence[Collection[str]]) -> list[list[str]]:
+    """For each callback, the attributes that it had and no longer has. before: their names, such as by `facts_of`."""
     return [
-        [name for name in facts if name not in attributes]
-        for attributes, facts in zip(map(_attributes, callbacks), first, strict=True)
+        [name for name in names if name not in attributes]
+        for attributes, names in zip(map(_attributes, callbacks), before, strict=True)
     ]
+
+
+def values_in(facts: Facts, names: Collection[str]) -> tuple[dict[str, Any], list[Sequence[Path]]]:
+    """Returns (the values of the named attributes when the facts were found, the places that shared one object with
+    them). facts: by `facts_of`, without earlier ones."""
+    found = {name: facts[name] for name in names if name in facts}
+    values = {name: backup_file.value_of(parts) for name, (_, parts, _) in found.items()}
+    return values, [paths for _, _, elsewhere in found.values() for paths in elsewhere]
 
 
 def names_of(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:

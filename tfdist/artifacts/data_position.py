@@ -11,9 +11,8 @@ these, only the batches of the current pass are read.
 from __future__ import annotations
 
 import inspect
-import random
+import math
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_epochs, tensorflow_data, tensorflow_random
+from tfdist.compat import keras_epochs, tensorflow_data
 from tfdist.compat.keras_epochs import EpochIterator
 from tfdist.control.exit_codes import CheckpointError
-from tfdist.control.terminal import say
 
 # Datasets whose iterators always start afresh, whatever earlier iterators have read. Not `repeat`: a shuffle in it
 # draws an order whenever a pass ends. Not `cache`: it keeps the order of the first pass.
@@ -53,6 +51,8 @@ _INDEPENDENT = {
     "InterleaveDataset",
     "ParallelInterleaveDataset",
 }
+# Those with one element for each of their input.
+_ONE_FOR_ONE = {"MapDataset", "ParallelMapDataset", "PrefetchDataset", "OptionsDataset"}
 # Stateful operations allowed in their functions: calls, files, and random numbers, which start afresh with each
 # iterator.
 _ANEW = {
@@ -98,27 +98,35 @@ class RunningFit:
             "The backup works with Keras' own fit, which this model does not use: save and restore in your own loop."
         )
 
-    def has_no_seed(self) -> bool:
-        """Whether the training data are shuffled without a seed, as far as this can be seen: another process draws
-        another order."""
-        return _has_no_seed(self.values["epoch_iterator"].data_adapter)
+    @property
+    def iterator(self) -> EpochIterator:
+        """The iterator over the training data; each fit makes one."""
+        return self.values["epoch_iterator"]
 
-    def shuffled_by(self) -> list:
-        """The seeds by which the training data are shuffled, as far as they can be seen; JSON to be saved. By the same
-        ones another process draws the same order."""
-        adapter = self.values["epoch_iterator"].data_adapter
-        if (read := keras_epochs.dataset_of(adapter)) is not None:
-            return [seeds for each in tensorflow_data.with_inputs(read) if (seeds := tensorflow_data.seeds_of(each))]
-        if keras_epochs.shuffles_arrays(adapter):
-            return [tensorflow_random.global_seed()]
-        # By Python's random numbers, whose seed cannot be seen.
-        return [zlib.crc32(repr(random.getstate()).encode())] if keras_epochs.shuffles_pages(adapter) else []
+    def begins_within_a_pass(self, epoch: int, ends: Mapping[str, int | None] | None = None) -> bool:
+        """Whether this fit has an epoch of this number, and goes on in it with a pass over the data that an earlier
+        epoch has begun. ends: see `go_to`."""
+        steps, execution = self.iterator.steps_per_epoch, self.iterator.steps_per_execution
+        past = epoch - self.values["initial_epoch"]
+        if not steps or past <= 0 or epoch >= self.values["epochs"]:
+            return False
+        of_an_epoch = math.ceil(steps / execution) * execution  # batches
+        adapter = self.iterator.data_adapter
+        if length := adapter.num_batches or (ends or {}).get("training"):
+            past %= math.ceil(length / of_an_epoch)  # when the data end, the epoch ends
+        return bool(past * of_an_epoch % (_repeated(adapter) or length or math.inf))
+
+    def saves_within_a_pass(self, save_freq: int | str) -> bool:
+        """Whether backups are saved, after so many batches or each epoch, in the middle of passes over the data."""
+        steps = self.iterator.num_batches
+        within_an_epoch = isinstance(save_freq, int) and bool(not steps or save_freq % steps)
+        return within_an_epoch or self.begins_within_a_pass(self.values["initial_epoch"] + 1)
 
     def ends(self) -> dict[str, int | None]:
         """The batch at which the data ended, if its length was not known before; JSON to be saved."""
         evaluated = keras_epochs.validation_iterator(self.model)
         return {
-            "training": keras_epochs.batches_in_an_epoch(self.values["epoch_iterator"]),
+            "training": keras_epochs.batches_in_an_epoch(self.iterator),
             "validation": evaluated and keras_epochs.batches_in_an_epoch(evaluated),
         }
 
@@ -127,7 +135,7 @@ class RunningFit:
 
         Call when training begins. ends: the result of `ends` in the run that is resumed.
         """
-        values, training = self.values, _Passes(self.values["epoch_iterator"], ends["training"])
+        values, training = self.values, _Passes(self.iterator, ends["training"])
         validation = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user has seen before that data ran out
@@ -190,14 +198,8 @@ class _Passes:
     def read_the_rest(self) -> None:
         """Reads the remaining batches of the current pass, if it is to be continued."""
         present = keras_epochs.present_pass(self.iterator)
-        goes_on = self.iterator.steps_per_epoch and present is not None
-        if goes_on and not self.reads and self._pass is not None and self._pass is present:
+        if self.iterator.steps_per_epoch and not self.reads and self._pass is not None and self._pass is present:
             _read(self._pass, self._unread)
-        if goes_on and (self._unread or self.reads) and _has_no_seed(self.iterator.data_adapter):
-            say(
-                "the data is shuffled without a seed: the rest of the interrupted pass comes in another order, so its"
-                " samples may come twice or not at all. Call keras.utils.set_random_seed before the data is created."
-            )
 
 
 def _read(batches: Iterator, count: int) -> None:
@@ -224,14 +226,18 @@ def _are_independent(adapter: Any) -> bool:
 def _begins_anew(function: Any) -> bool:
     """Whether a function of a dataset keeps no state from one iterator to the next."""
     graph = function.function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
     known = {called.signature.name for called in graph.library.function}
-    return not any(map(tensorflow_data.is_stateful, {node.op for node in nodes} - known - _ANEW))
+    operations = {node.op for node in tensorflow_data.nodes_of(graph)}
+    return not any(map(tensorflow_data.is_stateful, operations - known - _ANEW))
 
 
-def _has_no_seed(adapter: Any) -> bool:
+def _repeated(adapter: Any) -> int | None:
+    """The number of batches after which the data are repeated; None: not known, or they are not."""
     read = keras_epochs.dataset_of(adapter)
-    if read is not None:
-        return any(map(tensorflow_data.shuffles_without_a_seed, tensorflow_data.with_inputs(read)))
-    shuffles = keras_epochs.shuffles_arrays(adapter) or keras_epochs.shuffles_pages(adapter)
-    return shuffles and tensorflow_random.global_seed() is None
+    found = iter(()) if read is None else tensorflow_data.with_inputs(read)
+    for dataset in found:
+        if tensorflow_data.kind(dataset) == "RepeatDataset":
+            return max(int(next(found).cardinality()), 0) or None
+        if tensorflow_data.kind(dataset) not in _ONE_FOR_ONE:
+            break
+    return None

@@ -5,6 +5,7 @@ Both backups hold it: BackupAndRestore of a plain fit (backup.py), and that of t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import keras
 import numpy as np
 
 from tfdist.artifacts import backup_file, callback_state, plain_attributes
+from tfdist.compat.kept_attributes import kept_on
 from tfdist.control.terminal import say
 
 
@@ -28,6 +30,19 @@ def storable_history(history: Mapping[str, Sequence[Any]]) -> dict[str, list[Any
     return found
 
 
+@dataclasses.dataclass
+class _Known:
+    """What the fits of this process know of the attributes of a callback, or of the model. It is kept there: another
+    backup of the same fit, or the fit that resumes an interrupted one, may get the same objects.
+
+    first: facts that tell whether they have changed since the last fit began. state: the names of those that a fit has
+    changed or restored: they are state, whatever their values are later. The others are settings.
+    """
+
+    first: Any
+    state: set = dataclasses.field(default_factory=set)
+
+
 class FitState:
     """Collects and restores the state.
 
@@ -37,24 +52,55 @@ class FitState:
     def __init__(self, others: Sequence[keras.callbacks.Callback], *, says: bool = True):
         self._others, self._says = others, says
         self._reported: list[str] = []  # attributes
-        self._at_first: list[callback_state.Facts] = []  # of each other callback
-        self._model_at_first: plain_attributes.Values = []
+        self._known: list[_Known] = []  # of each other callback
+        self._known_model = _Known([])
         self._model_before: plain_attributes.Values = []  # at the last call of `fields`
 
-    def begin(self, model: keras.Model) -> None:
+    def begin(self, model: keras.Model, restored: Mapping[str, Any] | None = None) -> None:
         """Notes what everything is like at first: `fields` has the attributes that change. Call before `restore`, when
-        all callbacks have begun."""
+        all callbacks have begun. restored: what `restore` will be given."""
+        self._known = [kept_on(each, callback_state.KNOWN, lambda: _Known({})) for each in self._others]
+        self._known_model = kept_on(model, callback_state.KNOWN, lambda: _Known([]))
+        if restored is not None:
+            self._put_back(model, restored)
         states, shared = self._states(), callback_state.shared_in(self._others)
-        self._at_first = callback_state.facts_of(self._others, states, shared)
-        self._model_at_first = plain_attributes.values_of(model)
+        for known, facts in zip(self._known, callback_state.facts_of(self._others, states, shared), strict=True):
+            known.first = facts
+        self._known_model.first = plain_attributes.values_of(model)
+
+    def _put_back(self, model: keras.Model, restored: Mapping[str, Any]) -> None:
+        """What the backup holds is state from now on. Other state had not changed when the backup was written: gives it
+        the value that it had when the interrupted fit began."""
+        held, without = self._by_name(restored)
+        states, later, shared = {}, {}, []
+        for known, name in zip(self._known, callback_state.names_of(self._others), strict=True):
+            in_backup = {*held.get(name, ()), *without.get(name, ())}
+            missing, known.state = known.state - in_backup, known.state | in_backup
+            states[name], places = callback_state.values_in(known.first, missing)
+            later[name] = list(missing - known.first.keys())
+            shared += places
+        callback_state.restore(self._others, states, shared, later)
+        known, in_backup = self._known_model, plain_attributes.keys(restored["attributes"])
+        plain_attributes.restore(model, plain_attributes.those(known.first, known.state - in_backup))
+        known.state |= in_backup
+
+    def look(self, model: keras.Model) -> None:
+        """Notes which attributes have changed, between two calls of `fields`."""
+        self.fields(model)
 
     def fields(self, model: keras.Model) -> dict[str, Any]:
         """Returns the state: values that backup_file.py can store. Their names are those of BackupContent."""
         states, shared = self._states(), callback_state.shared_in(self._others)
-        now = callback_state.facts_of(self._others, states, shared, self._at_first)
+        first, known = [each.first for each in self._known], [each.state for each in self._known]
+        now = callback_state.facts_of(self._others, states, shared, first)
+        changed = list(map(callback_state.changed, states, now, first, known))
+        before = [sorted(facts.keys() | names) for facts, names in zip(first, known, strict=True)]
+        deleted = callback_state.deleted(self._others, before)
+        for names, there, gone in zip(known, changed, deleted, strict=True):
+            names.update(there, gone)
         return {
-            "callbacks": list(map(callback_state.changed, states, now, self._at_first)),
-            "deleted": callback_state.deleted(self._others, self._at_first),
+            "callbacks": changed,
+            "deleted": deleted,
             "callback_names": callback_state.names_of(self._others),
             "shared": shared,
             "attributes": self._changed_attributes(model),
@@ -70,11 +116,15 @@ class FitState:
 
     def restore(self, model: keras.Model, fields: Mapping[str, Any]) -> None:
         """Restores what `fields` returned, perhaps in an earlier version without some of the entries."""
-        names = fields["callback_names"] or callback_state.names_of(self._others)
-        held = dict(zip(names, fields["callbacks"], strict=False))
-        without = dict(zip(names, fields["deleted"], strict=False))
+        held, without = self._by_name(fields)
         callback_state.restore(self._others, held, fields["shared"], without)
         plain_attributes.restore(model, fields["attributes"])
+
+    def _by_name(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns (attributes, names of deleted attributes), both by the name of their callback."""
+        names = fields["callback_names"] or callback_state.names_of(self._others)
+        held = dict(zip(names, fields["callbacks"], strict=False))
+        return held, dict(zip(names, fields["deleted"], strict=False))
 
     def _states(self) -> list[dict[str, Any]]:
         """Returns the state of each other callback; logs once which attributes are not held."""
@@ -94,8 +144,9 @@ class FitState:
     def _changed_attributes(self, model: keras.Model) -> dict[str, dict[str, Any]]:
         """Returns the plain attributes of the model that have changed; logs once that a compiled step does not see
         them."""
-        now, before = plain_attributes.values_of(model), self._model_before
-        changed, self._model_before = plain_attributes.changed(now, self._model_at_first), now
+        now, before, known = plain_attributes.values_of(model), self._model_before, self._known_model
+        changed, self._model_before = plain_attributes.changed(now, known.first, known.state), now
+        known.state |= plain_attributes.keys(changed)
         # The first time layers may have set them while they were traced.
         since = plain_attributes.names(model, plain_attributes.changed(now, before)) if before else []
         if not model.run_eagerly and (names := self._unreported(since)):

@@ -24,6 +24,7 @@ _DEPTH_BESIDE = 8  # the same for objects that are not layers, which are few
 _MOST = 10_000  # entries of a list that are searched: longer lists are data
 # Packages of objects that contain nothing of the user's.
 _NOT_OWN = ("keras", "tensorflow", "tfdist", "numpy", "builtins", "functools", "inspect", "enum", "_thread")
+_OF_TENSORS = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
 _TRACKED = (keras.Layer, keras.random.SeedGenerator)  # Keras tracks these in layers
 _PLAIN = {bool, int, float, str, bytes, type(None)}  # types of most attributes: testing for them first saves time
 
@@ -47,7 +48,8 @@ def hidden_state(layer: keras.Layer) -> list[tf.Variable]:
 def _variables_among(layer: keras.Layer, held: Sequence[Any]) -> list[tf.Variable]:
     if not held:
         return []
-    known = {id(keras_variables.stored_value(one)) for one in layer.variables}  # variables of --zero=3 have none
+    # Variables of --zero=3 have none. An optimizer of a class of the user's own is searched like any object.
+    known = {id(keras_variables.stored_value(one)) for one in (*layer.variables, *_of_compiled(layer))}
     known |= {id(state) for state in _generators_among(held)}
     return [each for each in held if isinstance(each, tf.Variable) and id(each) not in known]
 
@@ -86,19 +88,61 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
 
 
 def state_of_optimizers(model: keras.Model) -> list[tf.Variable]:
-    """The variables in the compiled optimizer that Keras does not know of, and that do not belong to the model. It may
-    make them with the others, in the first step."""
+    """The variables in the compiled optimizer, and in those that it holds, that its `variables` lack, and that do not
+    belong to the model. It may make them with the others, in the first step."""
     of_optimizers, counted = _optimizers(model)
     known = set(map(id, map(keras_variables.stored_value, counted)))
     return [each for each in held_by(of_optimizers) if id(each) not in known]
 
 
+def state_of_other_optimizers(model: keras.Model) -> list[tf.Variable]:
+    """The variables of optimizers that the model keeps beside the compiled one, as a GAN does, but for those of
+    `variables_of_model`."""
+    compiled = getattr(model, "optimizer", None)
+    others = [each for each in keras_trainer.optimizers_of(model) if each is not compiled]
+    if not others:
+        return []
+    counted = map(keras_variables.stored_value, (*model.variables, *_of_compiled(model)))
+    known = set(map(id, (*counted, *hidden_state(model), *state_of_optimizers(model))))
+    return [each for each in held_by(_attributes_of(_with_held(others))) if id(each) not in known]
+
+
 def _optimizers(model: keras.Model) -> tuple[list[Any], list[keras.Variable]]:
     """Returns (what the attributes of the compiled optimizer and of those inside it hold, the variables that the model
-    and these optimizers know)."""
-    optimizers = keras_optimizers.with_inner(getattr(model, "optimizer", None))
-    held = [value for each in optimizers for value in vars(each).values()]
-    return held, [*model.variables, *(one for each in optimizers for one in each.variables)]
+    and the compiled optimizer know)."""
+    return _attributes_of(compiled_optimizers(model)), [*model.variables, *_of_compiled(model)]
+
+
+def _of_compiled(model: keras.Layer) -> list[keras.Variable]:
+    """The variables that the compiled optimizer of the model knows; none for a layer."""
+    compiled = getattr(model, "optimizer", None)
+    return list(compiled.variables) if isinstance(compiled, keras.optimizers.Optimizer) else []
+
+
+def compiled_optimizers(model: keras.Model) -> list[keras.Optimizer]:
+    """The compiled optimizer, and those that it holds."""
+    return _with_held(keras_optimizers.with_inner(getattr(model, "optimizer", None)))
+
+
+def _with_held(optimizers: Sequence[keras.Optimizer]) -> list[keras.Optimizer]:
+    """The optimizers, and those that they hold under any name."""
+    found: dict[int, Any] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            if id(value) not in found:
+                found[id(value)] = value
+                look(list(vars(value).values()), _DEPTH)
+        elif isinstance(value, (list, tuple, dict)) and depth:
+            for each in value.values() if isinstance(value, dict) else value:
+                look(each, depth - 1)
+
+    look(list(optimizers), _DEPTH)
+    return list(found.values())
+
+
+def _attributes_of(optimizers: Sequence[keras.Optimizer]) -> list[Any]:
+    return [value for each in optimizers for value in vars(each).values()]
 
 
 def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
@@ -140,6 +184,23 @@ def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
     """The metrics that the layer, or a layer inside it, holds; they are local to a worker."""
     return [each for each in _held(layer) if isinstance(each, keras.metrics.Metric)]
+
+
+def tensors_in(value: Any) -> list[tf.Tensor]:
+    """The tensors in a value: in containers, and in objects of the user's own classes; not in layers."""
+    return [] if type(value) in _PLAIN else list(_tensors_in(value, _DEPTH, set()))
+
+
+def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[tf.Tensor]:
+    if isinstance(value, tf.Tensor):
+        yield value
+    elif isinstance(value, _OF_TENSORS):
+        yield from tf.nest.flatten(value, expand_composites=True)
+    elif type(value) not in _PLAIN and not isinstance(value, keras.Layer) and id(value) not in seen and depth:
+        seen.add(id(value))
+        is_container = isinstance(value, (list, tuple, dict))
+        for each in _parts(value):
+            yield from _tensors_in(each, depth if is_container else depth - 1, seen)
 
 
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.metrics.Metric]:

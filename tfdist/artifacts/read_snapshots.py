@@ -5,7 +5,6 @@ snapshots that are removed meanwhile.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,12 +35,16 @@ def bring_for_reading(
     with as_sentence(), copies_changed(Path(store.directory).parent):
         stored = RemoteSnapshots(objects, store, Retention(1))
         there = stored.steps()
+        store.clean()  # what killed readers left
         _forget_others(objects, store, there, step)
         if step >= 0 and step not in store.steps():
             must_be_of(step, there, objects.url)
             stored.bring(step)
         elif step < 0 and max(there, default=-1) > after:
-            for message in stored.bring_newest(there=there):
+            passed_over = stored.bring_newest(there=there)
+            if not passed_over:  # otherwise an older copy may be the only valid one
+                _forget_removed(store, there)
+            for message in passed_over:
                 if message not in told:
                     say(message)
                     told.add(message)
@@ -57,7 +60,14 @@ def _forget_others(objects: ObjectStore, store: SnapshotFolder, there: Sequence[
             text, folder = objects.text(f"{step_folder(each)}/{MANIFEST}"), Path(store.path(each))
             with contextlib.suppress(FileNotFoundError):  # an incomplete copy is brought again in any case
                 if each > newest if text is None else text.encode() != (folder / MANIFEST).read_bytes():
-                    shutil.rmtree(folder, ignore_errors=True)
+                    store.delete(each)
+
+
+def _forget_removed(store: SnapshotFolder, there: Sequence[int]) -> None:
+    """Removes local copies of snapshots before the newest one `there`, in the store, that the store no longer has."""
+    for each in set(store.steps()) - set(there):
+        if each < max(there):
+            store.delete(each)
 
 
 def read_if_there(store: SnapshotFolder, snapshot: Snapshot) -> dict[str, np.ndarray] | None:

@@ -231,10 +231,18 @@ class RemoteSnapshots:
         self._objects.put_text(f"{step_folder(step)}/{MANIFEST}", text)
         self._there[step], self._manifests[step] = manifest.get("metrics") or {}, text
         if step == max(self._there):
-            self._objects.put_text(f"{SNAPSHOTS}/checkpoint", pointer(f"step-{step:08d}/state-{step}"))
+            self._point_to(step)
+
+    def _point_to(self, step: int) -> None:
+        """Lets TensorFlow's `checkpoint` file name a snapshot. Raises StoreError."""
+        self._objects.put_text(f"{SNAPSHOTS}/checkpoint", pointer(f"step-{step:08d}/state-{step}"))
 
     def withdraw(self, step: int) -> None:
-        """Withdraws a snapshot that is about to be written again: it is no longer trusted. Raises StoreError."""
+        """Withdraws a snapshot that is about to be written again, or removed: it is no longer trusted, nor the one that
+        TensorFlow finds. Raises StoreError."""
+        others = set(self._there) - {step}
+        if step == self.newest() and others:
+            self._point_to(max(others))
         self._there.pop(step, None)
         self._objects.remove(f"{step_folder(step)}/{MANIFEST}")
 
@@ -253,14 +261,17 @@ class RemoteSnapshots:
                 self.remove(step)
 
     def _remove_abandoned(self) -> None:
-        """Removes the snapshots after the newest one here, once that is there, too: the run has gone back past them,
-        and nobody must resume from them. Those that are kept for ever stay. Raises StoreError.
-        """
+        """Removes the snapshots after the newest one here, once that is there, too. Raises StoreError."""
         newest = max(self._store.steps(), default=-1)
         if newest in self._there:
-            for step in set(self._there) - self._retention.kept_for_ever(list(self._there), self._there):
-                if step > newest:
-                    self.remove(step)
+            for step in self.abandoned(newest):
+                self.remove(step)
+
+    def abandoned(self, newest: int) -> set[int]:
+        """The steps of the snapshots there after `newest`, the run's last one: the run has gone back past them, and
+        nobody must resume from them. Without those that are kept for ever."""
+        there = list(self._there)
+        return {step for step in there if step > newest} - self._retention.kept_for_ever(there, self._there)
 
     def remove(self, step: int) -> None:
         """Removes a snapshot, manifest first: killed midway, it leaves nothing that is trusted. Raises StoreError."""

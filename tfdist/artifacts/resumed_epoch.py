@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts.generators_again import GeneratorsAgain
 from tfdist.compat import keras_epochs, keras_trainer
 
 _BATCHES = ("on_train_batch_begin", "on_train_batch_end")
@@ -20,6 +20,7 @@ class Backup(Protocol):
 
     model: Any
     params: Any
+    generators: GeneratorsAgain
 
     def begin_with(self, others: Sequence[keras.callbacks.Callback]) -> None: ...
     def after_batch(self, batch: int) -> None: ...
@@ -72,7 +73,12 @@ class AfterOthers(keras.callbacks.Callback):
         """Lets the first epoch begin with its batch number `count`; callbacks do not see the batches before it.
         metrics: see the function `pass_over`."""
         self._mute(count)
-        self._begin_passing = functools.partial(pass_over, self.model, count, metrics)
+
+        def begin() -> None:
+            self._backup.generators.before_reading()
+            pass_over(self.model, count, metrics)
+
+        self._begin_passing = begin
 
     def _mute(self, count: int) -> None:
         """Keeps the first `count` batches of an epoch, which are not trained on, from all callbacks."""

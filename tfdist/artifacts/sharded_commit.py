@@ -106,6 +106,8 @@ class ShardedCommit:
         if not missing:
             self._is_over(step, dropped=False)
             self._lost = self._lost if self._lost > step else -1
+            with self._lists:  # the run has gone back past later steps: it makes snapshots in the order of saving
+                self._dropped = self._dropped | self._remote.abandoned(step)
             for each in list(self._dropped):
                 self._remote.remove(each)
                 self._dropped.discard(each)

@@ -1,4 +1,4 @@
-"""Corrects Keras' addition of a number per row, or per position, to all channels."""
+"""Keeps Keras from taking a number for each row for a bias of the channels where it knows how many rows there are."""
 
 from __future__ import annotations
 
@@ -10,36 +10,61 @@ from keras.src import backend
 
 
 def add_rows_to_rows() -> None:
-    """Makes Keras' sums those of NumPy, for a known number of rows as for an unknown one.
+    """Makes Keras add what it adds where it does not know the number of rows, as in `keras.Model.fit`.
 
     Keras 3.15 takes a second operand with a single dim above 1 for a bias of the channels if that dim is as long as the
     last dim, or the dim after the rows, of the first operand. So [B, D] + [B, 1] adds number d to channel d, and mixes
     rows, if B = D: with 16 channels, in batches of 16 rows and in no others. [B, T, D] + [B, T, 1] mixes up channels if
-    T = D and B = 1. `keras.Model.fit` does not know the number of rows, but a step of tfdist does. Changes the whole
-    process, once. Relies on the backend's `add`, with which all of Keras adds.
+    T = D and B = 1. `keras.Model.fit` does not know the number of rows, but a step of tfdist does. Weights and
+    constants stay with Keras' rule also where its sum is not that of NumPy: so a model computes the same everywhere.
+    Changes the whole process, once. Relies on the backend's `add`, with which all of Keras adds.
     """
-    if not hasattr(backend.numpy.add, "is_of_numpy"):
-        backend.numpy.add = _of_numpy(backend.numpy.add)
+    if not hasattr(backend.numpy.add, "of_keras"):
+        backend.numpy.add = _with_rows_as_rows(backend.numpy.add)
 
 
-def _of_numpy(add: Any) -> Any:
+def _with_rows_as_rows(add: Any) -> Any:
     def added(x1: Any, x2: Any) -> Any:
-        shapes = [getattr(each, "shape", ()) for each in (x1, x2)]
-        if any(getattr(shape, "rank", 0) is None for shape in shapes) or not _is_mistaken_for_bias(*map(tuple, shapes)):
+        if not _may_be_rows_like_a_bias(x2, x1):
             return add(x1, x2)
         x1, x2 = (keras.ops.convert_to_tensor(each, sparse=False) for each in (x1, x2))
         dtype = keras.backend.result_type(x1.dtype, x2.dtype)
         return tf.add(tf.cast(x1, dtype), tf.cast(x2, dtype))
 
-    added.is_of_numpy = True
+    added.of_keras = add
     return added
 
 
-def _is_mistaken_for_bias(shape: tuple, other: tuple) -> bool:
-    """Whether Keras adds `other` along another dim of `shape` than NumPy does, or forgets a dim."""
-    long = [(place - len(other), size) for place, size in enumerate(other) if size is None or size > 1]
-    if len(long) != 1 or len(shape) < 2 or long[0][1] not in (shape[1], shape[-1]) or long[0][1] is None:
+def _may_be_rows_like_a_bias(other: Any, x: Any) -> bool:
+    """Whether `other` has a single dim above 1, as a bias, but may have the rows of the batch in its first dim. Where
+    their number is unknown, Keras takes nothing with rows for a bias."""
+    shapes: list[Any] = [getattr(each, "shape", ()) for each in (other, x)]
+    if any(getattr(shape, "rank", 0) is None for shape in shapes):
         return False
-    place, size = long[0]
-    taken = -1 if shape[-1] == size else 1 - len(shape)
-    return len(other) > len(shape) or (place != taken and shape[place] in (1, size, None))
+    shape, of_x = map(tuple, shapes)
+    if len([size for size in shape if size is None or size > 1]) != 1 or len(shape) < max(len(of_x), 2):
+        return False
+    is_one_for_all_rows = len(shape) == len(of_x) and shape[0] == 1 and of_x[0] != 1
+    return not is_one_for_all_rows and not _is_made_of_weights(other)
+
+
+def _is_made_of_weights(value: Any) -> bool:
+    """Whether a value is made of weights and constants alone. False for an eager tensor, which does not tell."""
+    if not isinstance(value, tf.Tensor):
+        return True
+    if not hasattr(value, "graph"):
+        return not tf.executing_eagerly()  # in a graph it is a constant
+    waiting, seen = [value.op], set()
+    while waiting:
+        operation = waiting.pop()
+        if operation.name in seen or operation.type in ("Const", "ReadVariableOp") or _is_variable(operation):
+            continue
+        if not operation.inputs:
+            return False
+        seen.add(operation.name)
+        waiting += [tensor.op for tensor in operation.inputs]
+    return True
+
+
+def _is_variable(operation: tf.Operation) -> bool:
+    return any(output.dtype == tf.resource for output in operation.outputs)

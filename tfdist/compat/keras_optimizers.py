@@ -47,6 +47,14 @@ def moving_averages(optimizer: keras.Optimizer) -> list[keras.Variable]:
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
 
+def update_moving_averages(optimizer: keras.Optimizer) -> None:
+    """Updates the moving averages of all trainable variables, if use_ema=True, as `apply` does with each update. Relies
+    on `Optimizer._update_model_variables_moving_average` and `_trainable_variables`; without them a run with --ema
+    fails where no variable has a gradient."""
+    if optimizer.use_ema:
+        optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
+
+
 def count_steps_atomically(optimizer: keras.Optimizer) -> None:
     """Makes `iterations` count with a single TensorFlow operation: Keras' `assign(self + 1)` loses updates when several
     workers run it at the same time. Relies on `Optimizer._iterations`, and on `apply` calling its `assign_add`; without
@@ -88,6 +96,12 @@ def choose_decaying(optimizer: keras.Optimizer, decays: Callable[[str], bool]) -
         return decays(optimizer._trainable_variables[optimizer._get_variable_index(variable)].path)
 
     optimizer._use_weight_decay = use_weight_decay
+
+
+def updates_by_muon(optimizer: keras.Optimizer, variable: keras.Variable) -> bool:
+    """Whether the optimizer is Muon and updates the variable by its own rule, and not by that of Adam. Relies on
+    `Muon._should_use_adamw`; without it a variable that Muon would never change, or cannot update, is not refused."""
+    return isinstance(optimizer, keras.optimizers.Muon) and not optimizer._should_use_adamw(variable)
 
 
 def weights_that_decay(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> list[list[int]]:

@@ -24,6 +24,17 @@ def carry_mask(tensor: Any, mask: Any) -> None:
     set_keras_mask(tensor, mask)
 
 
+def carry_alike(copy: Any, tensor: Any, like: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    """Makes a copy of a tensor carry what Keras reads beside its values: its mask, and the logits of a probability, in
+    copies made by `like`. Relies on `_keras_logits`; without it see `taken_apart`, which also gives copies the logits
+    that a tensor does not carry, but in place of the values: a gradient with respect to these is None then.
+    """
+    if (mask := mask_of(tensor)) is not None:
+        carry_mask(copy, like(mask))
+    if (logits := getattr(tensor, "_keras_logits", None)) is not None:
+        copy._keras_logits = like(logits)
+
+
 def taken_apart(structure: Any) -> tuple[list[tf.Tensor], Callable[[Iterable], Any]]:
     """Returns (tensors, a function that makes the structure from copies of them).
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +60,69 @@ def shuffles_anew(dataset: tf.data.Dataset) -> bool:
     `_ShuffleDataset._reshuffle_each_iteration`; without it some shuffled data would be noticed only by their samples.
     """
     return kind(dataset) == "ShuffleDataset" and bool(dataset._reshuffle_each_iteration)
+
+
+_MOST_BYTES = 2**26  # of tensors in memory that are copied to look at the operation that reads them
+
+
+def in_any_order(dataset: tf.data.Dataset) -> bool:
+    """Whether the dataset itself, or one that its functions make, was given deterministic=False: it yields what is
+    ready first, whatever its options say. Not seen in datasets that its functions have captured.
+
+    Relies on `_deterministic` of tensorflow.python's datasets, which those of `interleave` lack; without it samples of
+    a map in parallel may come twice and never.
+    """
+    if getattr(dataset, "_deterministic", "") == "false":
+        return True
+    if any(map(_is_told_so, (used.function.graph.as_graph_def() for used in functions(dataset)))):
+        return True
+    if kind(dataset) != "ParallelInterleaveDataset":
+        return False
+    if _bytes_held(dataset) <= _MOST_BYTES:
+        return _is_told_so(_as_graph(dataset))
+    # An iterator tells, too, and copies nothing. But it would draw the next order of a shuffle.
+    return not any(map(shuffles_anew, with_inputs(dataset))) and _is_run_so(dataset)
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """The nodes of a GraphDef, and those of the functions in its library."""
+    return [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
+
+
+def _is_told_so(graph: Any) -> bool:
+    return any(node.attr["deterministic"].s == b"false" for node in nodes_of(graph))
+
+
+def _is_run_so(dataset: tf.data.Dataset) -> bool:
+    """Whether an interleave of the dataset is run with deterministic=False, whatever the options say."""
+    options = tf.data.Options()
+    options.deterministic = options.autotune.enabled = True
+    model = tf.data.experimental.get_model_proto(iter(dataset.with_options(options)))
+    parameters = [parameter for node in model.nodes.values() for parameter in node.parameters]
+    return any(each.name == "deterministic" and not each.value for each in parameters)
+
+
+def _bytes_held(dataset: tf.data.Dataset) -> float:
+    """The size of the tensors that the dataset is made of; infinite if its functions read datasets, whose size is not
+    known. Relies on `_tensors` of the datasets of tensors; without it large ones would be copied."""
+    parts = list(with_inputs(dataset))
+    captured = [tensor for each in parts for used in functions(each) for tensor in used.function.captured_inputs]
+    if any(tensor.dtype == tf.variant for tensor in captured):
+        return math.inf
+    held = [tensor for each in parts for tensor in getattr(each, "_tensors", ())]
+    return sum(tensor.dtype.size * (tensor.shape.num_elements() or 0) for tensor in (*captured, *held))
+
+
+def _as_graph(dataset: tf.data.Dataset) -> Any:
+    """The dataset, with all that it reads from, as a GraphDef; an empty one if TensorFlow cannot describe it."""
+    graph = tf.compat.v1.GraphDef()
+    with contextlib.suppress(tf.errors.OpError):
+        described = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            external_state_policy=1,  # of seeds, files and Python functions: ignored
+        )
+        graph.ParseFromString(described.numpy())
+    return graph
 
 
 def is_stateful(operation: str) -> bool:

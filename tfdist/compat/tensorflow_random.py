@@ -18,7 +18,7 @@ from tfdist.compat.tensorflow_functions import functions_inline
 
 _BETWEEN_KEYS = 0x9E3779B97F4A7C1  # distance between the keys of two replicas
 _BETWEEN_SEEDS = 0x9E3779B1  # the same of their seeds; odd, so that no two of them are the same
-_lent: int | None = None  # the seed inside `seed_lent`
+_lent: tuple[int, int | None] | None = None  # inside `seed_lent`: the seed, and the user's own
 _thread = threading.local()  # by: how far this thread has moved the seeds
 
 
@@ -34,6 +34,12 @@ def global_seed() -> int | None:
     return context.global_seed()
 
 
+def users_seed() -> int | None:
+    """`global_seed`, or the user's own while another is there from `seed_lent`."""
+    seed = context.global_seed()
+    return _lent[1] if _lent is not None and seed == _lent[0] else seed
+
+
 def state_digest() -> int:
     """A checksum of the seed and of the number of operations that have drawn their own seed from it; 0 without a seed.
     Relies on `Context._rng`; without it workers do not notice that they would draw different numbers.
@@ -44,7 +50,7 @@ def state_digest() -> int:
 
 def users_state_digest() -> int:
     """`state_digest`, or 0 while the seed is from `seed_lent`: the user has set none, or not the same everywhere."""
-    return 0 if _lent is not None and context.global_seed() == _lent else state_digest()
+    return 0 if _lent is not None and context.global_seed() == _lent[0] else state_digest()
 
 
 @contextlib.contextmanager
@@ -57,7 +63,7 @@ def seed_lent(seed: int, anew: bool) -> Iterator[None]:
     global _lent
     this, before = _context(), _lent
     own = this._seed, getattr(this, "_rng", None)  # there is no `_rng` before the first seed
-    this._seed, this._rng, _lent = seed, random.Random(seed), seed
+    this._seed, this._rng, _lent = seed, random.Random(seed), (seed, users_seed())
     try:
         if anew:
             this.clear_kernel_cache()

@@ -106,9 +106,10 @@ class Beacons:
             time.sleep(0.05)
 
     def wait_for_errors(self, wait: float) -> None:
-        """Waits until all other workers have reported an error, at most `wait` seconds."""
+        """Waits until all other workers have reported an error, at most `wait` seconds, and no longer than this one
+        receives reports."""
         deadline = time.monotonic() + wait
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._closed.is_set():
             with self._lock:
                 if all(report.error for report in self._reports.values()):
                     return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import enum
+import functools
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from tfdist.control.user_errors import first_line
 
 _SAYING_SECONDS = 5.0
 _HELD_SECONDS = 5.0  # until a process that has finished its work says which threads it waits for
+_before_end: list[Callable[[str, ExitCode], None]] = []  # what `end_process` calls first
 
 
 class ExitCode(enum.IntEnum):
@@ -71,6 +73,7 @@ MEANING: dict[ExitCode, str] = {
 RESTARTABLE = frozenset({ExitCode.INTERNAL, ExitCode.STARTUP, ExitCode.PEER_LOST, ExitCode.HANG, ExitCode.PREEMPTED})
 FINAL = frozenset(ExitCode) - RESTARTABLE - {ExitCode.OK}
 
+FINAL_CODE_VARIABLE = "TFDIST_FINAL_CODE_FILE"  # names a file for the first code of FINAL (Slurm's job file sets it)
 PASSED_ON = "passed on"  # at the end of the last line of a worker that ends with another one's code
 
 
@@ -192,15 +195,23 @@ def _say_who_holds_the_end(code: int) -> None:
     threading.Thread(target=say, name="tfdist-held", daemon=True).start()
 
 
+def before_end_process(tell: Callable[[str, ExitCode], None] | None) -> None:
+    """Sets what `end_process` calls first, with its arguments: by this a worker tells the others. None: nothing."""
+    _before_end[:] = [tell] if tell else []
+
+
 def error_line(sentence: str, code: ExitCode, passed_on: bool = False) -> str:
     """Returns the last line of a process that ends with an error. passed_on: with one of another worker."""
     return f"tfdist: error: {sentence} (exit code {code.value}, {code.name}{f', {PASSED_ON}' if passed_on else ''})"
 
 
 def end_process(sentence: str, code: ExitCode) -> NoReturn:
-    """Prints the sentence and ends the process at once, from any thread, even if nobody reads the sentence."""
+    """Prints the sentence, tells it to the other workers if there are any, and ends the process at once, from any
+    thread, even if nobody reads the sentence."""
+    for tell in _before_end:
+        for_at_most(_SAYING_SECONDS, functools.partial(tell, sentence, code))
     say_last_words(error_line(sentence, code))
-    os._exit(code)
+    _end(code)
 
 
 def say_last_words(text: str) -> None:
@@ -224,7 +235,29 @@ def _end(code: int) -> NoReturn:
         _flush()
     else:
         for_at_most(_SAYING_SECONDS, _flush)
+        for_at_most(_SAYING_SECONDS, functools.partial(_note_final, code))
+        _end_helpers()
     os._exit(code)
+
+
+def _end_helpers() -> None:
+    """Ends the processes that Python itself would end now: daemons of multiprocessing, if a data source has any."""
+    if "multiprocessing" in sys.modules:
+        import multiprocessing
+
+        for helper in multiprocessing.active_children():
+            if helper.daemon:
+                with contextlib.suppress(OSError, ValueError):
+                    helper.terminate()
+
+
+def _note_final(code: int) -> None:
+    """Notes a code after which no new start helps, unless another worker has noted one. Slurm's job file asks for it,
+    since srun tells only the highest code of all workers."""
+    path = os.environ.get(FINAL_CODE_VARIABLE)
+    if path and code in FINAL:
+        with contextlib.suppress(OSError), open(path, "x") as file:
+            file.write(str(code))
 
 
 def _flush() -> None:

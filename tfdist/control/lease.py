@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.lease_owner import Owner, Patience, Watched, end_worker, in_use
+from tfdist.control.lease_owner import Owner, Patience, Watched, ending, in_use
 from tfdist.control.run_address import is_url
 from tfdist.control.terminal import say
 
@@ -76,8 +76,8 @@ def refuse_if_held(folder: Path) -> None:
 class Lease:
     """The lease of one folder, held by the chief.
 
-    on_loss: called in a thread when another job has taken the lease over; ends the process. name: the user's name for
-    the folder.
+    on_loss: called in a thread, in place of what ends the process, when somebody has taken the lease over. name: the
+    user's name for the folder.
     """
 
     def __init__(self, folder: Path, job: str, on_loss: Callable[[str], None] | None = None, name: str = ""):
@@ -87,7 +87,7 @@ class Lease:
             Owner.myself(job),
             name or _name(folder),
         )
-        self._on_loss, self._released = on_loss or end_worker, threading.Event()
+        self._on_loss, self._released = on_loss, threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfdist-lease", daemon=True)
 
     @property
@@ -176,7 +176,8 @@ class Lease:
             with contextlib.suppress(OSError):  # for example a full disk, or an unreachable file server: retried later
                 if not self._renew() and not self._released.is_set():
                     owner = Owner.read(_read(self._path) or "")
-                    self._on_loss(
+                    end = self._on_loss or ending(owner, self.owner.job)
+                    end(
                         f"{self._folder} has been taken over by {owner.describe() if owner else 'another job'}, because"
                         " this process was stopped or cut off and seemed dead: it ends, the other continues."
                     )

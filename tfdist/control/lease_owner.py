@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -126,6 +127,16 @@ def in_use(name: str, owner: Owner) -> ConfigError:
 def end_worker(sentence: str) -> None:
     """Ends the process at once, from any thread: the folder now belongs to another job."""
     end_process(sentence, ExitCode.CONFIG)
+
+
+def end_attempt(sentence: str) -> None:
+    """The same where the folder now belongs to a later attempt of this job, which the other workers are to join."""
+    end_process(sentence, ExitCode.PEER_LOST)
+
+
+def ending(owner: Owner | None, job: str) -> Callable[[str], None]:
+    """Returns what ends a process of a job when `owner` has taken its folder over. None: it is not known who has."""
+    return end_attempt if owner is not None and job and owner.job == job else end_worker
 
 
 def _printable(text: str) -> str:

@@ -47,6 +47,14 @@ def spawn(
     )
 
 
+def send_signal(process: subprocess.Popen, number: int) -> None:
+    """Sends a signal to a process that `spawn` started and that nobody has waited for; SIGKILL also to its child
+    processes. They get no other signal: a program that reads the worker's data would end before the worker comes to the
+    boundary at which it saves. When the worker has ended, they are killed."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
+
+
 def output_of(process: subprocess.Popen) -> BufferedReader:
     """Returns the pipe with the output of a process that `spawn` started."""
     assert isinstance(process.stdout, BufferedReader)
@@ -108,8 +116,7 @@ class Standbys:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    send_signal(process, signal.SIGKILL)
     process.wait()
 
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from tfdist.control.preflight import PortReservation
-from tfdist.control.processes import output_of, spawn
+from tfdist.control.processes import output_of, send_signal, spawn
 
 _ANSWER_SECONDS = 0.2  # for which `exchange` waits for output or the end
 _LARGEST_ANSWER = 1 << 20  # bytes
@@ -82,9 +82,8 @@ class RayWorker:
         """
         new = signals if before is None else signals[self._passed - before :]
         self._passed += len(new)
-        for number in new:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+        for number in new if self._process.returncode is None else ():
+            send_signal(self._process, number)
         with self._news:
             del self._output[: received - self._begin]
             self._begin = received
@@ -100,9 +99,7 @@ class RayWorker:
         if self._process.returncode is None and os.waitid(
             os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
         ):
-            # Kills its child processes; must come before its process id can be reused.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            send_signal(self._process, signal.SIGKILL)  # its child processes; must come before its id can be reused
             self._process.wait()
             with self._news:  # a process that left its session may keep the pipe open
                 self._news.wait_for(lambda: self._ended or len(self._output) >= _LARGEST_BACKLOG, 2)

@@ -6,6 +6,7 @@ that all save (and stop) at the same step, whichever worker got the signal.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -16,6 +17,14 @@ from tfdist.control.exit_codes import ExitCode
 from tfdist.control.terminal import say_at_once
 
 _SAME_REQUEST_SECONDS = 1.0
+# What a forked process does on a signal for which its parent has a handler. A terminal or an engine may send the last
+# three to a whole group of processes. They ask only the workers for something, and these still need what they forked.
+_IN_A_FORK = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_IGN,
+    signal.SIGUSR1: signal.SIG_IGN,
+    signal.SIGUSR2: signal.SIG_IGN,
+}
 
 
 def on_hangup(handler: Callable[..., Any]) -> None:
@@ -59,7 +68,11 @@ class SignalRequests:
     def install(self) -> SignalRequests:
         """Installs handlers for SIGTERM, SIGUSR1 and, unless it is ignored (nohup), SIGHUP. Must be called in the main
         thread. A second SIGTERM ends the process at once.
+
+        Processes that a user's data source forks from now on do not inherit the handlers: Python, at the end of a run,
+        asks them to end by SIGTERM, and waits for them.
         """
+        _have_forks_drop_handlers()
         signal.signal(signal.SIGTERM, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_usr1)
         on_hangup(self._on_stop)
@@ -82,3 +95,14 @@ class SignalRequests:
 
     def _on_usr1(self, *_) -> None:
         self.save = True
+
+
+@functools.cache  # once per process: what is registered stays
+def _have_forks_drop_handlers() -> None:
+    os.register_at_fork(after_in_child=_drop_handlers)
+
+
+def _drop_handlers() -> None:
+    for number, action in _IN_A_FORK.items():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, action)

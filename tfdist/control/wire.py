@@ -147,13 +147,15 @@ def _connected(place: str, deadline: float) -> socket.socket:
     host, port = address_of(place)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for left_over, (family, kind, protocol, _, address) in zip(range(len(found), 0, -1), found, strict=True):
-        connection = socket.socket(family, kind, protocol)
+        connection = None
         try:
+            connection = socket.socket(family, kind, protocol)  # fails if the kernel does not know the family
             connection.settimeout(_left(deadline) / left_over)
             connection.connect(address)
             return connection
         except OSError:
-            connection.close()
+            if connection is not None:
+                connection.close()
             if left_over == 1:
                 raise
     raise OSError("the name has no address")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -12,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tfdist.control.exit_codes import MEANING, PASSED_ON, ExitCode
+from tfdist.control.processes import send_signal
 
 _LAST_LINES = 20
 # Lines that do not explain a failure: empty lines; indented ones (source lines of tracebacks and warnings); warnings of
@@ -51,7 +50,7 @@ class Worker:
         return self.rank
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process and its child processes."""
+        """Sends a signal to the process, and SIGKILL to its child processes too."""
         raise NotImplementedError
 
 
@@ -66,8 +65,7 @@ class LocalWorker(Worker):
         return self.process.returncode
 
     def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+        send_signal(self.process, number)
 
 
 @dataclass(frozen=True)

@@ -167,9 +167,8 @@ def must_be_same_data(runtime: Runtime, split: Split) -> None:
         return
 
     def agree(columns: list[list[int]], steady: list[bool]) -> list[bool]:
-        mask = sum(1 << part for part, is_same in enumerate(steady) if is_same)
-        mask = int(np.bitwise_and.reduce(runtime.all_gather(np.array([mask], np.int64))[:, 0]))
-        agreed = [bool(mask >> part & 1) for part in range(len(steady))]
+        compare([len(steady)])  # a stream that is empty here alone has no parts
+        agreed = [bool(each) for each in runtime.all_gather(np.array(steady, np.uint8)).min(axis=0)]
         compare([column if same else [] for column, same in zip(columns, agreed, strict=False)])
         return agreed
 

@@ -21,8 +21,8 @@ class BackupContent:
     their own; epoch, the number of epochs that are done; data, the identity of the data of the fit; fit, its number in
     the program; epochs, those of the history; callbacks, for each the attributes that have changed; deleted, for each
     the attributes that it no longer has; shared, see callback_state.shared_in; attributes, those of the model that have
-    changed, see plain_attributes.py; order, the seed with which tfdist
-    shuffles arrays, if it does; ends, see RunningFit.ends; generators, the states of the process's random generators.
+    changed, see plain_attributes.py; order, the seed with which tfdist shuffles arrays, if it does; shuffled_by, see
+    data_order.py; ends, see RunningFit.ends; generators, the states of the process's random generators.
     """
 
     variables: list[np.ndarray]
@@ -39,6 +39,7 @@ class BackupContent:
     shared: Sequence[Sequence[Any]] = ()
     attributes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     order: int | None
+    shuffled_by: list | None = None
     ends: dict[str, int | None]
     generators: dict[str, Any]
 

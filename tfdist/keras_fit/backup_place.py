@@ -16,7 +16,6 @@ from typing import Protocol
 from tfdist.artifacts import backup_file
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import held as lease_of_folder
-from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import check_address, is_url
 from tfdist.control.terminal import say
 from tfdist.keras_fit.backup_content import BackupContent
@@ -97,7 +96,7 @@ class _Objects:
 
     @contextlib.contextmanager
     def held(self, job: str) -> Iterator[None]:
-        lease = StoreLease(self._objects, job, end_worker, f"BackupAndRestore's folder {self._url}")
+        lease = StoreLease(self._objects, job, name=f"BackupAndRestore's folder {self._url}")
         lease.take()
         _leases[self._url] = lease
         try:

@@ -17,7 +17,8 @@ from tfdist.data.contents import known_length
 
 Identity = dict[str, list]  # name of an argument -> [shape, dtype, checksum] of each array in it, or [length]
 
-_DATA = ("x", "y", "sample_weight", "validation_data")
+_TRAINED_ON = ("x", "y", "sample_weight")
+_DATA = (*_TRAINED_ON, "validation_data")
 
 
 def identity_of(given: Mapping[str, Any]) -> Identity:
@@ -41,7 +42,9 @@ def _rows_as_arrays(value: Any) -> Any:
 
 def what_changed(before: Identity, now: Identity) -> str:
     """The names of the arguments that hold other data than before; "" if there are none."""
-    return ", ".join(name for name in now if name in before and _differ(before[name], now[name]))
+    given_once = [name for name in _TRAINED_ON if before and (name in before) != (name in now)]  # {}: not known
+    other = (name for name in now if name in before and _differ(before[name], now[name]))
+    return ", ".join([*given_once, *other])
 
 
 def _differ(before: list[list], now: list[list]) -> bool:

@@ -19,8 +19,10 @@ import numpy as np
 
 from tfdist.artifacts import backup_checks
 from tfdist.artifacts import state as host_state
+from tfdist.artifacts.data_order import no_order, other_seeds, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
+from tfdist.artifacts.generators_again import GeneratorsAgain
 from tfdist.artifacts.hidden_state import variables_of_model
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
@@ -103,6 +105,7 @@ class EpochBackup(FitCallback):
         self._place, self._runtime, self._delete = backup_place(place), runtime, delete
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
+        self._shuffled_by: list = []
         self._beside = FitState(others, says=runtime.rank == 0)
         self._at_first: list = []  # the variables of the model when training began
         self.epoch = self._backup.epoch if self._backup else 0
@@ -154,9 +157,10 @@ class EpochBackup(FitCallback):
                 " without it."
             )
         backup_checks.refuse_unbuilt(self.fitted)
+        self._look_at_the_order()
         self._at_first = variables_of_model(self.fitted)
-        self._beside.begin(self.fitted)
         backup = self._backup
+        self._beside.begin(self.fitted, None if backup is None else backup.to_dict())
         if backup is None:
             return
         if not self.fitted.optimizer.built:
@@ -184,15 +188,30 @@ class EpochBackup(FitCallback):
         if made is not None:  # not earlier: data that are read again may draw from it
             made.state.assign(drawn)
 
+    def _look_at_the_order(self) -> None:
+        fit, backup = RunningFit.of(self.fitted), self._backup
+        backup_checks.refuse_data_in_use(self._place.name, fit, fit.saves_within_a_pass("epoch"))
+        adapter = fit.iterator.data_adapter
+        self._shuffled_by = shuffled_by(adapter)
+        if self._runtime.rank or backup is None or backup.stopped:
+            return
+        other = no_order(adapter) or other_seeds(backup.shuffled_by, self._shuffled_by)
+        if other is not None and fit.begins_within_a_pass(backup.epoch, backup.ends):
+            say(
+                f"the data {other.why}: the rest of the interrupted pass comes in another order, so its samples may"
+                f" come twice or not at all: {other.fix}."
+            )
+
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
-        if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends):
-            if self._runtime.rank == 0:
-                say(
-                    "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
-                    " PyDataset, a generator)."
-                )
-        else:  # not after reading again, which has just advanced the process's generators
-            host_state.restore_generator_states(backup.generators)
+        generators = GeneratorsAgain(backup.generators)
+        generators.before_reading()
+        if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends) and self._runtime.rank == 0:
+            say(
+                "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
+                " PyDataset, a generator)."
+            )
+        generators.after_reading()
+        generators.restore()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._restore_epochs()
@@ -217,6 +236,7 @@ class EpochBackup(FitCallback):
             history=storable_history(values),
             epochs=epochs,
             order=self.order,
+            shuffled_by=self._shuffled_by,
             ends=RunningFit.of(self.fitted).ends(),
             generators=host_state.generator_states(),
             **self._beside.fields(self.fitted),

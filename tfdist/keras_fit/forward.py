@@ -123,7 +123,7 @@ class DistributedCall:
         if kind in self._tried:
             return
         # A tape inside the trial takes gradients of just the rows that the trial is given.
-        with tf.init_scope(), self.alone(), keras_stateless.left(), self._gradients.of_own_rows():
+        with tf.init_scope(), self._tried_alone(), self._gradients.of_own_rows():
             x = self.example.like(args[0] if len(args) == 1 and not given.kwargs else given, cut)
             take, count = taking(x, cut)
             many = self.example.rows(count, count)  # a made-up batch has few
@@ -135,6 +135,12 @@ class DistributedCall:
                 )
                 raise keras_layers.keep_message(ConfigError(row_mixing.sentence(self._model, fix)))
         self._tried.append(kind)  # not earlier: a script may catch the error, and train again
+
+    @contextlib.contextmanager
+    def _tried_alone(self) -> Iterator[None]:
+        """Context manager in which this worker may try the model on some rows."""
+        with self.alone(), keras_stateless.left(), self._kept.visible(in_a_trial=True):
+            yield
 
     def _with_own_rows(self, args: tuple, kwargs: dict, share: tf.Tensor) -> tuple[Any, dict[LossKey, tf.Tensor]]:
         """Returns (outputs, losses) for arguments that are already this worker's rows, `share` of all: no gathering."""
@@ -149,6 +155,7 @@ class DistributedCall:
     def of_the_batch(self, arguments: tuple[tuple, dict]) -> list[bool]:
         """For each tensor with rows among the arguments of a call, whether its rows are those of the batch."""
         tensors, rebuild = tensors_of(arguments)
+        forward = self._on_tensors(rebuild)
         dims = [tensor.shape[0] for tensor in tensors if tensor.shape.rank != 0]
 
         def specs_of(dims: Sequence[int | None]) -> list[tf.TensorSpec]:
@@ -164,21 +171,14 @@ class DistributedCall:
                 return True
             try:
                 with tf.init_scope(), self._state_restored(), writes_undone():
-                    args, kwargs = rebuild([tf.zeros(spec.shape, spec.dtype) for spec in specs])
-                    self._call(*args, **kwargs)
+                    forward([tf.zeros(spec.shape, spec.dtype) for spec in specs])
             except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for shapes that do not fit
                 return False
             return True
 
         def returned(dims: Sequence[int | None]) -> Returned:
-
             def trace(tensors: list[tf.Tensor]) -> list:
-                args, kwargs = rebuild(tensors)
-                return [
-                    output
-                    for output in keras.tree.flatten(self._call(*args, **kwargs))
-                    if isinstance(output, tf.Tensor)
-                ]
+                return [output for output in keras.tree.flatten(forward(tensors)) if isinstance(output, tf.Tensor)]
 
             try:
                 with self._state_restored():
@@ -203,7 +203,7 @@ class DistributedCall:
                     self._gradients.of_own_rows(),
                     self._random_numbers.of_own_rows(),
                     batch_norm.each_alone(),
-                    self._kept.visible(),
+                    self._kept.visible(in_a_trial=True),
                     attributes_kept(layers, traced=True),
                 ):
                     yield
@@ -247,7 +247,7 @@ class DistributedCall:
         if self._gradients.without_losses.is_here:
             return Forward(outputs, {}, {})
         training = keras_layers.is_training(kwargs.get("training"))
-        with self.alone(), keras_stateless.left(), keras_layers.in_the_call_as_it_is():
+        with self._tried_alone(), keras_layers.in_the_call_as_it_is():
             combinations = self._combinations.of(list(losses), args, kwargs, cut, training)
         return Forward(outputs, losses, combinations)
 

@@ -18,6 +18,7 @@ so derivatives of any order are right.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import sys
 import weakref
@@ -171,7 +172,9 @@ class Gradients:
         Rows of a table stay rows: those that one process would have (lookups.py).
         """
         parts_of = [
-            self._lookups(gradient, variable) if isinstance(gradient, tf.IndexedSlices) else []
+            [self._judged(lookup, variable) for lookup in lookups(gradient)]
+            if isinstance(gradient, tf.IndexedSlices)
+            else []
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         dense = [gradient for gradient in gradients if isinstance(gradient, tf.Tensor)]
@@ -196,22 +199,23 @@ class Gradients:
         values, numbers = _joined([rows[0] for rows in found]), _joined([rows[1] for rows in found])
         return tf.IndexedSlices(values, numbers, gradient.dense_shape)
 
-    def _lookups(self, gradient: tf.IndexedSlices, table: keras.Variable | tf.Variable) -> list[Lookup]:
-        seen = lookups(gradient)
-        if seen is not None:
-            return seen
+    def _judged(self, lookup: Lookup, table: keras.Variable | tf.Variable) -> Lookup:
+        """Returns the lookup with a judgment from all forward passes, if its numbers do not show of what they are
+        made."""
+        if lookup.is_worker_dependent is not None:
+            return lookup
         for call in self.calls:
             name = call.shared_lookups().get(id(table.handle))
             if name:
                 raise _not_told_apart(f"looks up rows of {table.name} whatever the batch is ({name}), as for positions")
         of_passes = [rows for call in self.calls if (rows := call.rows_looked_up(table.handle)) is not None]
-        counts, all_rows = [count for rows in of_passes for count in rows], gradient.indices.shape[0]
+        counts, all_rows = [count for rows in of_passes for count in rows], lookup.numbers.shape[0]
         known = [count for count in counts if count is not None]
         # Some of a pass's lookups may not be in the gradient.
         if any(known) and len(known) == len(counts) and all_rows and all_rows % math.gcd(*known):
             raise _not_told_apart(f"looks up rows of {table.name} in its call, and a step others outside of it")
         # Rows that no pass over own rows looks up were looked up outside, where all workers do the same.
-        return [Lookup(gradient.values, gradient.indices, is_worker_dependent=bool(counts))]
+        return dataclasses.replace(lookup, is_worker_dependent=bool(counts))
 
 
 def _not_told_apart(what: str) -> ConfigError:

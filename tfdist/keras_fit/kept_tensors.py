@@ -1,4 +1,5 @@
-"""Tensors that layers keep as attributes in a forward pass over own rows (`self.z = ...`): refused outside of the pass.
+"""Tensors that layers keep as attributes in a forward pass over own rows (`self.z = ...`), also in containers and in
+objects of the user's own: refused outside of the pass.
 
 Such a tensor holds the rows of one worker, or numbers made of these alone. A train_step or compute_loss that read it
 would take them for those of all rows. So after the pass an object is in its place that raises ConfigError when it is
@@ -14,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import tensors_in
 from tfdist.compat import keras_layers
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import is_worker_dependent
@@ -54,14 +56,15 @@ class KeptTensors:
         self._model = model
 
     @contextlib.contextmanager
-    def visible(self) -> Iterator[None]:
-        """Context manager in which layers find the tensors that they have kept."""
+    def visible(self, in_a_trial: bool = False) -> Iterator[None]:
+        """Context manager in which layers find the tensors that they have kept. in_a_trial: what they keep inside is
+        made of the rows of a trial, or of a graph that is traced once more; it is forgotten."""
         shown = self.show()
         try:
             yield
         finally:
             for attributes, name, stand_in in shown:
-                if attributes.get(name) is stand_in.stands_for[0]:
+                if in_a_trial or attributes.get(name) is stand_in.stands_for[0]:
                     attributes[name] = stand_in
 
     def show(self) -> list[tuple[dict[str, Any], str, OfOwnRows]]:
@@ -80,23 +83,13 @@ class KeptTensors:
     def hidden_afterwards(self) -> Iterator[None]:
         """Context manager for a forward pass over own rows: what layers keep of it is hidden at exit."""
         layers = keras_layers.all_layers(self._model)
-        before = [tensor for layer in layers for value in layer.__dict__.values() for tensor in _tensors_in(value)]
+        before = [tensor for layer in layers for value in layer.__dict__.values() for tensor in tensors_in(value)]
         known = set(map(id, before))
         yield
         for layer in layers:
             for name, value in list(layer.__dict__.items()):
-                if any(id(tensor) not in known and _may_hold_rows(tensor) for tensor in _tensors_in(value)):
+                if any(id(tensor) not in known and _may_hold_rows(tensor) for tensor in tensors_in(value)):
                     layer.__dict__[name] = OfOwnRows(value, layer.name, name)
-
-
-def _tensors_in(value: Any) -> Iterator[tf.Tensor]:
-    if isinstance(value, tf.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
 
 
 def _may_hold_rows(tensor: tf.Tensor) -> bool:

@@ -28,6 +28,10 @@ _READS = (
     "ResourceGatherNd",
 )  # of variables: the same on all workers
 _LOOKUPS = ("GatherV2", "ResourceGather")
+# Their gradients leave the rows of a table rows.
+_COPIES = ("ReadVariableOp", "Identity", "Cast", "Neg")
+# Beside functions: look up a number of rows that is unknown, or give them the gradient of such a lookup.
+_MAY_LOOK_UP = ("GatherNd", "ResourceGatherNd", "ConcatV2", "IdentityN")
 _BRANCHES = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "TensorListReserve")
 # graph -> names of operations -> whether their results differ between workers
 _marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -93,29 +97,33 @@ class Lookup:
 
     values: tf.Tensor
     numbers: tf.Tensor
-    is_worker_dependent: bool  # the numbers depend on the own rows of the batch
+    is_worker_dependent: bool | None  # the numbers depend on the own rows of the batch; None: not visible
 
 
-def lookups(slices: tf.IndexedSlices) -> list[Lookup] | None:
-    """The lookups that make up the gradient; None if they are not visible, as outside of a graph, or if the gradient
-    comes out of a function in it."""
+def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
+    """The lookups that make up the gradient. Where their numbers come from is not visible outside of a graph, nor if
+    they come out of a function in it."""
     if not hasattr(slices.indices, "graph"):
-        return None
+        return [Lookup(slices.values, slices.indices, None)]
     numbers = list(_parts(slices.indices))
-    if any(
-        "PartitionedCall" in part.op.type
-        or part.op.type in ("Placeholder", "While", "StatelessWhile", "If", "StatelessIf")
-        for part in numbers
-    ):
-        return None
     sizes = [tf.size(part) for part in numbers]
     values = tf.split(slices.values, sizes) if len(sizes) > 1 else [slices.values]
     for part, row_numbers in zip(values, numbers, strict=True):
         part.set_shape([row_numbers.shape[0], *slices.values.shape[1:]])
     return [
-        Lookup(part, row_numbers, is_worker_dependent(row_numbers))
+        Lookup(part, row_numbers, None if _is_hidden(row_numbers.op) else is_worker_dependent(row_numbers))
         for part, row_numbers in zip(values, numbers, strict=True)
     ]
+
+
+def _is_hidden(op: tf.Operation) -> bool:
+    """Whether nothing in this graph tells of what the operation makes its results."""
+    return op.type == "Placeholder" or _calls_functions(op)
+
+
+def _calls_functions(op: tf.Operation) -> bool:
+    """Whether the operation calls functions, as those of branches, loops and tf.functions."""
+    return any(attribute.type in ("func", "list(func)") for attribute in op.op_def.attr)
 
 
 def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
@@ -153,38 +161,32 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
         return [output for output in outputs if isinstance(output, tf.Tensor)]
 
     graph = tf.function(trace, autograph=False).get_concrete_function(*arguments).graph
-    found = [op for op in graph.get_operations() if op.type in _LOOKUPS and op.outputs[0].dtype.is_floating]
-    shared = {
-        id(handle): op.name
-        for op in found
-        if not is_worker_dependent(op.inputs[1]) and not is_worker_dependent(op.inputs[0])
-        for handle in _handles(op.inputs[0])
-    }
-    rows: dict[int, list[int | None]] = {
-        # Functions that use it, and lookups by several numbers.
-        id(outer): [None for op in inner.consumers() if op.type not in ("ReadVariableOp", *_LOOKUPS)]
-        for outer, inner in graph.captures
-    }
-    for op in found:
-        for handle in _handles(op.inputs[0]):
-            rows[id(handle)].append(op.inputs[1].shape.num_elements())
-    for op in graph.get_operations():
-        for handle in _handles(op.inputs[0]) if op.type == "GatherNd" else ():
-            rows[id(handle)].append(None)
+    shared, rows = dict[int, str](), dict[int, list[int | None]]()
+    for table, handle in graph.captures:
+        if handle.dtype != tf.resource:
+            continue
+        uses = list(_uses(handle))
+        known = [op for op in uses if op.type in _LOOKUPS and op.outputs[0].dtype.is_floating]
+        unknown = [op for op in uses if _may_look_up(op)]
+        rows[id(table)] = [*(op.inputs[1].shape.num_elements() for op in known), *(None for _ in unknown)]
+        shared |= {id(table): op.name for op in known if not is_worker_dependent(op.inputs[1])}
     definition = graph.as_graph_def()
     nodes = itertools.chain(definition.node, *(inner.node_def for inner in definition.library.function))
     return LookupFacts(shared, rows, any(node.op in _BRANCHES for node in nodes))
 
 
-def _handles(table: tf.Tensor) -> Iterator[tf.Tensor]:
-    """Yields the handles of the variables from which a tensor comes."""
-    if not hasattr(table, "graph"):
-        yield table
-    elif table.op.type != "Placeholder":
-        for tensor in table.op.inputs:
-            yield from _handles(tensor)
-    elif table.dtype == tf.resource:
-        yield from (handle for outer, inner in table.graph.captures if inner is table for handle in _handles(outer))
+def _uses(table: tf.Tensor) -> Iterator[tf.Operation]:
+    """Yields the operations that take a table, or a mere copy of it."""
+    for op in table.consumers():
+        if op.type in _COPIES and op.outputs[0].dtype.is_floating:
+            yield from _uses(op.outputs[0])
+        else:
+            yield op
+
+
+def _may_look_up(op: tf.Operation) -> bool:
+    """Whether an operation that takes a table may look up rows of it, how many is unknown."""
+    return op.type in _MAY_LOOK_UP or op.type.startswith("SparseSegment") or _calls_functions(op)
 
 
 def rows_in(passes: Iterable[Callable[[], LookupFacts]], handle: tf.Tensor) -> list[int | None] | None:

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras_layers import keep_message
-from tfdist.compat.keras_tensors import carry_mask, mask_of, taken_apart
+from tfdist.compat.keras_tensors import carry_alike, taken_apart
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
 from tfdist.keras_fit.lookups import mark_same_on_all, mark_worker_dependent
@@ -76,14 +76,16 @@ class OwnRows:
         return keras.tree.map_structure(lambda leaf: self._rows(leaf) if _has_rows(leaf) else leaf, value)
 
     def _rows(self, whole: tf.Tensor) -> tf.Tensor:
-        own, mask = self._values(whole), mask_of(whole)
-        if mask is not None and own is not whole:
-            carry_mask(own, mask if id(whole) in self._others else self._values(mask))
+        part = self._all_of if id(whole) in self._others else self._own_of
+        own = part(whole)
+        if own is not whole:
+            carry_alike(own, whole, part)
         return own
 
-    def _values(self, whole: tf.Tensor) -> tf.Tensor:
-        if id(whole) in self._others:
-            return used_by_all(self._runtime, [whole])[0] if _is_differentiable(whole) else whole
+    def _all_of(self, whole: tf.Tensor) -> tf.Tensor:
+        return used_by_all(self._runtime, [whole])[0] if _is_differentiable(whole) else whole
+
+    def _own_of(self, whole: tf.Tensor) -> tf.Tensor:
         if not _is_differentiable(whole):
             return mark_worker_dependent(whole[self._first : self._last])
         return mark_worker_dependent(_own_rows(self._runtime, whole, self._first, self._last, self.count))
@@ -143,7 +145,7 @@ def together(
             raise keep_message(ConfigError(f"{sentence}: return tensors with one row per sample."))
     tensors, put_together = taken_apart(computed.outputs)
     parts = {key: _part_of(loss, computed.combinations[key], part) for key, loss in computed.losses.items()}
-    by_row = [key for key in parts if computed.combinations[key].values == Values.ROWS]
+    by_row = [key for key in parts if computed.combinations[key].values == Values.ROWS and parts[key].shape.rank]
     sums = {key: own for key, own in parts.items() if key not in by_row}
     mine = [part.trim(tensor) for tensor in tensors]
     mine += [parts[key][: tf.shape(parts[key])[0] * tf.minimum(part.count, 1)] for key in by_row]
@@ -166,7 +168,10 @@ def _part_of(loss: tf.Tensor, how: Combination, part: OwnRows) -> tf.Tensor:
     """What the loss of own rows adds to the loss of all rows. In float32, or in float64 if the loss is: Keras adds it
     to the compiled loss, which has this type."""
     own = tf.cast(loss, tf.float64 if loss.dtype == tf.float64 else tf.float32)
-    own = tf.reduce_sum(own) if how.values == Values.ELSEWHERE else own  # workers have unlike numbers of values
+    if how.values == Values.ELSEWHERE or (how.values == Values.ROWS and own.shape.rank is None):
+        own = tf.reduce_sum(own)  # workers have unlike numbers of values
+    elif how.values == Values.ROWS and own.shape.rank == 0:
+        own = own[tf.newaxis]  # a worker's only row, squeezed
     weight = tf.cast(tf.minimum(part.count, 1), own.dtype)
     share = tf.cast(part.count, own.dtype) / tf.cast(part.n, own.dtype)
     return own * (weight if how.reduction == SUM else share)

@@ -71,18 +71,23 @@ def read_run(folder: str) -> Measured:
 
 
 def _check_data_parallel(folder: str, config: Config) -> None:
-    """Raises ConfigError if more than samples is divided over the workers, or a pass is made twice."""
+    """Raises ConfigError if more than samples is divided over the workers, a pass is made twice, or gradients travel in
+    another form than `terms` counts."""
     name, parallel = config.strategy.strategy, config.parallel
     found = (
         f"--strategy={name}" if not is_own(name) and strategy_or_undecided(name).parameter_servers else "",
         f"--mesh={parallel.mesh}" if re.search(r"(pipe|model|expert)=(?!1\b)", parallel.mesh) else "",
         f"--zero={parallel.zero}" if parallel.zero else "",
         f"--recompute={parallel.recompute}" if parallel.recompute != "none" else "",
+        f"--compression={parallel.compression}" if parallel.compression != "none" else "",
+        f"--horovod_compression={config.strategy.horovod_compression}"
+        if config.strategy.horovod_compression != "none"
+        else "",
     )
     if any(found):
         raise ConfigError(
             f"--calibrate={folder} was trained with {' '.join(filter(None, found))}: give runs whose workers have the"
-            " whole model and share out samples only."
+            " whole model, share out samples only, and send gradients as they are."
         )
 
 

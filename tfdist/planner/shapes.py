@@ -134,8 +134,8 @@ def _cut(parts: Sequence[ModelPart], pipe: int, total: float) -> list[list[Model
     return stages
 
 
-def from_json(values: Mapping[str, Any], tokens: int) -> ModelShape:
-    """Reads the output of `python -m tfdist.training.model_cost`."""
+def from_json(values: Mapping[str, Any], sample: Sample | None = None) -> ModelShape:
+    """Reads the output of `python -m tfdist.training.model_cost`. sample: what it was given in place of the source."""
     parts = tuple(
         ModelPart(
             part["name"],
@@ -150,7 +150,7 @@ def from_json(values: Mapping[str, Any], tokens: int) -> ModelShape:
         )
         for part in values["parts"]
     )
-    return ModelShape(values["name"], parts, tokens, source="graph")
+    return ModelShape(values["name"], parts, sample.tokens if sample else values["tokens"], source="graph")
 
 
 @dataclass(frozen=True)

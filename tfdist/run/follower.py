@@ -87,20 +87,27 @@ class _Status:
         self._begun = time.monotonic()
 
     def await_start(self) -> None:
-        """Waits until there is a run. Raises StartupError."""
+        """Waits until there is a run, with its flags. Raises StartupError."""
         has_said, place = False, self._run.place
-        while not self.look():
+        while missing := self._missing():
             waited = time.monotonic() - self._begun
             if not has_said and waited > _SILENT_SECONDS:
                 has_said = True
                 say(f"Waiting {self._patience:g} s for a run in --run_dir={place}.")
             if waited > self._patience:
                 raise StartupError(
-                    f"No run appeared in --run_dir={place} within {self._patience:g} s: start the workers, or raise"
-                    " --startup_timeout."
+                    f"No run appeared in --run_dir={place} within {self._patience:g} s (there is no {missing}): start"
+                    " the workers, or raise --startup_timeout."
                 )
             time.sleep(_POLL_SECONDS)
         self._begun = time.monotonic()
+
+    def _missing(self) -> str:
+        """The file without which there is no run yet; "" if there is one."""
+        if not self.look():
+            return STATUS_FILE
+        # In a folder they are older than the status, or will never come.
+        return flags.FLAGS_FILE if self._run.objects and not self._run.text(flags.FLAGS_FILE) else ""
 
     def look(self) -> dict[str, Any]:
         """Reads the status. Raises CheckpointError if it is now that of another run."""

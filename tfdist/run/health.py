@@ -20,6 +20,7 @@ from tfdist.control.exit_codes import (
     PeerFailedError,
     PeerLostError,
     TfdistError,
+    before_end_process,
     error_line,
     say_last_words,
 )
@@ -80,7 +81,8 @@ class HealthMonitor:
             return texts_of_all(runtime, endpoint, ENDPOINT_BYTES)
 
         if len(self.cluster.peers) > 1:
-            self.beacons = Beacons(self.cluster, self.watchdog, exchange, runtime.waiting_for)
+            beacons = self.beacons = Beacons(self.cluster, self.watchdog, exchange, runtime.waiting_for)
+            before_end_process(lambda sentence, code: beacons.announce(sentence, code=code))
 
     def failed(self, error: BaseException) -> BaseException:
         """Returns the error to end with after `error`: its cause as a sentence, if known. Tells the others."""
@@ -119,6 +121,7 @@ class HealthMonitor:
     def close(self) -> None:
         """Ends the watching."""
         self.watchdog.close()
+        before_end_process(None)
         if self.beacons:
             self.beacons.close()
 

@@ -20,7 +20,6 @@ from tfdist.artifacts.upload_thread import sent_within
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import job_identity
-from tfdist.control.lease_owner import end_worker
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.control.status_file import STATUS_FILE
@@ -46,7 +45,7 @@ class RemoteBackup:
         with as_sentence("backup_dir"):
             self._objects = ObjectStore(self._url, min(self._timeout, PATIENCE_SECONDS))
         job = job_identity(os.environ, resolve_cluster(os.environ))
-        self._lease = StoreLease(self._objects, job, end_worker, f"--backup_dir={self._url}")
+        self._lease = StoreLease(self._objects, job, name=f"--backup_dir={self._url}")
         self._remote = RemoteSnapshots(self._objects, self._store, backup.retention, self._lease.confirm)
         self._alarm = StoreAlarm("the backup: ")
         self._held = contextlib.ExitStack()

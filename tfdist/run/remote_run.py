@@ -27,11 +27,11 @@ from tfdist.artifacts.upload_thread import UploadThread, sent_within
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
-from tfdist.control.lease_owner import end_worker
 from tfdist.control.run_address import SNAPSHOTS, is_url
 from tfdist.control.status_file import STATUS_FILE, parse_status
 from tfdist.control.terminal import say
 from tfdist.control.time_limit import for_at_most
+from tfdist.flags import FLAGS_FILE
 from tfdist.run.store_alarm import SILENT_SECONDS, StoreAlarm
 from tfdist.storage.mirror import FolderMirror, bring_files
 from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
@@ -69,7 +69,7 @@ class RemoteRun:
         with as_sentence():
             self.objects = ObjectStore(options.run_dir, min(options.store_timeout, PATIENCE_SECONDS))
         self._timeout = options.store_timeout
-        self._lease = StoreLease(self.objects, job, end_worker) if self._is_chief else None
+        self._job, self._lease = job, StoreLease(self.objects, job) if self._is_chief else None
         allowed = self._lease.confirm if self._lease else lambda: None
         self._mirror = FolderMirror(self.objects, folder, self._owns, STATUS_FILE, self._note_trouble, allowed)
         self._senders: list[UploadThread] = []  # of snapshots, and of their parts
@@ -130,10 +130,12 @@ class RemoteRun:
 
     def start(self) -> None:
         """Begins to send files. The status, which marks this place as a run, is sent at once: a working copy whose run
-        is not in the store counts as another run's."""
+        is not in the store counts as another run's. The flags come next, as readers need them; a place that has flags
+        and no status would be refused by the next start."""
         if self._is_chief:
             with as_sentence():
                 self.objects.send(self.folder / STATUS_FILE, STATUS_FILE)
+                self._mirror.send(lambda name: name == FLAGS_FILE)
         self._mirror.start()
 
     def sends(self, store: SnapshotFolder, retention: Retention) -> RemoteSnapshots:
@@ -160,7 +162,7 @@ class RemoteRun:
     def follow(self, lease_id: str) -> Callable[[], None]:
         """Returns a function that a worker must call before it writes anything but its log to the store."""
         if not self._lease:
-            self.objects.allowed = FollowedLease(self.objects, lease_id, end_worker).confirm
+            self.objects.allowed = FollowedLease(self.objects, lease_id, self._job).confirm
         return self.objects.allowed
 
     def sends_parts(self, *senders: UploadThread | None) -> None:

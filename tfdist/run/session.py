@@ -218,13 +218,7 @@ class Session:
         self.resources.callback(self.trainer.close)
         self.monitor.explain_with(self.trainer.cause)
         self.hooks = SessionHooks(
-            self.recovery,
-            self.trainer,
-            self.diagnosis,
-            self.observer,
-            self.monitor,
-            self.signals,
-            self.memory,
+            self.recovery, self.trainer, self.diagnosis, self.observer, self.monitor, self.signals, self.memory
         )
 
     def _train(self) -> TrainResult:
@@ -241,8 +235,7 @@ class Session:
         with self.hooks.section(sections.SAVE):
             if self.config.checkpoint.save_final and not result.stopped:
                 self.hooks.save(result.step)
-            unwritten = self.recovery.files.finish()
-            self.hooks.report_saves(result.step)
+            unwritten = self.hooks.finish_saves(result.step)
             verdict = self.trainer.watch.verdicts.final() if self.trainer.watch else ""
             if self.chief and verdict:
                 self.observer(Event("verdict", result.step, {"message": verdict, "final": True}))

@@ -15,10 +15,13 @@ from tfdist.run.health import HealthMonitor
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.recovery import Recovery
 from tfdist.run.trainer import Trainer
+from tfdist.runtime.decisions import texts_of_all
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.loop_hooks import LoopHooks
 from tfdist.training.step_output import Requests
+
+_REASON_BYTES = 400  # of a worker's reason, for the others
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,15 @@ class SessionHooks:
         """Passes the writers' messages on to the observers."""
         for kind, values in self.recovery.files.messages():
             self.observer(Event(kind, step, values))
+
+    def finish_saves(self, step: int) -> str:
+        """Waits for the last write, and passes the writers' messages on. Returns why a worker could not write its
+        snapshot, on all workers, or "": all end with one exit code, since engines may see only one, or the highest. A
+        collective call."""
+        own = self.recovery.files.finish()
+        texts = enumerate(texts_of_all(self.recovery.runtime, own, _REASON_BYTES))
+        self.report_saves(step)
+        return own or next((f"{self.monitor.cluster.name(rank)}: {text}" for rank, text in texts if text), "")
 
     def _iterators(self, step: int) -> Sequence:
         return self.trainer.iterators(self.recovery.progress.consumed(step), self.recovery.stream_cut)

@@ -90,14 +90,16 @@ class SnapshotFiles:
                 self.backup.store.clean()
         if self._in_store:
             snapshot, messages = self._pick_of_parts(self._in_store, config, steps)
-            return snapshot, brought + messages
-        # At a later call, after bad numbers, all that this run has written is here, and a failing store must not end
-        # it.
-        brought += [] if self._sends else self._bring_newest()
-        snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:], steps)
-        self._set_aside_damaged(snapshot)
+        else:
+            # At a later call, after bad numbers, all that this run has written is here, and a failing store must not
+            # end it.
+            brought += [] if self._sends else self._bring_newest()
+            snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:], steps)
+            self._set_aside_damaged(snapshot)
         if back and snapshot:
-            for writer in filter(None, (self.writer, self.backup and self.backup.writer)):
+            # Snapshots of parts are removed from the store when the next one is there.
+            of_run = None if self._in_store else self.writer
+            for writer in filter(None, (of_run, self.backup and self.backup.writer)):
                 writer.delete_after(snapshot.step)
         return snapshot, brought + messages
 

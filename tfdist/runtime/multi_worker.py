@@ -35,6 +35,18 @@ from tfdist.runtime.ring_error import RingError, overdue, user_error
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 
 
+class OnlyWorker(tf.distribute.cluster_resolver.TFConfigClusterResolver):
+    """For MultiWorkerMirroredStrategy with one worker, which opens no port then, whatever TF_CONFIG lists: TensorFlow's
+    own reads TF_CONFIG.
+
+    Relies on `CollectiveAllReduceExtended._initialize_local_devices`: of a resolver of any other class the strategy
+    takes the GPUs that this tells, as a rule none, in place of those that the process has.
+    """
+
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        return tf.train.ClusterSpec({})
+
+
 class MultiWorker(StrategyRuntime):
     """A runtime over MultiWorkerMirroredStrategy. The cluster must have passed control/preflight.py."""
 
@@ -118,8 +130,6 @@ class MultiWorker(StrategyRuntime):
     @classmethod
     def create(cls, config: Config, cluster: Cluster) -> MultiWorker:
         options = communication_options(config.strategy)
-        # Without it, the strategy reads TF_CONFIG, and opens a port even if that lists this worker only.
-        alone = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         if cluster.size > 1:
             os.environ["TF_CONFIG"] = cluster.tf_config()
             tensorflow_cluster.configure_coordination_service(
@@ -128,7 +138,8 @@ class MultiWorker(StrategyRuntime):
                 register_s=config.cluster.startup_timeout,
             )
         with own_address_only(cluster.address, cluster.peers), interpreter_released(), sigterm_kept():
-            strategy = tf.distribute.MultiWorkerMirroredStrategy(None if cluster.size > 1 else alone, options)
+            resolver = None if cluster.size > 1 else OnlyWorker()
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
         runtime = cls(strategy, options, rank=cluster.rank, size=cluster.size)
         runtime.cluster = cluster
         runtime.watch_for_stuck_peers(config.strategy.collective_timeout)

@@ -66,21 +66,21 @@ class FolderMirror:
         if with_last and (self._folder / self._last).is_file() and self._owns(self._last):
             self._objects.send(self._folder / self._last, self._last)
 
-    def send(self) -> None:
-        """Sends the changed files. Raises StoreError."""
+    def send(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Sends the changed files whose names are `wanted`. Raises StoreError."""
         self._allowed()
         with self._one_at_a_time:
-            for name, state in self._changed().items():
+            for name, state in self._changed(wanted).items():
                 try:
                     self._objects.send(self._folder / name, name)
                 except FileNotFoundError:
                     continue
                 self._sent[name] = state
 
-    def _changed(self) -> dict[str, tuple[int, int]]:
+    def _changed(self, wanted: Callable[[str], bool]) -> dict[str, tuple[int, int]]:
         found = {}
         for name in files_below(self._folder):
-            if name != self._last and self._owns(name):
+            if name != self._last and self._owns(name) and wanted(name):
                 try:
                     status = (self._folder / name).lstat()
                 except FileNotFoundError:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tfdist.control.lease_owner import Owner, Patience, Watched
+from tfdist.control.lease_owner import Owner, Patience, Watched, ending
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 
@@ -26,11 +26,11 @@ _PATIENCE = Patience(dead=60.0, damaged=_LOOK_SECONDS)
 class StoreLease:
     """The lease of a run in `objects`, as its chief sees it.
 
-    on_loss: called in a thread with a sentence when another job has taken the lease over; must end the process. name:
-    the user's name for what is leased.
+    on_loss: called in a thread with a sentence, in place of what ends the process, when somebody has taken the lease
+    over. name: the user's name for what is leased.
     """
 
-    def __init__(self, objects: ObjectStore, job: str, on_loss: Callable[[str], None], name: str = ""):
+    def __init__(self, objects: ObjectStore, job: str, on_loss: Callable[[str], None] | None = None, name: str = ""):
         self._objects, self._on_loss, self.owner = objects, on_loss, Owner.myself(job)
         self._name = name or f"--run_dir={objects.url}"
         self._released, self._confirmed = threading.Event(), 0.0  # when it was last known to be ours (time.monotonic())
@@ -65,13 +65,14 @@ class StoreLease:
             self._look()
 
     def _look(self) -> bool:
-        """Whether the lease is still ours; if not, calls `on_loss`. Raises StoreError."""
+        """Whether the lease is still ours; if not, ends the process. Raises StoreError."""
         owner = Owner.read(self._objects.text(FILE) or "")
         if self._released.is_set() or owner and owner.id == self.owner.id:
             self._confirmed = time.monotonic()
             return True
         who = f"taken over by {owner.describe()}" if owner else "taken over by another job which has ended, or emptied"
-        self._on_loss(
+        end = self._on_loss or ending(owner, self.owner.job)
+        end(
             f"{self._objects.url} has been {who}, because this process was stopped or cut off and seemed dead: it ends,"
             " and changes nothing there."
         )
@@ -91,11 +92,11 @@ class StoreLease:
 class FollowedLease:
     """A lease as the chief's other workers see it: they write in the store as long as the chief holds it.
 
-    owner: the chief's id. on_loss: called with a sentence when another job holds it; must end the process.
+    owner: the chief's id. job: the identity of the job. When another one holds the lease, the process ends.
     """
 
-    def __init__(self, objects: ObjectStore, owner: str, on_loss: Callable[[str], None]):
-        self._objects, self._id, self._on_loss = objects, owner, on_loss
+    def __init__(self, objects: ObjectStore, owner: str, job: str):
+        self._objects, self._id, self._job = objects, owner, job
         self._confirmed = time.monotonic()
 
     def confirm(self) -> None:
@@ -106,7 +107,7 @@ class FollowedLease:
         if owner is None:
             raise StoreError(f"{self._objects.url}: the chief of this job has released its lease")
         if owner.id != self._id:
-            self._on_loss(
+            ending(owner, self._job)(
                 f"{self._objects.url} has been taken over by {owner.describe()}, because the chief of this job seemed"
                 " dead: this worker ends, and changes nothing there."
             )

@@ -46,6 +46,18 @@ class RunLog:
         return found
 
     @cached_property
+    def workers(self) -> dict[int, int]:
+        """attempt -> its number of workers; attempts whose start is not in the log are left out."""
+        return {record["attempt"]: record["values"].get("workers", 0) for record in self.of_kind("start")}
+
+    def steady_rate(self, workers: int) -> float:
+        """Returns the median of the steady samples per second of the attempts that were not made by another number of
+        workers; 0 if there is none."""
+        records = [record for record in self.records if self.workers.get(record["attempt"], workers) == workers]
+        rates = steady_values(records, "perf/samples_per_s")
+        return statistics.median(rates) if rates else 0.0
+
+    @cached_property
     def phases(self) -> dict[int, dict[str, float]]:
         """rank -> phase -> mean seconds per step, from the "phases" events of all ranks; ranks without any are
         left out.
@@ -180,12 +192,6 @@ class RunLog:
     def _last(self, name: str) -> str:
         points = self.series.get(name)
         return f"{points[max(points)]:.4g}" if points else ""
-
-
-def steady_rate(folder: Path) -> float:
-    """Returns the median of the steady samples per second in a run's log; 0 if there is none."""
-    rates = steady_values(read_jsonl(folder / "logs" / "rank-0.jsonl"), "perf/samples_per_s")
-    return statistics.median(rates) if rates else 0.0
 
 
 def quantile(weighted: Sequence[tuple[float, int]], share: float) -> float:

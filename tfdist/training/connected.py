@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_optimizers
 from tfdist.config import Config
 from tfdist.models.model_names import MODELS
 from tfdist.runtime import batch_norm
@@ -72,11 +73,13 @@ def sentence(paths: Sequence[str], count: int) -> str:
 
 
 def apply_connected(optimizer: keras.Optimizer, pieces: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Updates the variables whose piece is not None. Keras would do the same, but warn each time."""
+    """Updates the variables whose piece is not None, and the moving averages of all. Keras would do the same, but warn
+    each time, and refuse a call in which no variable has a piece."""
     pairs = [(piece, variable) for piece, variable in zip(pieces, variables, strict=True) if piece is not None]
     if pairs:
         optimizer.apply([piece for piece, _ in pairs], [variable for _, variable in pairs])
     else:  # it still counts as an update
+        keras_optimizers.update_moving_averages(optimizer)
         iterations: Any = optimizer.iterations
         iterations.assign_add(1)
 

@@ -4,15 +4,15 @@ The model is built without memory (in Keras' stateless scope a variable is a sha
 backward pass is traced for two batch sizes, and the two graphs are compared. The result is printed as JSON, in the form
 that planner/shapes.py reads:
 
-  {"name", "parts": [{"name", "weights": [[path, shape]], "constants": elements that are not trained,
-    "flops": per sample, "is_counted", "saved": [bytes], "fixed": bytes, "output": bytes}]}
+  {"name", "tokens": per sample, "parts": [{"name", "weights": [[path, shape]], "constants": elements that are not
+    trained, "flops": per sample, "is_counted", "saved": [bytes], "fixed": bytes, "output": bytes}]}
 
-flops: floating-point operations of the forward pass, of products and convolutions only (a multiplication and an
-addition count as two). is_counted: false if the part has more of them, whose number the graph does not tell: in a loop
-(recurrent layers), by cuDNN, or of unknown shapes; flops, saved and fixed are then too low. saved: the tensors that the
-forward pass leaves for the backward pass, bytes per sample, one number for each tensor; fixed: the same, but
-independent of the batch size (weights cast to the compute type, masks). output: bytes per sample that the part hands
-on, an upper bound. There is one part per layer of the model, in its order.
+tokens: 1 if samples are no sequences. flops: floating-point operations of the forward pass, of products and
+convolutions only (a multiplication and an addition count as two). is_counted: false if the part has more of them, whose
+number the graph does not tell: in a loop (recurrent layers), by cuDNN, or of unknown shapes; flops, saved and fixed are
+then too low. saved: the tensors that the forward pass leaves for the backward pass, bytes per sample, one number for
+each tensor; fixed: the same, but independent of the batch size (weights cast to the compute type, masks). output: bytes
+per sample that the part hands on, an upper bound. There is one part per layer of the model, in its order.
 """
 
 from __future__ import annotations
@@ -186,6 +186,14 @@ def forward_flops(model: Any, x_spec: Any, rows: int = 1) -> float:
     return 0.0 if None in found else sum(filter(None, found)) / rows
 
 
+def tokens_of(x_spec: Any) -> int:
+    """Returns the number of tokens of a sample: the length of x if it is one vector of integers, else 0."""
+    import tensorflow as tf
+
+    is_text = isinstance(x_spec, tf.TensorSpec) and x_spec.dtype.is_integer and len(x_spec.shape) == 1
+    return (x_spec.shape.num_elements() or 0) if is_text else 0
+
+
 def count(model: Any, objective: Any, specs: tuple) -> dict[str, Any]:
     """Counts weights, FLOPs and saved tensors of a model, as described at the top of this file."""
     fewer, more = (trace(model, objective, specs, batch) for batch in _SIZES)
@@ -218,6 +226,7 @@ def count(model: Any, objective: Any, specs: tuple) -> dict[str, Any]:
         )
     return {
         "name": model.name,
+        "tokens": tokens_of(specs[0]) or 1,
         "parts": [part for part in parts if part["weights"] or part["flops"] or part["saved"] or part["fixed"]],
     }
 

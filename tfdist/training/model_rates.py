@@ -19,8 +19,8 @@ from tfdist.planner.shapes import Sample
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import own_devices
 from tfdist.telemetry.rates import Rates, host_memory
-from tfdist.telemetry.run_log import steady_rate
-from tfdist.training.model_cost import forward_flops
+from tfdist.telemetry.run_log import RunLog
+from tfdist.training.model_cost import forward_flops, tokens_of
 
 
 def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Split, rows: int) -> Rates:
@@ -28,10 +28,9 @@ def make_rates(config: Config, runtime: Runtime, model: keras.Model, split: Spli
 
     Raises ConfigError if --scaling_baseline is neither a number nor the folder of a finished run of one worker."""
     x = split.element_spec[0]
-    is_tokens = isinstance(x, tf.TensorSpec) and x.dtype.is_integer and len(x.shape) == 1
     return Rates(
         forward_flops=_formula(config, split) or (forward_flops(model, x, rows) if runtime.holds_whole_model else 0.0),
-        tokens=(x.shape.num_elements() or 0) if is_tokens else 0,
+        tokens=tokens_of(x),
         peak_flops=peak_flops(config) * runtime.size * runtime.local_replicas,
         baseline=baseline(config.telemetry.scaling_baseline),
         workers=runtime.size,
@@ -79,8 +78,10 @@ def baseline(text: str) -> float:
             return speed
     try:
         summary = json.loads((Path(text) / "summary.json").read_text(encoding="utf-8"))
-        # The summary's own rate includes tracing and compiling.
-        workers, speed = summary["workers"], steady_rate(Path(text)) or float(summary["samples_per_s"])
+        log, workers = RunLog(Path(text), ""), summary["workers"]
+        # The summary's own rate includes tracing and compiling, and all attempts.
+        mean = float(summary["samples_per_s"]) if set(log.workers.values()) <= {1} else 0.0
+        speed = log.steady_rate(workers=1) or mean
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
             f"--scaling_baseline={text} is neither a number nor the folder of a finished run: give samples per second"
@@ -90,6 +91,11 @@ def baseline(text: str) -> float:
         raise ConfigError(
             f"--scaling_baseline={text} was trained by {workers} workers: give a run of one worker, which the"
             " efficiency is measured against."
+        )
+    if not speed:
+        raise ConfigError(
+            f"--scaling_baseline={text} has fewer than two log lines of an attempt by one worker: give a run that one"
+            " worker has trained for longer."
         )
     return speed
 

@@ -176,18 +176,22 @@ def check_decays(optimizer: keras.Optimizer, variables: Iterable[keras.Variable]
     """Raises ConfigError if a decay of the optimizer rounds to 1 in the dtype of a variable, in which Keras computes
     the update: with beta_2 = 0.999, which is 1 in bfloat16, Adam never changes the variable.
     """
-    decays = {"beta_2": (getattr(optimizer, "beta_2", None), "it", "--optimizer_args=beta_2=0.99")}
+    decays = {
+        name: (getattr(optimizer, name), "it", f"--optimizer_args={name}=0.99")
+        for name in ("beta_2", "adam_beta_2")  # the latter: of Muon, which updates vectors and embeddings by Adam
+        if hasattr(optimizer, name)
+    }
     if optimizer.use_ema:
         decays["--ema"] = optimizer.ema_momentum, "its moving average", "a smaller --ema"
     for variable in variables:
         dtype = tf.as_dtype(variable.dtype)
-        if isinstance(optimizer, keras.optimizers.Muon) and dtype == tf.float64 and len(variable.shape) == 2:
+        if dtype != tf.float32 and keras_optimizers.updates_by_muon(optimizer, variable):
             raise ConfigError(
-                f"--optimizer=muon cannot update {variable.path}, which is float64: Keras computes its update in"
+                f"--optimizer=muon cannot update {variable.path}, which is {dtype.name}: Keras computes its update in"
                 " float32. Give its layer dtype='float32', or choose another --optimizer."
             )
         for name, (decay, what, instead) in decays.items():
-            if decay is not None and decay < 1 and dtype.as_numpy_dtype(decay) == 1:
+            if decay < 1 and dtype.as_numpy_dtype(decay) == 1:
                 raise ConfigError(
                     f"{name}={decay:g} is 1 in {dtype.name}, the type of {variable.path}: {what} would never change."
                     f" Give its layer dtype='mixed_{dtype.name}', or {instead}."

@@ -2,6 +2,8 @@
 interruption the run ends where an undisturbed one does, bit for bit, and no step is done twice or left out."""
 
 import os
+import random
+import shutil
 
 import keras
 import numpy as np
@@ -11,6 +13,7 @@ from tensorflow.python.eager import context
 
 from tfdist.artifacts import backup_checks
 from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.artifacts.data_order import NoOrder
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 EPOCHS, BATCHES = 3, 5
@@ -163,7 +166,7 @@ def test_where_only_damaged_backups_are_nothing_begins_anew(tmp_path):
     (data,) = tmp_path.glob("step-00000008/*.data-*")
     data.write_bytes(data.read_bytes()[:-1])
     with pytest.raises(
-        CheckpointError, match=f"^No backup in {tmp_path} is valid .*step-00000008.*: remove it to start"
+        CheckpointError, match=f"^No backup in {tmp_path} is valid .*step-00000008.*: remove {tmp_path} to start"
     ):
         fit([BackupAndRestore(tmp_path, save_freq=4)])
     assert sorted(tmp_path.iterdir()) == before
@@ -435,6 +438,28 @@ def test_within_an_epoch_whose_order_cannot_be_found_again_nothing_is_saved(name
         assert unseeded_fit(WITHOUT_SEED[name], tmp_path, save_freq) == [0, 1]
 
 
+def read_in_parallel(deterministic, option=None):
+    options = tf.data.Options()
+    if option is not None:
+        options.deterministic = option
+    rows = tf.data.Dataset.range(2).interleave(
+        lambda _: tf.data.Dataset.from_tensor_slices((ROWS, ROWS)), num_parallel_calls=2, deterministic=deterministic
+    )
+    return {"x": rows.take(12).batch(4).with_options(options)}
+
+
+def test_within_an_epoch_of_data_in_any_order_nothing_is_saved(tmp_path):
+    """What is ready first comes first."""
+    for given in (read_in_parallel(False), read_in_parallel(None, option=False)):
+        with pytest.raises(ConfigError, match=r'save_freq=2\).* deterministic=False.*: drop that .*save_freq="epoch"'):
+            unseeded_fit(given, tmp_path, 2)
+        assert unseeded_fit(given, tmp_path, "epoch") == [0, 1]
+    for number, given in enumerate((read_in_parallel(None), read_in_parallel(True))):
+        assert unseeded_fit(given, tmp_path / str(number), 2) == [0, 1]
+    with pytest.raises(CheckpointError, match=r"after 2 batches.*the data come anyhow.* again: remove the backup"):
+        backup_checks.refuse_another_order("a", NoOrder("come anyhow", "sort them"), 2, None)
+
+
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_an_order_that_is_known_needs_no_seed(name, tmp_path, monkeypatch):
     monkeypatch.setattr(context.context(), "_seed", None)
@@ -446,7 +471,7 @@ def test_a_backup_within_an_epoch_without_a_seed_is_not_taken(tmp_path, monkeypa
     monkeypatch.setattr(context.context(), "_seed", None)
     given = WITHOUT_SEED["dataset"]
     with monkeypatch.context() as earlier, pytest.raises(Killed):
-        earlier.setattr(backup_checks, "refuse_without_seed", lambda *_, **__: None)
+        earlier.setattr(backup_checks, "no_order", lambda _: None)
         unseeded_fit(given, tmp_path, 2, Counter([], die_after=2))
     for save_freq in (2, "epoch"):
         with pytest.raises(CheckpointError, match=r"after 2 batches .* without a seed.*: set the seed .*, or remove"):
@@ -468,6 +493,211 @@ def test_a_backup_within_an_epoch_is_not_taken_with_another_seed(name, tmp_path)
     with pytest.raises(CheckpointError, match=r"after 2 batches .* with another seed.*: set the seed .*, or remove"):
         unseeded_fit(given(2), tmp_path, 2)
     assert unseeded_fit(given(1), tmp_path, 2) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", WITHOUT_SEED)
+def test_epochs_that_end_within_a_pass_need_a_seed(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(context.context(), "_seed", None)
+    for save_freq in ("epoch", 2):
+        with pytest.raises(ConfigError, match=r"steps_per_epoch=2 ends .* without a seed.*set_random_seed\(1\)"):
+            unseeded_fit({**WITHOUT_SEED[name], "steps_per_epoch": 2}, tmp_path, save_freq)
+    if "unknown" not in name:
+        assert unseeded_fit({**WITHOUT_SEED[name], "steps_per_epoch": 3}, tmp_path, "epoch") == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["arrays", "dataset", "repeated", "pages"])
+def test_a_backup_within_a_pass_is_not_taken_with_another_seed(name, tmp_path):
+    def given(seed, steps):
+        keras.utils.set_random_seed(seed)
+        dataset = tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).shuffle(12, seed=seed).batch(4)
+        made = {"dataset": {"x": dataset}, "repeated": {"x": dataset.repeat()}}
+        return {**WITHOUT_SEED, **made}[name] | {"steps_per_epoch": steps}
+
+    with pytest.raises(Killed):
+        unseeded_fit(given(1, 2), tmp_path, "epoch", Counter([], die_after=2))
+    with pytest.raises(
+        CheckpointError,
+        match=r"after an epoch .*steps_per_epoch=2\), .* with another seed.*: set the seed .*, or remove",
+    ):
+        unseeded_fit(given(2, 2), tmp_path, "epoch")
+    assert unseeded_fit(given(1, 2), tmp_path, "epoch") == [0, 1]
+    with pytest.raises(Killed):
+        unseeded_fit(given(1, 3), tmp_path, "epoch", Counter([], die_after=3))
+    assert unseeded_fit(given(2, 3), tmp_path, "epoch") == [0, 1], "a whole pass may come in any order"
+
+
+def shuffled_anew(**options):
+    return {"x": tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).shuffle(12, seed=1, **options).batch(4)}
+
+
+@pytest.mark.parametrize("die_after", [0, 2])
+def test_a_dataset_of_an_interrupted_fit_is_not_read_again_where_its_order_counts(die_after, tmp_path):
+    """As in a notebook, where only the fit is run again: each iterator of one dataset draws the next order."""
+    given = shuffled_anew()
+    with pytest.raises(Killed):
+        unseeded_fit(given, tmp_path, 1, Counter([], die_after=die_after))
+    for save_freq in (1, "epoch") if die_after else (1,):
+        with pytest.raises(ConfigError, match=rf"backup in {tmp_path} was interrupted, .*: make the dataset anew"):
+            unseeded_fit(given, tmp_path, save_freq)
+    done = []
+    assert unseeded_fit(shuffled_anew(), tmp_path, 1, Counter(done)) == [0, 1]
+    assert done == list(range(die_after + 1, 7))
+
+
+def test_a_dataset_may_be_read_again_where_its_order_is_the_same_or_does_not_count(tmp_path):
+    steady, anew = shuffled_anew(reshuffle_each_iteration=False), shuffled_anew()
+    with pytest.raises(Killed):
+        unseeded_fit(steady, tmp_path, 1, Counter([], die_after=2))
+    assert unseeded_fit(steady, tmp_path, 1) == [0, 1]
+    with pytest.raises(Killed):
+        unseeded_fit(anew, tmp_path, "epoch", Counter([], die_after=3))
+    assert unseeded_fit(anew, tmp_path, "epoch") == [0, 1]
+    whole = shuffled_anew()
+    for _ in range(2):  # a program does the same in each process
+        assert unseeded_fit(whole, tmp_path, 1) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "rows, execution, given, save_freq",
+    [
+        (40, 4, {}, 20),  # Keras counts 12 of the 10 batches
+        (12, 1, {"steps_per_epoch": 4}, 4),  # the data end after 3
+    ],
+)
+def test_without_a_seed_nothing_is_saved_within_an_epoch(rows, execution, given, save_freq, tmp_path, monkeypatch):
+    monkeypatch.setattr(context.context(), "_seed", None)
+    saved = []
+
+    class Recorded(BackupAndRestore):
+        def _save(self, epoch, batch):
+            saved.append((epoch, batch))
+            super()._save(epoch, batch)
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=execution, jit_compile=False)
+    x = np.ones((rows, 1), "float32")
+    model.fit(x, x, batch_size=4, epochs=4, verbose=0, callbacks=[Recorded(tmp_path, save_freq=save_freq)], **given)
+    assert saved == [(2, 0), (4, 0)]
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws numbers with the process's own generators, also when training and epochs begin."""
+
+    def __init__(self, drawn):
+        super().__init__()
+        self.note = drawn.__setitem__  # no state to restore
+        self.epoch = 0
+
+    def on_train_begin(self, logs=None):
+        np.random.random(), random.random()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        np.random.random(), random.random()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.note((self.epoch, batch), (np.random.random(), random.random()))
+
+
+READ_AGAIN = {"x": tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).batch(4).repeat(), "steps_per_epoch": 3}
+
+
+@pytest.mark.parametrize("given", [IN_ORDER["arrays"], READ_AGAIN], ids=["arrays", "read again"])
+@pytest.mark.parametrize("save_freq, killed", [("epoch", 4), (1, 5), (1, 2)])
+def test_what_callbacks_draw_goes_on(given, save_freq, killed, tmp_path):
+    def drawn_in(folder, *others):
+        keras.utils.set_random_seed(1)
+        drawn = {}
+        unseeded_fit(given, folder, save_freq, Draws(drawn), *others)
+        return drawn
+
+    expected = drawn_in(tmp_path / "undisturbed")
+    with pytest.raises(Killed):
+        drawn_in(tmp_path / "killed", Counter([], die_after=killed))
+    found = drawn_in(tmp_path / "killed")
+    assert found and found == {place: expected[place] for place in found}
+
+
+class DrawnPages(Pages):
+    def __getitem__(self, index):
+        return np.random.random((4, 1)), np.ones((4, 1))
+
+
+@pytest.mark.parametrize("killed", [2, 5])
+def test_data_that_draw_go_on(killed, tmp_path):
+    def losses(folder, *others):
+        keras.utils.set_random_seed(1)
+        history = []
+        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: history.append(logs["loss"]))
+        unseeded_fit({"x": DrawnPages(), "shuffle": False}, folder, 1, note, *others)
+        return history
+
+    expected = losses(tmp_path / "undisturbed")
+    with pytest.raises(Killed):
+        losses(tmp_path / "killed", Counter([], die_after=killed))
+    assert losses(tmp_path / "killed") == expected[killed:]
+
+
+class First(keras.callbacks.Callback):
+    """Keeps the first loss: what a best value is that no later epoch reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.best = None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.best = self.best or logs["loss"]
+
+
+def killed_with(first, folders, after):
+    """A fit with a backup in each folder, which ends after so many steps."""
+    with pytest.raises(Killed):
+        others = [BackupAndRestore(each, save_freq=1) for each in folders[1:]]
+        unseeded_fit(IN_ORDER["arrays"], folders[0], 1, *others, first, Counter([], die_after=after))
+
+
+def test_a_best_value_is_in_the_backups_of_a_fit_that_gets_the_same_callbacks(tmp_path):
+    """As in a notebook: the cell is interrupted and run again, then the process ends."""
+    first, second = First(), First()
+    killed_with(first, [tmp_path], 4)
+    expected = first.best
+    killed_with(first, [tmp_path], 5)
+    unseeded_fit(IN_ORDER["arrays"], tmp_path, 1, second)
+    assert second.best == first.best == expected
+
+
+def test_the_backup_that_is_not_restored_goes_on_as_well(tmp_path):
+    """With new files, and with what the other one has restored."""
+    folders, first, second = [tmp_path / "one", tmp_path / "two"], First(), First()
+    killed_with(first, folders, 4)
+    killed_with(First(), folders, 5)
+    newest = [BackupAndRestore(each).store.steps() for each in folders]
+    assert all(len(steps) == 1 and steps[0] > 4 for steps in newest), newest
+    shutil.rmtree(folders[0])
+    unseeded_fit(IN_ORDER["arrays"], folders[1], 1, second)
+    assert second.best == first.best
+
+
+@pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])
+def test_a_fit_is_resumed_from_the_backup_that_is_not_damaged(tmp_path, damaged, capfd):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    killed_with(First(), folders, 4)
+    for place in damaged:
+        next(folders[place].glob("step-00000004/*.data-*")).write_bytes(b"damaged")
+    done = []
+    others = [BackupAndRestore(folders[1], save_freq=1), Counter(done)]
+    if len(damaged) == 2:
+        both = " and ".join(map(str, folders))
+        with pytest.raises(
+            CheckpointError, match=f"No backup in {both} is valid .*one/.*two/.*: remove {both} to start"
+        ):
+            unseeded_fit(IN_ORDER["arrays"], folders[0], 1, *others)
+        return
+    assert unseeded_fit(IN_ORDER["arrays"], folders[0], 1, *others) == [0, 1] and done == [5, 6]
+    assert "skipped a backup: " in capfd.readouterr().err
 
 
 class Ever(keras.metrics.AUC):
@@ -495,7 +725,7 @@ class Slow(keras.optimizers.SGD):
     def update_step(self, gradient, variable, learning_rate):
         slow = self.slow[self._get_variable_index(variable)]
         slow.assign(0.9 * slow + gradient)
-        variable.assign_sub(learning_rate * slow)
+        super().update_step(slow, variable, learning_rate)
 
 
 def test_variables_of_a_users_own_metric_and_optimizer_go_on(tmp_path):
@@ -503,10 +733,11 @@ def test_variables_of_a_users_own_metric_and_optimizer_go_on(tmp_path):
         keras.utils.clear_session()
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile(Slow(0.001), "mse", metrics=[Ever(name="ever")])
+        model.compile(Slow(0.001, momentum=0.9), "mse", metrics=[Ever(name="ever")])
         callbacks = [BackupAndRestore(folder), *others]
         history = model.fit(ROWS, ROWS > 5, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
-        return history.history, [np.array(variable) for variable in (*model.weights, *model.optimizer.slow)]
+        slots = [*model.optimizer.variables, *model.optimizer.slow]
+        return history.history, [np.asarray(variable) for variable in (*model.weights, *slots)]
 
     history, expected = trained(tmp_path / "undisturbed")
     assert history["ever"] == [3, 6, 9, 12]
@@ -516,6 +747,81 @@ def test_variables_of_a_users_own_metric_and_optimizer_go_on(tmp_path):
     assert resumed["ever"] == history["ever"]
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+class Around(keras.optimizers.Optimizer):
+    """A user's optimizer around one of Keras', whose slots it does not tell."""
+
+    def __init__(self, inner):
+        super().__init__(learning_rate=0.1)
+        self.base = inner
+
+    def build(self, variables):
+        self.base.build(variables)
+        super().build(variables)
+
+    def apply(self, gradients, variables=None):
+        self.base.apply(gradients, variables)
+        self.iterations.assign_add(1)
+
+
+class Two(keras.Model):
+    """Two layers, as the two models of a GAN, each with an optimizer that the model keeps beside the compiled one."""
+
+    def __init__(self, are_built=True):
+        super().__init__()
+        self.layers_, self.optimizers = [keras.layers.Dense(1), keras.layers.Dense(1)], {}
+        self.built = True
+        for number, layer in enumerate(self.layers_):
+            layer.build((None, 1))
+            self.optimizers[str(number)] = keras.optimizers.Adam(0.1)
+            if are_built:
+                self.optimizers[str(number)].build(layer.trainable_variables)
+
+    def train_step(self, data):
+        for number, layer in enumerate(self.layers_):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((layer(data[0]) - data[1]) ** 2)
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            self.optimizers[str(number)].apply(gradients, layer.trainable_variables)
+        return {"loss": loss}
+
+
+def around():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(Around(keras.optimizers.Adam(0.1)), "mse", run_eagerly=True)
+    return model
+
+
+def two(are_built=True):
+    model = Two(are_built)
+    model.compile(run_eagerly=True)
+    return model
+
+
+@pytest.mark.parametrize("make", [around, two])
+def test_optimizers_beside_and_inside_the_compiled_one_go_on(make, tmp_path):
+    def trained(folder, *others):
+        keras.utils.set_random_seed(0)
+        model, callbacks = make(), [BackupAndRestore(folder, save_freq=1), *others]
+        model.fit(ROWS, ROWS, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights()
+
+    class AtTheSecondEpoch(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise Killed
+
+    expected = trained(tmp_path / "undisturbed")
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", AtTheSecondEpoch())
+    for ours, theirs in zip(trained(tmp_path / "killed"), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_optimizer_that_no_resumed_fit_could_restore_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"made after fit had begun .*optimizer by its build\(variables\)"):
+        two(are_built=False).fit(ROWS, ROWS, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
 
 
 class Interrupted(Exception):

@@ -8,9 +8,15 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.training.test_step import W, X, Y, batches, make_step
-from tfdist.artifacts import state
+from tfdist.artifacts import backup_checks, state
 from tfdist.artifacts.backup import BackupAndRestore
-from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
+from tfdist.artifacts.hidden_state import (
+    hidden_generators,
+    hidden_state,
+    hidden_variables,
+    tensors_in,
+    variables_of_model,
+)
 from tfdist.compat import keras_random, tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import epoch_backup
@@ -161,3 +167,31 @@ def test_a_module_of_the_users_whose_name_begins_like_one_of_pythons():
     Kept.__module__ = "enums"
     layer = keras.layers.Activation(kept := Kept())
     assert [variable is kept.count for variable in hidden_variables(layer)] == [True]
+
+
+def test_tensors_are_found_in_all_that_is_not_a_layer():
+    class Own:
+        def __init__(self, value):
+            self.value, self.cyclic = value, self
+
+    x = tf.constant([1.0, 2.0])
+    ragged = tf.RaggedTensor.from_row_lengths(x, [1, 1])
+    for value in (x, [3, (x,)], [[[[[[x]]]]]], {"a": Own([x])}, Own(lambda: x), ragged):
+        assert [each for each in tensors_in(value) if each is x], value
+    layer = keras.layers.Layer()
+    layer.x = x
+    assert tensors_in([layer, "text", tf.Variable(x), Own(1)]) == []
+
+
+def test_the_slots_of_a_users_optimizer_are_no_hidden_state():
+    """They are made in the first step: a backup would refuse them, as made too late."""
+
+    class Own(keras.optimizers.Adam):
+        pass
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(Own(), "mse")
+    at_first = variables_of_model(model)
+    model.optimizer.build(model.trainable_variables)
+    assert hidden_state(model) == []
+    backup_checks.refuse_later_variables(model, at_first)

@@ -245,6 +245,7 @@ def test_what_a_run_that_has_gone_back_leaves_behind_is_removed_when_the_next_on
     sent(6)
     store.delete(5)
     assert snapshots.steps() == [5, 6, 8]
+    assert b"step-00000008/state-8" in s3.content(f"{FOLDER}/checkpoint"), "it named one that is no more"
     sent(7)
     snapshots.sender.end()
     assert snapshots.steps() == [6, 7, 8]
@@ -344,6 +345,32 @@ def test_an_evaluator_forgets_what_the_store_has_in_another_form_or_no_more(s3, 
         assert there.steps() == sorted({20, steps[-1]}) and is_right(there, steps[-1])
         text = s3.content(f"{FOLDER}/step-00000020/manifest.json")
         assert text == (Path(there.path(20)) / "manifest.json").read_bytes()
+
+
+def test_a_reader_keeps_no_copy_of_what_the_store_has_no_more(s3, tmp_path):
+    """One that followed a run kept each snapshot that it had brought, until the disk was full."""
+    here, there = local(tmp_path, "here"), local(tmp_path, "there")
+    snapshots, objects = sender(here), ObjectStore(URL)
+    for step in (10, 20, 30):
+        here.write(step, arrays(step), {})
+        snapshots._send(step)
+        bring_for_reading(objects, there)
+    assert there.steps() == [10, 20, 30]
+    left = Path(there.directory) / ".writing-step-00000030-of-a-killed-reader"
+    left.mkdir()
+    snapshots.remove(10)
+    bring_for_reading(objects, there, 20)
+    assert there.steps() == [10, 20, 30], "one that asks for a step leaves the others theirs"
+    bring_for_reading(objects, there)
+    assert there.steps() == [20, 30] and not left.exists()
+    for step in (20, 30):
+        snapshots.remove(step)
+    here.write(40, arrays(40), {})
+    snapshots._send(40)
+    name = next(name for name in s3.names(f"{FOLDER}/step-00000040") if "data-00000" in name)
+    s3.change(name, bytes(len(s3.content(name))))
+    bring_for_reading(objects, there)
+    assert there.steps() == [20, 30], "no newer one is valid"
 
 
 def test_readers_on_one_machine_bring_a_snapshot_once(s3, tmp_path, monkeypatch):

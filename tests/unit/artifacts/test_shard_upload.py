@@ -201,6 +201,19 @@ def test_a_step_that_is_written_anew_is_of_the_second_writing_alone(s3, tmp_path
     assert workers.remote.steps() == [], "before a file of it is replaced it is believed no longer"
 
 
+def test_what_a_run_that_has_gone_back_leaves_behind_is_removed_when_the_next_one_is_made(s3, tmp_path):
+    """It stayed the newest one: nothing was resumed from the next, which counted as an older one."""
+    workers = Workers(tmp_path, 2)
+    workers.save(10, 14, 16)
+    workers.commit.drop_all()
+    workers.write(12)
+    assert workers.remote.steps() == [10, 14, 16]
+    workers.send(12)
+    workers.commit._make_first()
+    assert workers.remote.steps() == [10, 12] and workers.read(1, 2, tmp_path / "elsewhere")[0] == 12
+    assert b"step-00000012/state-12" in s3.content("runs/one/checkpoints/checkpoint")
+
+
 def test_a_store_slower_than_the_saves_gets_what_was_begun_and_the_newest(s3, tmp_path):
     workers = Workers(tmp_path, 2)
     for step in (10, 20, 30, 40):

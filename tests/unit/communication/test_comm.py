@@ -8,6 +8,7 @@ from tfdist import comm
 from tfdist.communication import present
 from tfdist.communication.fit import ALGORITHMS, errors, explain, fit_line, split
 from tfdist.communication.measurement import BUS_FACTOR, Measurement
+from tfdist.config import Config
 from tfdist.control.exit_codes import TfdistError
 from tfdist.planner.communication import Link
 
@@ -124,6 +125,16 @@ def test_bad_flags_get_one_sentence(argv, words, tmp_path, monkeypatch):
     with pytest.raises(TfdistError) as error:
         comm.main([f"--out={tmp_path}", *argv])
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_runtime_with_the_default_communication_has_one_label():
+    """Its workers, which get the flags, write files of this name."""
+    options = comm.CommOptions(workers="2", runtimes="multi_worker:auto,sockets,multi_worker:ring")
+    assert [label for label, _ in comm.runtimes_of(Config(), options)] == [
+        "multi_worker",
+        "sockets",
+        "multi_worker:ring",
+    ]
 
 
 def test_sizes_are_a_geometric_series():

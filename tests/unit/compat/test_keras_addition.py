@@ -1,11 +1,10 @@
 """A number for each row, added to as many channels as there are rows."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src import backend
 
 from tfdist.compat.keras_addition import add_rows_to_rows
 
@@ -30,26 +29,48 @@ SHAPES = [
 def test_numbers_of_rows_are_added_to_their_rows(one, other):
     add_rows_to_rows()
     random = np.random.default_rng(0)
-    a, b = (random.normal(size=shape).astype(np.float32) for shape in (one, other))
+    a, b = (tf.constant(random.normal(size=shape), tf.float32) for shape in (one, other))
     np.testing.assert_array_equal(keras.ops.add(a, b), a + b)
-    np.testing.assert_array_equal(tf.function(keras.ops.add)(tf.constant(a), tf.constant(b)), a + b)
+    np.testing.assert_array_equal(tf.function(keras.ops.add)(a, b), a + b)
     np.testing.assert_array_equal(keras.layers.Add()([a, b]) if other == one else keras.ops.add(b, a), a + b)
 
 
-def test_sums_are_those_of_numpy():
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ((2, 4, 4), (4, 1)),
+        ((4, 4), (4, 1)),
+        ((1, 4), (4, 1)),
+        ((2, 3, 4, 4), (1, 1, 4, 1)),
+        ((1, 3, 4, 4), (1, 1, 4, 1)),
+        ((2, 4, 3, 4), (1, 4, 1, 1)),
+        ((1, 4, 3, 4), (1, 4, 1, 1)),
+        ((2, 4, 1), (4,)),
+        ((4, 4, 4), (4,)),
+        ((4, 4), (1, 1, 4)),
+        ((4, 4), (4, 4)),
+        ((4, 4), ()),
+    ],
+)
+@pytest.mark.parametrize("kind", ["weight", "variable", "reshaped", "constant", "array"])
+def test_weights_are_added_as_in_plain_keras(one, other, kind):
+    """Whose rule is not that of NumPy, but the same for every number of rows."""
     add_rows_to_rows()
-    shapes = [shape for rank in range(4) for shape in itertools.product((1, 2, 3), repeat=rank)]
-    arrays = [np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) for shape in shapes]
-    wrong = []
-    for one, other in itertools.product(arrays, repeat=2):
-        try:
-            wanted = one + 10 * other
-        except ValueError:
-            continue  # no such sum
-        found = keras.ops.convert_to_numpy(keras.ops.add(one, 10 * other))
-        if found.shape != wanted.shape or (found != wanted).any():
-            wrong.append((one.shape, other.shape))
-    assert not wrong
+    random = np.random.default_rng(0)
+    rows, values = (random.normal(size=shape).astype(np.float32) for shape in (one, other))
+    kinds = {"array": lambda value: value, "variable": tf.Variable, "constant": tf.constant}
+    weight = kinds.get(kind, lambda value: keras.Variable(value))(values)
+
+    def added_by(add, known):
+        spec = tf.TensorSpec(one if known else [None, *one[1:]])
+        given = lambda: keras.ops.reshape(weight, other) if kind == "reshaped" else weight  # noqa: E731 - while traced
+        return tf.function(lambda x: add(x, given()), autograph=False, input_signature=[spec])(rows)
+
+    wanted = added_by(backend.numpy.add.of_keras, known=False)
+    for found in (added_by(keras.ops.add, known) for known in (True, False)):
+        np.testing.assert_array_equal(found, wanted)
+    if kind in ("weight", "variable", "array"):  # an eager tensor may be rows or a weight
+        np.testing.assert_array_equal(keras.ops.add(tf.constant(rows), weight), wanted)
 
 
 def test_a_bias_is_still_added_as_one():

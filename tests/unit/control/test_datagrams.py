@@ -63,6 +63,18 @@ def test_what_was_held_back_does_not_count_whatever_the_clocks_say(monkeypatch):
         assert receiver.open(later) is None
 
 
+def test_a_clock_may_be_slower_than_ours(monkeypatch):
+    """By 100 parts of a million, which is a lot for two hosts: 30 seconds are reached after three and a half days."""
+    clock = [10**18]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: clock[0])
+    receiver, sender = seals(0), seals(1)
+    for second in range(0, 6 * 86400, 3600):
+        clock[0] = 10**18 + second * (10**9 - 10**5)
+        sealed = sender.seal(b"alive")
+        clock[0] = 10**18 + second * 10**9
+        assert receiver.open(sealed) == (1, b"alive")
+
+
 GOOD = {name: value for name, value in vars(Report(0.0, rank=1)).items() if name != "heard"}
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -49,6 +50,23 @@ def test_endings(body, code, words):
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == code and all(word in result.stderr for word in words), result.stderr
     assert ("Traceback" in result.stderr) == ("Traceback" in words)
+
+
+def test_the_first_code_that_no_new_start_mends_is_noted(monkeypatch, tmp_path):
+    ended = []
+    monkeypatch.setattr(exit_codes.os, "_exit", ended.append)
+    monkeypatch.setattr(exit_codes, "say_last_words", lambda text: None)
+    note = tmp_path / "code"
+    exit_codes.end_process("no file is named", ExitCode.DATA)
+    monkeypatch.setenv(exit_codes.FINAL_CODE_VARIABLE, str(note))
+    exit_codes.end_process("worker 1 is gone", ExitCode.PEER_LOST)
+    assert list(tmp_path.iterdir()) == []
+    exit_codes.end_process("no files", ExitCode.DATA)
+    assert note.read_text() == "4"
+    exit_codes.end_process("in use", ExitCode.CONFIG)
+    assert note.read_text() == "4" and ended == [4, 6, 4, 2]
+    monkeypatch.setenv(exit_codes.FINAL_CODE_VARIABLE, str(tmp_path / "no" / "folder"))
+    exit_codes.end_process("in use", ExitCode.CONFIG)
 
 
 GOOD = {"tensorflow": "2.21.0", "keras": "3.15.1"}
@@ -220,6 +238,28 @@ def test_closed_streams_do_not_end_up_in_a_file(tmp_path, closed):
     assert (tmp_path / "file").read_bytes() == b"a snapshot"
     assert ("a line" in found.stdout) == (">&-" not in closed.replace("2>&-", ""))
     assert ("no files" in found.stderr) == ("2>&-" not in closed)
+
+
+FAILS_WITH_A_HELPER = """
+import multiprocessing, time
+from tfdist.control import exit_codes
+def main(argv):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
+    raise exit_codes.DataError("no files: check --data_dir.")
+exit_codes.run_command(main, [])
+"""
+
+
+def test_helpers_that_python_would_end_do_not_outlive_a_process_that_fails():
+    """A data source had started them. They went on, and whoever read the output waited for its end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FAILS_WITH_A_HELPER], stderr=subprocess.PIPE, process_group=0
+    ) as process:
+        try:
+            assert b"no files" in process.communicate(timeout=20)[1] and process.returncode == ExitCode.DATA
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_thread_that_is_left_behind_is_named_and_holds_no_signal_up():

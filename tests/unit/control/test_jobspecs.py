@@ -1,6 +1,7 @@
 """Job files: valid against the published schemas, and saying what they must."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -274,6 +275,45 @@ def test_only_failures_since_the_last_stop_on_request_count(capsys, tmp_path):
     assert goes_back(10, lost) and goes_back(11, lost) and not goes_back(12, lost)
     assert not list(tmp_path.glob(".tfdist*"))  # nothing is left of a job that has ended
     assert not goes_back(12, lost)
+
+
+CANNOT_SEND = """
+from tfdist.control import exit_codes
+def main(argv):
+    raise exit_codes.CheckpointError("Not all of the run could be sent.")
+exit_codes.run_command(main, [])
+"""
+
+
+def test_a_code_that_no_new_start_mends_counts_more_than_the_highest(capsys, tmp_path):
+    """A chief could not send its last snapshot and ended with 9, all others with 42: the job went back to the queue
+    without end, and on other machines without that snapshot."""
+    (tmp_path / "job.sh").write_text(written(capsys, "slurm"))
+    (tmp_path / "chief.py").write_text(CANNOT_SEND)
+    for name, body in (("srun", '"$PYTHON" "$CHIEF"; exit 42'), ("scontrol", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def end(python: str, restarts: int) -> tuple[int, str]:
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "PYTHONPATH": os.getcwd(),
+            "PYTHON": python,
+            "CHIEF": str(tmp_path / "chief.py"),
+            "SLURM_JOB_ID": "5",
+            "SLURM_RESTART_COUNT": str(restarts),
+        }
+        found = subprocess.run(
+            ["bash", tmp_path / "job.sh"], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+        return found.returncode, found.stdout
+
+    assert end(sys.executable, 3) == (ExitCode.CHECKPOINT, "")
+    assert not list(tmp_path.glob(".tfdist*"))
+    # A worker of an earlier start that Slurm could not reach, and which has ended since then.
+    (tmp_path / ".tfdist-5.final-3").write_text("2")
+    code, said = end("true", 4)
+    assert code == 0 and "requeue 5" in said
 
 
 def test_a_dockerfile_and_files(capsys, tmp_path):

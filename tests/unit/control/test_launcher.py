@@ -493,6 +493,27 @@ def test_an_early_sigusr1_ends_no_worker(tmp_path):
     assert made.wait().code == 0
 
 
+WITH_HELPER = """
+signal.signal(signal.SIGUSR1, lambda *_: print("asked", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), os._exit(1 if helper.poll() else 42)))
+helper = subprocess.Popen(["sleep", "60"])
+print("ready", helper.pid, flush=True)
+while True: time.sleep(60)
+"""
+
+
+def test_a_program_that_a_worker_has_started_gets_no_signals_but_is_not_left_behind(tmp_path):
+    """It read the data: a request to save ended it, and then the run."""
+    made, output = job(tmp_path, WITH_HELPER, workers=1)
+    made.start()
+    until(lambda: "ready" in output.getvalue())
+    helper = int(output.getvalue().split()[-1])
+    made.forward(signal.SIGUSR1)
+    until(lambda: "asked" in output.getvalue())
+    assert made.stop().exit_codes == {"worker 0": 42}
+    until(lambda: not alive(helper))
+
+
 @pytest.mark.parametrize("cores, workers, sizes", [(8, 2, [4, 4]), (7, 2, [3, 3]), (4, 4, [1] * 4), (2, 5, [1] * 5)])
 def test_cores_are_divided_evenly(monkeypatch, cores, workers, sizes):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100, 100 + cores)))

@@ -18,7 +18,7 @@ from tfdist.control import lease
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import FILE, Lease, held, job_identity, refuse_if_held
-from tfdist.control.lease_owner import Owner, Patience
+from tfdist.control.lease_owner import Owner, Patience, end_attempt, end_worker, ending
 
 HOLDER = """
 import sys, time
@@ -123,6 +123,14 @@ def test_the_same_job_on_another_machine_goes_on_at_once_and_the_old_owner_ends(
     with held(tmp_path, "slurm 17.0"):
         assert heard.wait(30) and "has been taken over by process" in told[0]
     first.give_back()
+
+
+def test_the_workers_of_an_earlier_attempt_join_the_later_one():
+    """A pod whose machine was cut off, and whose successor has the folder: no reason to give the whole job up."""
+    job = "addresses 17"
+    assert ending(stranger(job=job), job) is end_attempt
+    for owner, mine in ((stranger(job="other"), job), (stranger(job=""), ""), (None, job)):
+        assert ending(owner, mine) is end_worker
 
 
 def test_only_one_of_many_gets_it(tmp_path):

@@ -59,6 +59,24 @@ def test_signals_of_a_request_that_is_repeated_are_passed_on_once():
     assert answer == (b"one\n", 42)
 
 
+def test_a_program_that_a_worker_has_started_gets_no_signals():
+    worker = started(
+        "import subprocess\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('asked', flush=True))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), os._exit(1 if helper.poll() else 42)))\n"
+        "helper = subprocess.Popen(['sleep', '60'])\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(60)"
+    )
+    collect(worker, until=lambda output: output == b"ready\n")
+    deadline = time.monotonic() + 20
+    while worker.exchange(6, [signal.SIGUSR1], 0)[0] != b"asked\n":
+        assert time.monotonic() < deadline
+    while (answer := worker.exchange(6, [signal.SIGTERM], 1))[1] is None:
+        assert time.monotonic() < deadline
+    assert answer == (b"asked\n", 42)
+
+
 @pytest.mark.slow
 def test_signals_are_passed_on_and_descendants_do_not_survive():
     worker = started(

@@ -207,7 +207,7 @@ OTHERS = {
 def test_a_launcher_that_tells_no_addresses_does_not_make_each_process_train_alone(environment, words):
     with pytest.raises(ClusterError, match=f"{words}.*set TF_CONFIG.*TFDIST_WORKERS=1"):
         cluster_to_join(environment)
-    assert resolve_cluster(environment).size == 1  # for doctor, --dry_run and others that join nobody
+    assert resolve_cluster(environment).size == 1  # for what joins nobody
     text = json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})
     for known in (STEP, POD, {"TF_CONFIG": text}, {"TFDIST_WORKERS": "1"}):
         assert cluster_to_join({**environment, **known}) == resolve_cluster(known)

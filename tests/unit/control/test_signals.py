@@ -90,3 +90,40 @@ sys.exit(42 if requests.stop else 0)
 @pytest.mark.parametrize("before, code", [("SIG_DFL", 42), ("SIG_IGN", 0)])
 def test_a_closed_terminal_asks_to_stop_but_not_under_nohup(before, code):
     assert subprocess.run([sys.executable, "-c", SCRIPT.format(before=before)], check=False).returncode == code
+
+
+FORKS = """
+import os, signal, sys, time
+from tfdist.control.signals import SignalRequests
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # not under nohup
+signal.signal(signal.SIGUSR2, lambda *_: None)  # telemetry/profiler.py
+for _ in range(2):  # a process may install them for several groups of workers
+    SignalRequests().install()
+ours = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+told, tell = os.pipe()
+helper = os.fork()
+if not helper:
+    os.write(tell, b".")
+    time.sleep(60)
+    os._exit(1)
+os.read(told, 1)
+for name in ("USR1", "USR2", "HUP"):
+    os.kill(helper, getattr(signal, f"SIG{name}"))
+time.sleep(0.2)
+assert os.waitpid(helper, os.WNOHANG) == (0, 0)
+os.kill(helper, signal.SIGTERM)
+deadline = time.monotonic() + 10
+while not (ended := os.waitpid(helper, os.WNOHANG))[0]:
+    if time.monotonic() > deadline:
+        os.kill(helper, signal.SIGKILL)
+        sys.exit("SIGTERM did not end it")
+    time.sleep(0.01)
+assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGTERM
+assert ours == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+"""
+
+
+def test_a_process_that_is_forked_ends_when_it_is_asked_to():
+    """Python's multiprocessing asks a data source's helpers by SIGTERM at the end, and waits for them: for ever."""
+    found = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert not found.returncode, found.stderr

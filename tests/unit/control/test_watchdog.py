@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from tfdist.config import Config
+from tfdist.control import exit_codes
 from tfdist.control.beacons import Beacons
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import (
@@ -21,6 +23,7 @@ from tfdist.control.exit_codes import (
     PeerFailedError,
     PeerLostError,
 )
+from tfdist.control.lease_owner import end_worker
 from tfdist.control.token import Secret
 from tfdist.control.watchdog import Watchdog, all_stacks, main_thread_at
 from tfdist.run.health import HealthMonitor
@@ -239,6 +242,33 @@ def guarded(beacons):
     guard.watchdog.close()  # or it would end this process, whose start-up never ends, after 20 minutes
     guard.beacons = beacons
     return guard
+
+
+def test_a_worker_whose_run_was_taken_over_tells_the_others_why_it_ends(monkeypatch):
+    """They lost it, and ended with 6: the job was started again, though its folder belonged to another one."""
+    ended, words = [], "the folder has been taken over"
+    monkeypatch.setattr(exit_codes.os, "_exit", ended.append)
+    beacons, _ = crowd(2)
+    monkeypatch.setattr("tfdist.run.health.Beacons", lambda *_: beacons[0])
+    guard = guarded(beacons[0])
+    guard.connect(SimpleNamespace(waiting_for=lambda: None))
+    end_worker(words)
+    told = beacons[1].first_error(20)
+    assert (told.error, told.code, told.secondary) == (words, ExitCode.CONFIG, False)
+    guard.close()
+    told_late = []
+    monkeypatch.setattr(beacons[0], "announce", lambda *_, **__: told_late.append(words))
+    end_worker(words)
+    assert ended == [ExitCode.CONFIG] * 2 and not told_late
+
+
+def test_who_hears_nobody_any_more_does_not_wait_for_errors():
+    """A last snapshot that could not be written is known when all is closed: each waited five seconds in vain."""
+    beacons, _ = crowd(2)
+    beacons[0].close()
+    begun = time.monotonic()
+    beacons[0].wait_for_errors(20)
+    assert time.monotonic() - begun < 10
 
 
 def test_who_sees_a_shared_error_first_stays_until_the_others_have_seen_it(monkeypatch):

@@ -245,6 +245,35 @@ def test_how_far_a_stream_is_read_depends_on_what_shows_its_order(monkeypatch):
     assert contents._columns(texts, 2)[0][0] != contents._columns(texts, 2)[0][1]
 
 
+def test_samples_of_many_parts():
+    """As a table with a column for each feature."""
+    columns = {f"column {number:02}": X[:, number % 8] + number for number in range(70)}
+
+    class Rows(Items):
+        def __getitem__(self, index):
+            noise = self.noise.normal() if self.noise else 0.0
+            return {name: column[index] for name, column in self.x.items()} | {"noise": noise}, self.y[index]
+
+        def __len__(self):
+            return 300
+
+    def rows(y=Y):
+        return object_split("mine:data/train", Rows(columns, y, np.random.default_rng()))
+
+    assert compared(rows(), rows()) == ""
+    assert compared(rows(), rows(Y[::-1].copy())).startswith("Rank 1 and rank 0 have different samples")
+
+
+def test_a_stream_that_is_empty_on_one_worker():
+    """It has no parts to compare, the others' have two."""
+    data, noisy = (make(X, Y).stream(0, 1) for make in (stream, noisy_stream))
+    some, none = (  # whose lengths TensorFlow does not know
+        Split("mine:data/train", None, data.element_spec, stream=lambda *_, kept=kept: kept)
+        for kept in (noisy.filter(lambda x, y: y < 4), data.filter(lambda x, y: y > 3))
+    )
+    assert compared(some, none).startswith("Rank 1 and rank 0 have different samples")
+
+
 def test_a_part_that_the_data_have_gained_is_a_change():
     kinds = [array_split("a", (X, Y)), object_split("a", Items(X, Y)), stream(X, Y)]
     weights = np.ones(300, np.float32)

@@ -342,6 +342,17 @@ def test_folders_that_match_are_no_files(folder):
         load(folder, source_args=SPEC + ",train=train")
 
 
+@pytest.mark.parametrize("options", ["", ",stream=True"])
+def test_hidden_files_alone_are_no_files(folder, options):
+    """As copying tools leave them while they write."""
+    write(folder / ".part-0", examples(0, 3))
+    with pytest.raises(DataError, match=r"no file \.part\* for train: check the folder, or set --source_args=train="):
+        load(folder, source_args=f"{SPEC},train=.part*{options}")
+    (folder / "test-0.tfrecord").rename(folder / ".eval-0")
+    write(folder / "validation-0", examples(0, 4))
+    assert load(folder, split="eval", source_args=SPEC).size == 4  # another pattern finds what is not hidden
+
+
 @pytest.mark.parametrize(
     ("source_args", "error", "message"),
     [

@@ -113,6 +113,22 @@ shuffled_once = lambda split: blocks().shuffle(400, reshuffle_each_iteration=Fal
 noise_by_class = lambda split: blocks().map(noise_x)
 noise_and_constant = lambda split: blocks().map(lambda x, y: noise_x(x, 1))
 no_samples = lambda split: dataset(split).filter(lambda x, y: y < 0)
+late = lambda **how: blocks().concatenate(blocks().shuffle(100, **how))
+def stream_of(make): return Split("mine", None, blocks().element_spec, stream=lambda shard, shards: make())
+late_dataset, late_split = lambda split: late(seed=1), lambda split: split_of(late(seed=1))
+def late_source(split):
+    shared = late(seed=1)
+    return stream_of(lambda: shared.take(700))
+late_unseeded = lambda split: stream_of(late)
+late_seeded = lambda split: stream_of(lambda: late(seed=1))
+late_once = lambda split: split_of(late(seed=1, reshuffle_each_iteration=False))
+as_is = lambda *sample: sample
+def in_parallel(**how): return tf.data.Dataset.range(4).interleave(lambda i: blocks(), num_parallel_calls=2, **how)
+def mapped(**how): return dataset("train").map(as_is, num_parallel_calls=2, **how)
+interleaved, interleaved_anyhow = lambda split: in_parallel(), lambda split: in_parallel(deterministic=False)
+mapped_anyhow = lambda split: mapped(deterministic=False).map(as_is)
+anyhow_inside = lambda split: tf.data.Dataset.range(2).flat_map(lambda i: mapped(deterministic=False))
+anyhow_split = lambda split: split_of(in_parallel(deterministic=False))
 def noisy_dataset(split): return dataset(split).map(lambda x, y: noise_x(x, y))
 def empty_dataset(split): return dataset(split).take(0)
 def none(split): return None
@@ -227,6 +243,14 @@ def test_split():
         ("noise_and_constant", "let --augment draw what is random"),
         ("shuffled_files", "list_files"),
         ("shuffled_noise", "reshuffle_each_iteration=False"),
+        ("late_dataset", "a tf.data.Dataset that is shuffled anew at each pass"),
+        ("late_split", "a Split with a stream that is shuffled anew at each pass"),
+        ("late_source", "a Split with a stream that is shuffled anew at each pass"),
+        ("late_unseeded", "give it a seed and reshuffle_each_iteration=False"),
+        ("interleaved_anyhow", "a tf.data.Dataset with deterministic=False, so that what is ready first comes first"),
+        ("mapped_anyhow", "drop deterministic=False"),
+        ("anyhow_inside", "drop deterministic=False"),
+        ("anyhow_split", "mine is a Split with a stream with deterministic=False"),
         ("no_samples", "no_samples/train is a tf.data.Dataset that yields no sample"),
         ("nothing_at_0", "item 0 of user_data_module:nothing_at_0/train has y = None"),
         ("mixed_text", "have text for y, others numbers"),
@@ -257,6 +281,7 @@ def test_split():
     ],
 )
 def test_bad_data(function, message):
+    tf.random.set_seed(1)  # as before every call of a source: then what has no seed of its own has one nevertheless
     with pytest.raises(DataError) as error:
         load(function)
     assert message in str(error.value)
@@ -341,6 +366,11 @@ def test_a_function_that_returns_both_splits_is_called_once():
 
 @pytest.mark.parametrize("function", ["noisy_dataset", "noise_by_class", "shuffled_once", "seeded_split"])
 def test_a_stream_may_draw_noise(function):
+    assert load(function).size is None
+
+
+@pytest.mark.parametrize("function", ["late_seeded", "late_once", "interleaved"])
+def test_a_stream_may_be_shuffled_or_read_in_parallel_in_one_order(function):
     assert load(function).size is None
 
 

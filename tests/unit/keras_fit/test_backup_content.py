@@ -10,7 +10,7 @@ from tfdist.artifacts import backup_file
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import FILE
 
-NEWER = ("drawn_without_one", "data", "fit", "deleted", "callback_names", "shared", "attributes")
+NEWER = ("drawn_without_one", "data", "fit", "deleted", "callback_names", "shared", "attributes", "shuffled_by")
 ENTRIES = {
     "variables": [np.ones(3, "float32")],
     "drawn_without_one": np.array([1, 2], "uint32"),
@@ -26,6 +26,7 @@ ENTRIES = {
     "shared": [[("EarlyStopping 0", "best")]],
     "attributes": {"0": {"beta": 0.5}},
     "order": 7,
+    "shuffled_by": [[7, 5]],
     "ends": {"training": None, "validation": None},
     "generators": {"python": [], "numpy": []},
 }
@@ -46,6 +47,7 @@ def test_a_file_of_an_earlier_version_is_read():
     content = BackupContent.from_dict(OLD)
     assert {name: getattr(content, name) for name in OLD} == OLD
     assert (content.drawn_without_one, content.data, content.fit) == (None, {}, 1)
+    assert content.shuffled_by is None
     assert not content.deleted and not content.callback_names and not content.shared and not content.attributes
 
 

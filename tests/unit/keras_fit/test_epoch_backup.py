@@ -419,6 +419,29 @@ def test_a_setting_of_a_callback_that_is_changed_counts(tmp_path):
     assert not all(np.array_equal(one, other) for one, other in zip(changed, kept, strict=True))
 
 
+def test_what_callbacks_draw_goes_on_where_data_are_read_again(tmp_path):
+    def drawn_in(folder, end_at=-1):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        found = {}
+
+        def draw(epoch, logs=None):
+            if epoch == end_at:
+                raise Ended
+            found[epoch] = np.random.random(), random.random()
+
+        data = tf.data.Dataset.from_tensors((np.ones((4, 2)), np.ones((4, 1)))).repeat()
+        callbacks = [keras.callbacks.LambdaCallback(on_epoch_begin=draw), keras.callbacks.BackupAndRestore(folder)]
+        tfdist.fit(model, data, epochs=4, steps_per_epoch=1, verbose=0, callbacks=callbacks)
+        return found
+
+    expected = drawn_in(tmp_path / "undisturbed")
+    with pytest.raises(Ended):
+        drawn_in(tmp_path / "killed", end_at=2)
+    assert drawn_in(tmp_path / "killed") == {epoch: expected[epoch] for epoch in (2, 3)}
+
+
 def test_of_two_jobs_on_one_folder_the_second_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "_PATIENCE", Patience(dead=20.0, damaged=2.0, to_end=0.1))
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

@@ -3,6 +3,8 @@ sent.
 """
 
 import contextlib
+import dataclasses
+import types
 
 import keras
 import numpy as np
@@ -27,7 +29,10 @@ class Mirror:
 
     def gather(self, tensors, same=(), stamp=None):
         self.gathers += 1
-        return [tf.concat([tensor, tensor], 0) for tensor in tensors]
+        rows = [tf.concat([tensor, tensor], 0) for tensor in tensors]
+        for row, tensor in zip(rows, tensors, strict=True):
+            row.set_shape([None, *tensor.shape[1:]])
+        return rows
 
     def all_reduce(self, tensors):
         self.sums += 1
@@ -283,6 +288,36 @@ def test_large_logits_have_the_loss_and_gradient_of_one_process(distribute, kind
     assert loss > 20
 
 
+@pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
+def test_probabilities_keep_their_logits_on_the_way_into_another_model(distribute, way):
+    class Judge(keras.Model):
+        def call(self, inputs):
+            return keras.losses.sparse_categorical_crossentropy(*inputs)
+
+    def step(x, y):
+        with tf.GradientTape(persistent=True) as tape:
+            probabilities = classifier(x)
+            tape.watch(probabilities)
+            loss, size = tf.reduce_mean(judge((y, probabilities))), tf.reduce_sum(double(probabilities))
+        return loss, tape.gradient(loss, classifier.trainable_variables[0]), tape.gradient(size, probabilities)
+
+    def run():
+        x, y = tf.constant(np.concatenate([LOGITS] * 2)), tf.constant([1, 0] * 2)
+        return (step if way == "eager" else tf.function(step, autograph=False))(x, y)
+
+    dense = keras.layers.Dense(2, "softmax", use_bias=False, kernel_initializer="identity")
+    classifier, judge = keras.Sequential([keras.Input((2,)), dense]), Judge()
+    double = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(2.0)])
+    for model in (judge, double):
+        model.compile(jit_compile="XLA" in way)
+    wanted = run()
+    for model in (classifier, judge, double):
+        distribute(model)
+    for one, other in zip(run(), wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert wanted[0] > 20
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_losses_stay_with_the_layers_that_add_them(distribute, run_eagerly):
     """A train_step or compute_loss may give those of each layer a weight of its own."""
@@ -312,6 +347,27 @@ def test_losses_stay_with_the_layers_that_add_them(distribute, run_eagerly):
     as_told = lambda loss: loss if loss.shape.rank < 2 else tf.reduce_sum(loss)  # noqa: E731
     wanted = keras.tree.map_structure(as_told, wanted)
     keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
+
+
+@pytest.mark.parametrize("rows, known", [(4, True), (4, False), (2, True), (2, False), (3, False)])
+def test_a_loss_of_each_row_may_be_squeezed(distribute, rows, known):
+    """If the number of rows is unknown, so is its rank; if a worker has one row, it has none."""
+
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.squeeze(keras.ops.sum(x, -1, keepdims=True)))
+            return x
+
+    model = keras.Sequential([keras.Input((3,)), Adds()])
+    distribute(model)
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([rows if known else None, 3])])
+    def loss(x):
+        model(x)
+        return tf.reduce_sum(model.losses[0])
+
+    own = rows // 2  # of which the other worker has as many
+    np.testing.assert_allclose(loss(tf.ones([rows, 3])), 3.0 * 2 * own)
 
 
 class Keeping(keras.layers.Layer):
@@ -355,6 +411,54 @@ def test_tensors_of_own_rows_that_layers_keep_are_refused_outside_of_the_call(ru
                 run(x, use)
         assert run(x, lambda layer: tf.reduce_sum(layer.places)) == 3
     assert isinstance(layer.own, tf.Tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    mean: tf.Tensor
+
+
+LASTING = types.SimpleNamespace()
+INSIDE = {  # what makes something of a tensor, and what reads the tensor
+    "tuple": (lambda mean: (mean, 2 * mean), lambda kept: kept[0]),
+    "list": (lambda mean: [mean], lambda kept: kept[0]),
+    "dict": (lambda mean: {"mean": mean}, lambda kept: kept["mean"]),
+    "object": (Stats, lambda kept: kept.mean),
+    "object that stays": (lambda mean: vars(LASTING).update(mean=mean) or LASTING, lambda kept: kept.mean),
+    "function": (lambda mean: lambda: mean, lambda kept: kept()),
+    "sparse tensor": (tf.sparse.from_dense, lambda kept: kept.values),
+    "ragged tensor": (lambda mean: tf.RaggedTensor.from_tensor(mean[:, tf.newaxis]), lambda kept: kept.values),
+}
+
+
+class KeepingInside(keras.layers.Layer):
+    """Keeps the mean of each row inside something else."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def call(self, x):
+        self.kept = self.make(tf.reduce_mean(x, -1))
+        return x
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_tensors_that_layers_keep_inside_something_else_are_refused_too(distribute, inside, run_eagerly):
+    """Also in the first trace, in which the model is tried after its call: another layer adds a loss."""
+    make, use = INSIDE[inside]
+    layer = KeepingInside(make)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, activity_regularizer="l2"), layer])
+    distribute(model)
+
+    def step(x):
+        model(x)
+        return use(layer.kept)
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="attribute 'kept' may hold the rows of one worker only"):
+            (step if run_eagerly else tf.function(step, autograph=False))(tf.ones([4, 3]))
 
 
 @pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
@@ -415,6 +519,56 @@ def test_an_eager_step_that_looks_up_more_rows_in_the_table_of_a_call_is_refused
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("inside", ["a branch", "a loop"])
+def test_rows_that_a_call_looks_up_inside_a_function_are_its_own(distribute, inside, run_eagerly):
+    """The table is read before it."""
+
+    class LooksUp(keras.layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(5, 2), initializer="ones")
+
+        def call(self, ids):
+            table = keras.ops.cast(self.table, self.compute_dtype)
+            look = lambda: tf.gather(table, ids)  # noqa: E731
+            if inside == "a branch":
+                return tf.cond(tf.reduce_sum(ids) >= 0, look, lambda: 2 * look())
+            return tf.map_fn(lambda row: tf.gather(table, row), ids, fn_output_signature=tf.float32)
+
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), LooksUp(), keras.layers.Flatten()])
+    table = model.layers[0].table.value
+
+    def gradient(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(ids))
+        return tape.gradient(loss, table)
+
+    def run():
+        ids = tf.constant([[0, 1, 1], [4, 0, 0]] * 2)
+        return (gradient if run_eagerly else tf.function(gradient, autograph=False))(ids)
+
+    wanted = run()
+    distribute(model)
+    found = run()
+    np.testing.assert_array_equal(tf.convert_to_tensor(found), tf.convert_to_tensor(wanted))
+    assert isinstance(found, tf.Tensor) or found.values.shape == wanted.values.shape
+
+
+def test_rows_that_a_step_looks_up_beside_a_compiled_call_are_there_once(distribute):
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(5, 2), keras.layers.Flatten()])
+    model.compile(jit_compile=True)
+    table = model.layers[0].embeddings
+    distribute(model)
+
+    @tf.function(autograph=False)
+    def gradient(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(ids, training=True)) + tf.reduce_sum(tf.gather(table.value, [1, 2]))
+        return tape.gradient(loss, table)
+
+    np.testing.assert_array_equal(gradient(tf.ones([4, 3], tf.int32)).values, np.ones([12 + 2, 2]))
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
 def test_rows_that_a_call_looks_up_by_several_numbers_are_its_own(distribute, run_eagerly):
     class Places(keras.layers.Layer):
         def build(self, shape):
@@ -453,12 +607,13 @@ class Remembering(keras.layers.Layer):
         return x * self.factor
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_what_a_layer_remembers_beside_a_tensor_stays_true_after_a_trial(distribute, jit_compile):
+@pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
+def test_what_a_layer_remembers_beside_a_tensor_stays_true_after_a_trial(distribute, way):
     model = keras.Sequential([keras.Input((None, 1)), Remembering()])
-    model.compile(jit_compile=jit_compile)
+    model.compile(jit_compile="XLA" in way)
     distribute(model)
-    run = tf.function(lambda x, training: model(x, training=training), autograph=False)
+    run = lambda x, training: model(x, training=training)  # noqa: E731
+    run = run if way == "eager" else tf.function(run, autograph=False)
     for training, length in ((True, 1), (False, 1), (True, 2), (True, 1), (False, 4)):
         found = run(tf.ones([4, length, 1]), training)
         np.testing.assert_allclose(found, np.full([4, length, 1], (0.5 if training else 1.0) / length), rtol=1e-6)

@@ -426,6 +426,11 @@ def test_texts_in_lists_are_known_again():
     assert not what_changed(known, identity_of(texts)) and [len(leaves) for leaves in known.values()] == [1, 1, 2]
     for name, other in (("x", ["ab", "b"]), ("y", [2, 1]), ("validation_data", (["d"], [0.5]))):
         assert what_changed(known, identity_of(texts | {name: other})) == name
+    for name in ("y", "sample_weight"):  # given before, or now, alone
+        more = identity_of({"x": ["a", "bb"], name: [1, 2]})
+        less = identity_of({"x": ["a", "bb"]})
+        assert what_changed(more, less) == what_changed(less, more) == name
+    assert not what_changed({}, known), "earlier versions did not write them"
     asked = identity_of({"x": {"prompts": ["a", "bb"]}})
     assert what_changed(asked, identity_of({"x": {"prompts": ["a", "bc"]}})) == "x" and len(asked["x"]) == 1
 

@@ -14,7 +14,7 @@ from tensorflow.python.eager import context
 import tfdist
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.data_position import _are_independent
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.keras_fit import epoch_backup
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.runtime.one_device import OneDevice
@@ -254,11 +254,39 @@ def test_without_a_seed(tmp_path, capsys, monkeypatch):
     with pytest.raises(Killed):
         run(
             dataset,
-            [KilledAfter(2), *epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())],
+            [KilledAfter(3), *epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())],
             seed=None,
         )
     run(dataset, epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice()), seed=None)
     assert "shuffled without a seed" in capsys.readouterr().err
+
+
+def fit_of_a_dataset(dataset, folder, *others):
+    """Three batches in epochs of two: the third epoch begins with a pass, the second and the fourth in one."""
+    backup = epoch_backup.replace([keras.callbacks.BackupAndRestore(folder)], OneDevice())
+    return run(lambda: {"x": dataset, "steps_per_epoch": 2}, [*others, *backup])["seen"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_rest_of_a_pass_in_another_order_is_told(tmp_path, capsys):
+    for last, said in ((2, False), (3, True)):
+        with pytest.raises(Killed):
+            fit_of_a_dataset(source(shuffled=False).shuffle(3, seed=1), tmp_path, KilledAfter(last))
+        capsys.readouterr()
+        fit_of_a_dataset(source(shuffled=False).shuffle(3, seed=2), tmp_path)
+        assert ("shuffled with another seed (the seeds were" in capsys.readouterr().err) == said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dataset_that_an_interrupted_fit_has_read_is_made_anew(tmp_path):
+    dataset = source()
+    expected = fit_of_a_dataset(source(), tmp_path)
+    with pytest.raises(Killed):
+        fit_of_a_dataset(dataset, tmp_path, KilledAfter(3))
+    with pytest.raises(ConfigError, match="was interrupted, .*: make the dataset anew"):
+        fit_of_a_dataset(dataset, tmp_path)
+    seen = fit_of_a_dataset(source(), tmp_path)
+    assert seen and seen == expected[-len(seen) :]
 
 
 def test_what_is_known_of_datasets():
@@ -314,6 +342,7 @@ DATA = {
         {"x": rows(), "y": rows(), "sample_weight": np.arange(ROWS)},
         "sample_weight",
     ),
+    "weights added": ({"x": rows(), "y": rows()}, {"x": rows(), "y": rows(), "sample_weight": rows()}, "sample_weight"),
     "length": (
         {"x": tf.data.Dataset.from_tensor_slices((rows(), rows())).batch(3)},
         {"x": tf.data.Dataset.from_tensor_slices((rows(), rows())).batch(4)},

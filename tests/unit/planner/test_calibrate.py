@@ -73,6 +73,8 @@ def test_three_runs_tell_everything(shared, tmp_path):
         "--mesh=data=2,expert=2",
         "--zero=3",
         "--recompute=block",
+        "--compression=bf16",
+        "--horovod_compression=fp16",
         "--strategy=parameter_server",
     ],
 )

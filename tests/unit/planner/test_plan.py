@@ -63,7 +63,7 @@ def test_a_model_that_takes_too_long_to_count_is_named(monkeypatch):
         (["--source=tfrecord", "--objective=next_token"], ("32", 50), "task=text,vocab=50 --sequence_length=32", 32),
         (["--source=digits"], ("", 0), "task=image,shape=(8,8,1,),classes=10", 1),
         (["--source=tfrecord"], ("32", 50), "task=image,shape=(32,),classes=50", 1),
-        (["--source=mine:data"], ("", 0), "", 1),
+        (["--source=mine:data"], ("", 0), "", 16),
     ],
 )
 def test_samples_with_which_a_model_of_ones_own_is_counted(monkeypatch, train, given, source, tokens):
@@ -71,7 +71,7 @@ def test_samples_with_which_a_model_of_ones_own_is_counted(monkeypatch, train, g
 
     def run(command, **options):
         commands.append(command)
-        return subprocess.CompletedProcess(command, 0, json.dumps({"name": "mine", "parts": []}), "")
+        return subprocess.CompletedProcess(command, 0, json.dumps({"name": "mine", "tokens": 16, "parts": []}), "")
 
     monkeypatch.setattr(subprocess, "run", run)
     train = [*train, "--model=mine:lm", "--global_batch=8", "--steps=1"]
@@ -219,6 +219,17 @@ def test_mistakes_are_named(arguments, words):
     with pytest.raises(ConfigError) as error:
         main([*arguments, "--", *SMALL])
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value), error.value
+
+
+def test_tokens_are_those_of_sequences(capsys):
+    """Else a number of tokens would be taken for one of samples."""
+    train = ["--source=digits", "--model=cnn", "--global_batch=64"]
+    with pytest.raises(
+        ConfigError, match=r"--tokens=1e\+12, but the samples of --source=digits are no .*give --samples"
+    ):
+        main(["--tokens=1e12", "--", *train])
+    assert main(["--samples=6400", "--json=-", "--", *train, "--epochs=2"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 12800
 
 
 def test_options_of_the_model_are_checked():

@@ -107,3 +107,39 @@ def test_the_global_batch_that_an_evaluator_of_a_job_is_not_told_is_the_runs(res
     )
     assert follower.follow(resumed.config.replace(global_batch=0, micro_batch=4)) == 0
     assert [config.batch.global_batch for config in composed] == [8]
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_one_that_follows_a_run_in_a_store_waits_for_its_flags(resumed, monkeypatch, complete):
+    """They came 20 seconds after the status: until then it had the flags of a run of the digits."""
+    file = resumed.folder / flags.FLAGS_FILE
+    text, composed, compose = file.read_text(), [], snapshot_evaluation.compose
+    file.unlink()
+    resumed.status("running")
+    resumed.story = [lambda: file.write_text(text), lambda: resumed.status("finished")]
+    run = SimpleNamespace(place="s3://bucket/run", objects=object(), folder=resumed.folder, bring=lambda: None)
+    run.send_back = lambda made: None
+    run.text = lambda name: file.with_name(name).read_text() if file.with_name(name).exists() else ""
+    monkeypatch.setattr(snapshot_evaluation, "read_run", lambda config: run)
+    monkeypatch.setattr(follower, "bring_for_reading", lambda *_, **__: None)
+    monkeypatch.setattr(
+        snapshot_evaluation,
+        "compose",
+        lambda config, runtime=None: composed.append(config.batch.global_batch) or compose(config),
+    )
+    config, argv = resumed.config.replace(global_batch=0), None
+    if not complete:
+        argv = [f"--run_dir={resumed.folder}", "--trackers=none"]
+        config = flags.parse(argv).config
+    assert follower.follow(config, argv) == 0
+    assert composed == [8] and resumed.evaluated and not resumed.story
+
+
+def test_a_run_in_a_store_whose_flags_never_come_is_none(resumed, monkeypatch):
+    run = SimpleNamespace(place="s3://bucket/run", objects=object())
+    run.text = {"status.json": '{"status": "running", "run_id": "abc"}'}.get
+    monkeypatch.setattr(snapshot_evaluation, "read_run", lambda config: run)
+    with pytest.raises(
+        StartupError, match=r"No run appeared in --run_dir=s3://bucket/run within 300 s \(there is no flags.txt\)"
+    ):
+        follower.follow(resumed.config.replace(startup_timeout=300.0), [])

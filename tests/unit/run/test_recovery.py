@@ -271,6 +271,19 @@ def test_bad_numbers_do_not_lead_back_to_a_backup_that_a_stop_leaves_out(tmp_pat
     assert run.files.backup.store.steps() == [6]
 
 
+def test_nor_is_a_newer_backup_in_the_way_where_snapshots_are_made_of_parts(tmp_path):
+    """It stayed, and each later one was deleted as an older one. Snapshots in the store stay until the next is made."""
+    places = {"backup_dir": str(tmp_path / "backup"), "backup_every": 2}
+    run = saved(tmp_path / "run", 5, 7, on_nan="rollback", save_every=5, deterministic=True, **places)
+    run.state.go_to(8)
+    run.back_up(8)
+    files = run.files
+    files._in_store = SimpleNamespace(reads=files.store, finish_or_drop=lambda seconds: None)
+    files._sent, files._sends = object(), True
+    snapshot, _ = files.bring_and_pick(run.config, back=True)
+    assert snapshot.step == 5 and files.store.steps() == [5, 7] and files.backup.store.steps() == []
+
+
 def test_bad_numbers_cost_neither_the_best_nor_what_is_kept_for_ever(tmp_path):
     flags = {"on_nan": "rollback", "save_every": 5, "deterministic": True, "keep_best": "min:loss", "keep_every": 4}
     run = saved(tmp_path, 5, **flags)

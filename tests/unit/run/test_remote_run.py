@@ -29,6 +29,13 @@ def stored(folder, cluster: Cluster = ALONE, timeout: float = 20.0) -> RemoteRun
     return RemoteRun(RunConfig(run_dir=URL, store_timeout=timeout), folder, cluster, "job")
 
 
+def begin(run: RemoteRun) -> None:
+    """As a session does."""
+    (run.folder / "flags.txt").write_text("--steps=5\n")
+    write_status(run.folder, "running", "abc")
+    run.start()
+
+
 def test_a_folder_needs_none_of_it(tmp_path):
     with remote_run(RunConfig(run_dir=str(tmp_path)), tmp_path, ALONE, "job") as nothing:
         assert nothing is None
@@ -36,8 +43,7 @@ def test_a_folder_needs_none_of_it(tmp_path):
 
 def test_what_is_left_is_sent_at_the_end_and_the_status_last(s3, tmp_path):
     with stored(tmp_path / "here") as run:
-        write_status(run.folder, "running", "abc")
-        run.start()
+        begin(run)
         assert b"running" in s3.content("runs/one/status.json")
         (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
         (run.folder / "logs" / "rank-1.jsonl").write_text("another worker's\n")
@@ -46,11 +52,22 @@ def test_what_is_left_is_sent_at_the_end_and_the_status_last(s3, tmp_path):
         write_status(run.folder, "finished", "abc")
         assert s3.content("runs/one/lease.json")
     assert sorted(s3.names()) == [
+        "runs/one/flags.txt",
         "runs/one/logs/rank-0.jsonl",
         "runs/one/status.json",
         "runs/one/tensorboard/events",
     ]
     assert is_finished(URL, tmp_path / "elsewhere", seconds=0.0)
+
+
+def test_the_flags_are_there_from_the_start_but_not_before_the_status(s3, tmp_path, monkeypatch):
+    """Without them an evaluator composed another model. Alone, they would be a file of something else."""
+    sent, send = [], ObjectStore.send
+    monkeypatch.setattr(ObjectStore, "send", lambda self, file, name: (sent.append(name), send(self, file, name)))
+    with stored(tmp_path / "here") as run:
+        begin(run)
+        assert sent == ["status.json", "flags.txt"]
+        assert s3.content("runs/one/flags.txt") == b"--steps=5\n"
 
 
 def test_logs_go_on_on_another_machine(s3, tmp_path):
@@ -154,8 +171,7 @@ def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_pa
     with through_proxy(lambda method, path: "500" if away else ""):
         refusal = pytest.raises(CheckpointError, match="Not all of the run could be sent.*start again on this machine")
         with refusal, stored(tmp_path / "here", timeout=0.5) as run:
-            write_status(run.folder, "running", "abc")
-            run.start()
+            begin(run)
             assert list(run.messages()) == []
             away.append(True)
             (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
@@ -172,8 +188,7 @@ def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(thro
     silent = []
     with through_proxy(lambda method, path: "silence" if silent else ""):
         with pytest.raises(CheckpointError, match="does not answer"), stored(tmp_path / "here", timeout=1.0) as run:
-            write_status(run.folder, "running", "abc")
-            run.start()
+            begin(run)
             silent.append(True)
             (run.folder / "logs" / "rank-0.jsonl").write_text("one\n")
             said = first_said(run)

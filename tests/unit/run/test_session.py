@@ -8,6 +8,7 @@ import errno
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tfdist.config import Config
@@ -57,6 +58,7 @@ class World:
         self.runtime = SimpleNamespace(
             rank=0, size=size, name="fake", close=self.note("close runtime"), barrier=self.note("barrier")
         )
+        self.runtime.all_gather = lambda array: np.stack([array] * size)
         split = SimpleNamespace(size=60)
         self.job = SimpleNamespace(
             config=self.config,
@@ -122,6 +124,7 @@ class World:
         return SimpleNamespace(
             watchdog=SimpleNamespace(section=contextlib.nullcontext, enter=lambda name: None),
             faults=None,
+            cluster=cluster,
             signals=lambda: self.at("signals") or SimpleNamespace(save=False, stop=False),
             connect=lambda runtime: self.at("connect"),
             all_saved=self.note("all saved"),
@@ -294,6 +297,17 @@ def test_a_last_snapshot_that_is_not_there_is_an_error_when_all_is_closed(monkey
     with pytest.raises(CheckpointError, match=r"could not be written \(no space\): free or repair here"):
         world.run()
     assert "delete backup" not in world.said and world.said.index("failed") > world.said.index("close runtime")
+
+
+def test_all_end_alike_if_one_could_not_write_the_last_snapshot(monkeypatch, tmp_path):
+    """The chief ended with 9, the others with 42. Slurm, which sees the highest, started the job again without end."""
+    world = World(monkeypatch, tmp_path, size=2, result=TrainResult(4, True, {}, left=False))
+    of_the_chief = b"step 4: OSError: no space"
+    world.runtime.rank = 1
+    world.runtime.all_gather = lambda own: np.stack([np.frombuffer(of_the_chief.ljust(own.size), np.uint8), own])
+    with pytest.raises(CheckpointError, match=r"could not be written \(rank 0: step 4: OSError: no space\): free"):
+        world.run()
+    assert "all saved" not in world.said and "close runtime" in world.said
 
 
 def test_a_group_that_changes_keeps_a_copy_and_leaves_in_order(monkeypatch, tmp_path):

@@ -288,6 +288,18 @@ def test_sequences_that_cannot_be_spread_are_refused():
             parallelize_sequence(model, pair)
 
 
+def test_sequences_of_unknown_length_are_refused():
+    table = keras.layers.Embedding(17, 8, name="embed_tokens")
+    ids, one = keras.Input((None,)), keras.Input(())
+    subclassed = Subclassed(keras.layers.Embedding(17, 8, name="embed_tokens"))
+    subclassed(np.zeros((1, 4), "int32"))
+    for model in (keras.Model(ids, table(ids)), keras.Model(one, table(one)), subclassed):
+        with pytest.raises(
+            ConfigError, match=f"--sequence_parallel .* model=2, but {model.name} does not say how many"
+        ):
+            parallelize_sequence(model, Group((0, 1), 0, tasks=("a", "b")))
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [

@@ -82,7 +82,7 @@ def test_a_part_that_computes_in_a_loop_is_told():
 
 def plan_of(found):
     hardware = dataclasses.replace(DEVICES["cpu"], memory_gb=8)
-    plan = Plan(Config().replace(global_batch=8), from_json(found, tokens=1), hardware, devices=1)
+    plan = Plan(Config().replace(global_batch=8), from_json(found), hardware, devices=1)
     return as_text(plan, [Proposal(estimate(plan, Layout(micro_batch=8)), "the only one")])
 
 
@@ -102,6 +102,13 @@ def test_the_baseline_is_a_number_or_a_run_of_one_worker(tmp_path):
             record = {"v": 1, "attempt": attempt, "kind": "train", "step": 1, "values": {"perf/samples_per_s": rate}}
             file.write(json.dumps(record) + "\n")
     assert baseline(str(tmp_path)) == 50.0
+    starts = [{"v": 1, "attempt": at, "kind": "start", "step": 0, "values": {"workers": 2 - at}} for at in (0, 1)]
+    with open(tmp_path / "logs" / "rank-0.jsonl", "a") as file:
+        file.writelines(json.dumps(start) + "\n" for start in starts)
+    assert baseline(str(tmp_path)) == 60.0  # of the attempt by one worker
+    (tmp_path / "logs" / "rank-0.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    with pytest.raises(ConfigError, match="fewer than two log lines of an attempt by one worker: give a run that one"):
+        baseline(str(tmp_path))
     (tmp_path / "summary.json").write_text(json.dumps({"workers": 2, "samples_per_s": 12.5}))
     with pytest.raises(ConfigError, match="trained by 2 workers"):
         baseline(str(tmp_path))

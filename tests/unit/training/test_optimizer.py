@@ -155,6 +155,8 @@ def test_a_whole_number_is_one():
         (OPTIMIZERS["adam"](beta_2=0.99), "bfloat16", ""),
         (OPTIMIZERS["adam"](use_ema=True, ema_momentum=0.9999), "float32", ""),
         (OPTIMIZERS["lion"](), "bfloat16", ""),
+        (OPTIMIZERS["muon"](), "bfloat16", "^adam_beta_2=0.999 is 1 in bfloat16.* --optimizer_args=adam_beta_2=0.99"),
+        (OPTIMIZERS["muon"](adam_beta_2=0.99), "bfloat16", ""),
     ],
 )
 def test_a_decay_that_is_one_in_the_type_of_a_variable_is_refused(optimizer, dtype, sentence):
@@ -168,12 +170,30 @@ def test_a_decay_that_is_one_in_the_type_of_a_variable_is_refused(optimizer, dty
     assert (variable.numpy() != [1.0, 2.0]).all() == (not sentence or optimizer.use_ema)
 
 
-def test_muon_is_not_for_float64():
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+def test_muon_is_for_matrices_of_float32(dtype):
     """Keras computes its update in float32, and fails when the step is traced."""
-    matrix, vector = keras.Variable(np.eye(2), dtype="float64"), keras.Variable(np.ones(2), dtype="float64")
-    with pytest.raises(ConfigError, match="--optimizer=muon cannot update .* which is float64"):
+    matrix, vector = keras.Variable(np.eye(2), dtype=dtype), keras.Variable(np.ones(2), dtype="float64")
+    with pytest.raises(ConfigError, match=f"--optimizer=muon cannot update .* which is {dtype}"):
         check_decays(keras.optimizers.Muon(), [matrix])
+    optimizer = make_optimizer(OptimizerConfig(optimizer="muon"), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    optimizer.build([matrix])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Mul"):  # TypeError in a tf.function
+        optimizer.apply([keras.ops.ones((2, 2), dtype)], [matrix])
     check_decays(keras.optimizers.Muon(), [vector, keras.Variable(np.eye(2), dtype="float32")])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_muons_rules_are_those_of_adam_for_tables(dtype):
+    table = keras.Variable(np.ones([2, 2]), dtype=dtype, name="embeddings")
+    for optimizer in (keras.optimizers.Muon(0.1), keras.optimizers.Muon(0.1, adam_beta_2=0.99)):
+        table.assign(np.ones([2, 2]))
+        is_refused = dtype == "bfloat16" and optimizer.adam_beta_2 == 0.999
+        with pytest.raises(ConfigError, match="adam_beta_2") if is_refused else contextlib.nullcontext():
+            check_decays(optimizer, [table])
+        optimizer.build([table])
+        optimizer.apply([keras.ops.ones((2, 2), dtype)], [table])
+        assert (table.numpy() != 1).all() == (not is_refused)
 
 
 @pytest.mark.parametrize("kind", [FusedAdam, keras.optimizers.SGD])

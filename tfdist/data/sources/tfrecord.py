@@ -13,7 +13,7 @@ Options:
                                              training with --augment=random_resized_crop a random crop is resized
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
-  train, eval file name patterns; default *train*, and *eval*, *val* or *test*
+  train, eval file name patterns; default *train*, and *eval*, *val* or *test*. Names that begin with a dot are left out
   stream      True: read the files from front to back instead (streams.py says what is lost). Every replica reads all
               of them and decodes its own rows
   by_file     True, with stream=True: a replica reads only its own files, if the number of files is a multiple of the
@@ -153,8 +153,8 @@ class _Folder:
         patterns = (options[split],) if options[split] else PATTERNS[split]
         for pattern in patterns:
             found = self._cache.glob(pattern) if self._cache else self._of_this_machine(pattern)
-            if found:
-                return sorted(path for path in found if not os.path.basename(path).startswith("."))
+            if shown := sorted(path for path in found if not os.path.basename(path).startswith(".")):
+                return shown
         if required:
             place, wanted = self._cache.url if self._cache else self._data_dir, " or ".join(patterns)
             raise DataError(

@@ -9,9 +9,9 @@ everything). It returns the data of one split:
                            type (objects.py says how these are found). Several threads may call it at the same time.
                            Its attribute `num_classes` is read if it has one
   tf.data.Dataset          of single samples, not of batches, the same at every pass. It must not be shuffled, repeated
-                           or sharded, since tfdist does that. Some parts may be drawn anew at each pass (noise) if
-                           another one shows that the order is the same (contents.py). It is read as a stream
-                           (streams.py says what is lost)
+                           or sharded, since tfdist does that, nor be given deterministic=False. Some parts may be drawn
+                           anew at each pass (noise) if another one shows that the order is the same (contents.py). It
+                           is read as a stream (streams.py says what is lost)
   Split                    anything else (tfdist/data/sources/split.py)
 
 or of both: {"train": ..., "eval": ...}, or a pair of pairs, as keras.datasets.*.load_data() returns them. A function
@@ -114,8 +114,7 @@ def _split(name: str, data: Any) -> Split:
     """Makes one split from whatever the function returned for it."""
     if isinstance(data, Split):
         if data.check().size is None:
-            # A seeded shuffle that `stream` makes anew at each call gives the same order each time.
-            _must_keep_order(data, "a Split with a stream", tensorflow_data.shuffles_without_a_seed)
+            _must_keep_order(data, "a Split with a stream")
         return data
     if isinstance(data, tf.data.Dataset):
         return _dataset_split(name, data)
@@ -190,14 +189,13 @@ def _dataset_split(name: str, data: tf.data.Dataset) -> Split:
 
     element_spec: Any = data.element_spec
     split = Split(name, None, element_spec, stream=stream)
-    _must_keep_order(split, "a tf.data.Dataset", tensorflow_data.shuffles_anew)
+    _must_keep_order(split, "a tf.data.Dataset")
     return split
 
 
-def _must_keep_order(split: Split, what_it_is: str, shuffles: Callable[[tf.data.Dataset], bool]) -> None:
-    """Raises DataError if a stream is empty, cannot be read, or may come in another order at each pass. shuffles:
-    whether one of the datasets that the stream is made of gives another order at each pass."""
-    named, stream = f"--source: {split.name}", split.stream(0, 1)
+def _must_keep_order(split: Split, what_it_is: str) -> None:
+    """Raises DataError if a stream is empty, cannot be read, or may come in another order at each pass."""
+    named = f"--source: {split.name}"
     try:
         steady, shows_order, _ = contents.read_twice(split)
     except tf.errors.OpError as error:
@@ -205,21 +203,37 @@ def _must_keep_order(split: Split, what_it_is: str, shuffles: Callable[[tf.data.
         raise reading_failed(f"{named}, {what_it_is}, {reason}", str(error.message)) from error
     if not steady and split.contents is None:
         raise DataError(f"{named} is {what_it_is} that yields no sample: check what it reads, and its filters.")
-    if not shows_order:
+    parts, again = (list(tensorflow_data.with_inputs(split.stream(0, 1))) for _ in range(2))
+    fix = (
+        "drop its shuffle() (tfdist shuffles) or give it a seed and reshuffle_each_iteration=False, use"
+        " list_files(shuffle=False), and let --augment draw what is random"
+    )
+    if any(map(tensorflow_data.in_any_order, parts)):
+        what = "with deterministic=False, so that what is ready first comes first"
+        fix = "drop deterministic=False (or sloppy=True)"
+    elif not shows_order:
         differing = [place for place, same in zip(places(split.element_spec), steady, strict=True) if not same]
         what = (
             f"whose first samples differ at a second look in {', '.join(differing)}, and no other part shows that they"
             " came in the same order"
         )
-    elif any(map(shuffles, tensorflow_data.with_inputs(stream))):
+    elif any(map(_shuffle_apart, parts, again)):
         what = "that is shuffled anew at each pass"
     else:
         return
     raise DataError(
         f"{named} is {what_it_is} {what}: each worker reads all of it and keeps its share, and a resumed run reads"
-        " up to where it was, so the order must be the same at every pass; drop its shuffle() (tfdist shuffles) or set"
-        " reshuffle_each_iteration=False, use list_files(shuffle=False), and let --augment draw what is random."
+        f" up to where it was, so the order must be the same at every pass; {fix}."
     )
+
+
+def _shuffle_apart(one: tf.data.Dataset, other: tf.data.Dataset) -> bool:
+    """Whether the same part of a stream shuffles into different orders at two passes, for which the stream was made
+    twice."""
+    if one is other:
+        return tensorflow_data.shuffles_anew(one)  # each iterator of it draws the next order
+    seeds, others = tensorflow_data.seeds_of(one), tensorflow_data.seeds_of(other)
+    return seeds != others or tensorflow_data.shuffles_without_a_seed(one)
 
 
 def _is_pair_of_pairs(value: Any) -> bool:

@@ -89,7 +89,13 @@ def parallelize_sequence(
                 f"--sequence_parallel gives each worker some of the positions only, but {layer.name} has an activity"
                 " regularizer, which needs all: drop one of them."
             )
-    length = model.inputs[0].shape[1]
+    inputs = getattr(model, "inputs", None)  # subclassed models have none
+    length = inputs[0].shape[1] if inputs and len(inputs[0].shape) > 1 else None
+    if length is None:
+        raise ConfigError(
+            f"--sequence_parallel spreads the positions over model={group.size}, but {model.name} does not say how many"
+            " it has: build it with keras.Model(inputs, outputs) and a keras.Input of known length, or drop it."
+        )
     if length % group.size:
         raise ConfigError(
             f"--sequence_parallel spreads the {length} positions over model={group.size}, which does not divide them:"

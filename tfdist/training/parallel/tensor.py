@@ -251,8 +251,9 @@ def vocabulary_objective(config: ModelConfig, group: Group, size: int) -> Object
             uniform = log_sum - summed(tf.reduce_sum(logits, -1), group) / size
             losses = (1 - config.label_smoothing) * losses + config.label_smoothing * uniform
         weights = weights_like(w, losses)
-        # As on a GPU: no worker has the logit of a label that is none, and the rest would train without a word.
-        losses = tf.where(tf.logical_or(is_known, tf.equal(weights, 0.0)), losses, math.nan)
+        # As on a GPU: no worker has the logit of a label that is none, and the rest would train without a word. A
+        # factor makes the gradient NaN, too, which is all that float16 looks at.
+        losses *= tf.where(tf.logical_or(is_known, tf.equal(weights, 0.0)), 1.0, math.nan)
         own_guess = tf.where(tf.equal(own_best, best), first + tf.argmax(logits, -1, output_type=tf.int32), size)
         guess = -group.all_max(-own_guess)  # the first of the largest, like tf.argmax
         return Scores(losses, weights, {"accuracy": tf.cast(tf.equal(guess, y), tf.float32)})
@@ -282,6 +283,11 @@ def cut(
         raise ConfigError(
             f"--mesh has {axis}={group.size}, but {variable.path} has only {size // blocks} to share out: lower the"
             " degree."
+        )
+    if size % blocks:
+        raise ConfigError(
+            f"--mesh has {axis}={group.size}, which cuts {variable.path} as {blocks} matrices side by side, but {size}"
+            f" is no multiple of {blocks}: give its layer another name, or the workers to data=."
         )
     block = np.arange(size).reshape(blocks, -1)
     points = [member * block.shape[1] // group.size for member in range(group.size + 1)]

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.artifacts import state
+from tfdist.artifacts.hidden_state import tensors_in
 from tfdist.compat import keras_random, tensorflow_random
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.runtime.scopes import ThreadScope
@@ -36,16 +37,17 @@ _PLAIN = (tf.Tensor, bool, int, float, str, bytes, tuple, type(None))
 @contextlib.contextmanager
 def attributes_kept(layers: Sequence[keras.Layer], traced: bool = False) -> Iterator[None]:
     """Context manager after which layers forget the tensors that they have kept inside: those of a trial are made of
-    rows that nobody knows, and those of a trace (such as a constant made once) are of no use in another graph. A layer
-    forgets all of it or nothing, in its attributes and in dicts among them: by a number or a word it may know for what
-    it has made a tensor.
+    rows that nobody knows, and those of a trace (such as a constant made once) are of no use in another graph; also
+    those inside lists, dicts and objects. A layer forgets all of it or nothing, in its attributes and in dicts among
+    them: by a number or a word it may know for what it has made a tensor.
 
     traced: forget tensors of a graph only; others come from outside of it.
     """
     before = [[(held, dict(held)) for held in _held_by(layer)] for layer in layers]
 
     def is_of_no_use(value: object, earlier: object) -> bool:
-        return isinstance(value, tf.Tensor) and value is not earlier and not (traced and hasattr(value, "numpy"))
+        made = tensors_in(value) if value is not earlier else []
+        return any(not (traced and hasattr(tensor, "numpy")) for tensor in made)
 
     try:
         yield
@@ -68,7 +70,7 @@ def _held_by(layer: keras.Layer) -> list[dict]:
 
 
 def _forget(now: dict, values: dict) -> None:
-    for name in [name for name, value in now.items() if _is_plain(value)]:
+    for name in [name for name, value in now.items() if _is_plain(value) or tensors_in(value)]:
         if name in values:
             now[name] = values[name]
         else:

@@ -53,6 +53,29 @@ def test_a_label_outside_the_vocabulary_gives_nan():
     np.testing.assert_allclose(tf.reduce_sum(of_known.losses * of_known.weights), np.sum(expected), rtol=1e-5)
 
 
+def test_a_label_outside_the_vocabulary_gives_a_gradient_of_nan():
+    """float16 looks at the gradient only: a step whose loss alone is NaN would be made."""
+    alone = types.SimpleNamespace(size=1, index=0, all_max=lambda x: x, all_reduce=lambda x: x)
+    objective = vocabulary_objective(Config().replace(objective="next_token").model, alone, ROWS)
+    logits, labels = tf.Variable(tf.zeros([1, 3, ROWS])), np.array([[2, ROWS, -1]])
+
+    def gradient(weights):
+        with tf.GradientTape() as tape:
+            scores = objective(logits, labels, tf.constant(weights))
+            loss = tf.reduce_sum(scores.losses * scores.weights)
+        return tape.gradient(loss, logits).numpy()
+
+    assert np.isnan(gradient([[1.0, 1.0, 1.0]])).all(-1).tolist() == [[False, True, True]]
+    assert np.isfinite(gradient([[1.0, 0.0, 0.0]])).all()
+
+
+def test_matrices_side_by_side_of_unequal_size_are_refused():
+    x = keras.Input((6,))
+    model = keras.Model(x, layers.Dense(64, name="block_00_attention_qkv")(x))
+    with pytest.raises(ConfigError, match="model=2, .*attention_qkv/kernel as 3 matrices .* 64 is no multiple of 3"):
+        parallelize_layers(model, types.SimpleNamespace(size=2, index=0, all_reduce=tf.identity))
+
+
 class Shifting(layers.Layer):
     """Two generators of its own, and no name that a rule knows."""
 

@@ -1,5 +1,7 @@
 """What layers remember of a trial: nothing that was made of its rows, and nothing that says that it is still there."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -43,3 +45,15 @@ def test_a_number_and_the_dict_that_it_speaks_of_are_forgotten_together(keep, be
     assert layer.width == before and layer.tables.keys() == kept.keys()
     assert all(layer.tables[name] is value for name, value in kept.items())
     assert layer(np.ones((4, 5), "float32")).shape == (4, 5)
+
+
+@pytest.mark.parametrize(
+    "inside_of", [lambda tensor: [tensor], lambda tensor: (tensor, 1), lambda tensor: types.SimpleNamespace(of=tensor)]
+)
+def test_a_tensor_inside_of_something_else_is_forgotten_too(inside_of):
+    layer = keras.layers.Layer()
+    layer.width, layer.kept = 2, inside_of(ops.ones(2))
+    kept = layer.kept
+    with attributes_kept([layer]):
+        layer.width, layer.kept, layer.more = 5, inside_of(ops.ones(5)), inside_of(ops.ones(5))
+    assert layer.width == 2 and layer.kept is kept and not hasattr(layer, "more")

@@ -1,0 +1,78 @@
+"""Whether another process reads data in the same order, and by which seeds they are shuffled."""
+
+import json
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from tests.unit.artifacts.test_data_position import NUMBERS, running
+from tfdist.artifacts.data_order import no_order, seeded_shuffles, shuffled_by
+from tfdist.compat import tensorflow_random
+
+
+@pytest.fixture(autouse=True)
+def _random_state_kept():
+    python = random.getstate()
+    with tensorflow_random.attribute_replaced(context.context(), "_seed", None):
+        yield
+    random.setstate(python)
+
+
+def read(data):
+    """Keras' adapter of data that are shuffled, if Keras may."""
+    return running(x=data, shuffle=not isinstance(data, tf.data.Dataset)).iterator.data_adapter
+
+
+class Pages(keras.utils.PyDataset):
+    @property
+    def num_batches(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.ones((4, 1)), np.ones((4, 1))
+
+
+def test_batches_of_a_py_dataset_need_a_seed_of_python():
+    def has_none():
+        return no_order(read(Pages()))
+
+    random.seed()
+    assert has_none()
+    tf.random.set_seed(3)
+    assert has_none()
+    keras.utils.set_random_seed(3)
+    assert not has_none()
+    keras.utils.clear_session(free_memory=False)
+    numbers = list(range(5000))
+    random.shuffle(numbers)
+    assert not has_none()
+
+
+def test_a_seed_that_workers_lend_each_other_is_not_the_users():
+    random.seed()
+    with tensorflow_random.seed_lent(5, anew=False):
+        assert no_order(read(Pages()))
+        assert no_order(read(np.ones((4, 1))))
+    keras.utils.set_random_seed(3)
+    with tensorflow_random.seed_lent(5, anew=False), tensorflow_random.seed_lent(6, anew=False):
+        assert tensorflow_random.users_seed() == 3
+        assert not no_order(read(Pages()))
+    assert tensorflow_random.users_seed() == 3
+
+
+def test_the_seed_of_shuffled_arrays_can_be_saved():
+    tf.random.set_seed(np.int64(5))
+    assert json.dumps(shuffled_by(read(np.ones((4, 1))))) == "[5]"
+
+
+def test_shuffles_that_draw_the_next_order_for_each_iterator():
+    once = NUMBERS.shuffle(7, seed=1, reshuffle_each_iteration=False)
+    anew = NUMBERS.shuffle(7, seed=1)
+    without_a_seed = NUMBERS.shuffle(7)
+    for dataset, found in ((once, []), (anew, [anew]), (without_a_seed, []), (anew.map(lambda x: x).repeat(), [anew])):
+        assert seeded_shuffles(read(dataset)) == found
+    assert seeded_shuffles(read(np.ones((4, 1)))) == []

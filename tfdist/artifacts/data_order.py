@@ -1,0 +1,87 @@
+"""Whether the training data of a fit come in the same order when another process reads them, and by which seeds."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdist.compat import keras_epochs, tensorflow_data, tensorflow_random
+
+_BLOCK = 624  # numbers that Python's generator makes at a time
+_BLOCKS = 2000  # that are looked at, in 0.03 s
+
+
+class NoOrder(NamedTuple):
+    """Why data come in another order when they are read again. why: continues "the data"; fix: what gives them one
+    order; again: what gives them the order in which they have been read, if anything does."""
+
+    why: str
+    fix: str
+    again: str = ""
+
+
+_SEED = "call keras.utils.set_random_seed(1) before the data are made (a dataset can have its own, shuffle(n, seed=1))"
+_SEED_AGAIN = "set the seed of the fit that wrote it (keras.utils.set_random_seed before the data are made)"
+_NO_SEED = NoOrder("are shuffled without a seed", _SEED, _SEED_AGAIN)
+_NOT_DETERMINISTIC = NoOrder(
+    "are read with deterministic=False, so that what is ready first comes first",
+    "drop that argument (of map, interleave, batch), or option",
+)
+
+
+def no_order(adapter: Any) -> NoOrder | None:
+    """Why the data come in another order in another process, as far as this can be seen; None if they come in the same
+    one. adapter: Keras' of the data."""
+    if (read := keras_epochs.dataset_of(adapter)) is not None:
+        parts = list(tensorflow_data.with_inputs(read))
+        if any(map(tensorflow_data.shuffles_without_a_seed, parts)):
+            return _NO_SEED
+        not_deterministic = read.options().deterministic is False or any(map(tensorflow_data.in_any_order, parts))
+        return _NOT_DETERMINISTIC if not_deterministic else None
+    seed = tensorflow_random.users_seed()
+    if keras_epochs.shuffles_pages(adapter):
+        return _NO_SEED if seed is None or not _seeds_python(seed) else None
+    return _NO_SEED if keras_epochs.shuffles_arrays(adapter) and seed is None else None
+
+
+def _seeds_python(seed: int) -> bool:
+    """Whether Python's random numbers, too, were given this seed; False if very many have been drawn since."""
+    present, own = random.getstate()[1][:_BLOCK], random.Random(int(seed))
+    for _ in range(_BLOCKS):
+        if own.getstate()[1][:_BLOCK] == present:
+            return True
+        own.getrandbits(32 * _BLOCK)
+    return False
+
+
+def shuffled_by(adapter: Any) -> list:
+    """The seeds by which the data are shuffled, as far as they can be seen; JSON to be saved. By the same ones another
+    process draws the same order."""
+    if (read := keras_epochs.dataset_of(adapter)) is not None:
+        return [seeds for each in tensorflow_data.with_inputs(read) if (seeds := tensorflow_data.seeds_of(each))]
+    if keras_epochs.shuffles_arrays(adapter):
+        seed = tensorflow_random.global_seed()
+        return [None if seed is None else int(seed)]  # NumPy's are no JSON
+    # By Python's random numbers, whose seed cannot be seen.
+    return [zlib.crc32(repr(random.getstate()).encode())] if keras_epochs.shuffles_pages(adapter) else []
+
+
+def other_seeds(before: list | None, now: list) -> NoOrder | None:
+    """`no_order` of data that were shuffled by the seeds `before` (None: not known), and now are by others."""
+    if before in (None, now):
+        return None
+    return NoOrder(f"are shuffled with another seed (the seeds were {before} and are {now})", _SEED, _SEED_AGAIN)
+
+
+def seeded_shuffles(adapter: Any) -> list[tf.data.Dataset]:
+    """The parts of the data whose next iterator comes in another order, which their seed determines."""
+    read = keras_epochs.dataset_of(adapter)
+    found = [] if read is None else tensorflow_data.with_inputs(read)
+    return [
+        each
+        for each in found
+        if tensorflow_data.shuffles_anew(each) and not tensorflow_data.shuffles_without_a_seed(each)
+    ]
