@@ -8,8 +8,11 @@ from types import ModuleType
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
+
+from tfdist.compat.keras_variables import stored_value
 
 # The module whose function `MAKE_DEFAULT_SEED` gives a SeedGenerator without a seed its first state; it is replaced
 # temporarily. Without it workers start with different seeds, and draw differently where they must not.
@@ -42,6 +45,13 @@ def use_generator(generator: keras.random.SeedGenerator | None) -> None:
     """Makes this thread use this generator for draws without one of their own: Keras keeps one for each thread. None:
     one that is made when it is needed. Relies on the global attribute of `global_seed_generator`."""
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+
+
+def has_state(generator: keras.random.SeedGenerator) -> bool:
+    """Whether the generator's state has a value: not yet if it was made while a tf.function is traced."""
+    stored = stored_value(generator.state)
+    with tf.init_scope():
+        return stored is None or not tf.executing_eagerly() or bool(stored.is_initialized())
 
 
 def global_seed_generator() -> keras.random.SeedGenerator | None:

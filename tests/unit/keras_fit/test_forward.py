@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.compat import keras_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups, rows
 from tfdist.keras_fit.batch_inputs import of_the_batch
@@ -286,6 +287,26 @@ def test_large_logits_have_the_loss_and_gradient_of_one_process(distribute, kind
     np.testing.assert_allclose(found_loss, loss, rtol=1e-6)
     np.testing.assert_allclose(found_gradient, gradient, rtol=1e-6)
     assert loss > 20
+
+
+def test_a_model_may_draw_before_keras_has_a_generator():
+    """The trace of the step makes one, which has no state yet when the model is tried."""
+
+    class Draws(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.sum(x))
+            return x + keras.random.normal(tf.shape(x))
+
+    model, runtime = keras.Sequential([keras.Input((3,)), Draws()]), Mirror()
+    gradients, numbers = Gradients(runtime), RandomNumbers(runtime)
+    call, before = DistributedCall(model, runtime, gradients, numbers), keras_random.global_seed_generator()
+    keras_random.use_generator(None)
+    try:
+        with call.installed(), gradients.installed(), numbers.installed():
+            first, second = (tf.function(model, autograph=False)(tf.ones([4, 3])) for _ in range(2))
+        assert np.isfinite(first).all() and np.any(first != second)
+    finally:
+        keras_random.use_generator(before)
 
 
 @pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])

@@ -24,6 +24,8 @@ def generators_kept() -> Iterator[None]:
     generators when the step is traced."""
     before, of_keras = state.generator_states(), keras_random.global_seed_generator()
     try:
+        if of_keras is not None and not keras_random.has_state(of_keras):
+            keras_random.use_generator(None)
         with in_trials(), functions_inline(), tensorflow_random.state_kept():
             yield
     finally:
