@@ -9,8 +9,7 @@ chief (`writes=True`) writes.
 
 resumes in the middle of an epoch, at the exact batch: the first batches of that epoch are read but not trained on
 again, and the data is advanced through the earlier epochs (data_position.py). The data must come in the same order as
-before; if they are shuffled without a seed, or read with deterministic=False, backups in the middle of a pass over them
-are refused.
+before; if they are shuffled without a seed, or read with deterministic=False, backups within an epoch are refused.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     Args:
       backup_dir: a folder for this run alone; preferably on a fast local disk or a memory file system.
-      save_freq: "epoch", or a number of batches. Where it, or steps_per_epoch, divides passes over the data, shuffled
-        data need a seed.
+      save_freq: "epoch", or a number of batches. Within an epoch, shuffled data need a seed.
       double_checkpoint: also keep the backup before the last one.
       delete_checkpoint: delete all backups when training has finished.
       writes: whether this process writes; only one may.
@@ -181,6 +179,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def begin_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
         """Restores the state of the other callbacks, and the history, once all of them have begun."""
+        backup_checks.note_data_in_use(self.backup_dir, RunningFit.of(self._trained))
         self._fit_state = FitState(others, says=self.writes)
         self._fit_state.begin(self._trained, self._restored)
         if self._restored is not None:

@@ -25,6 +25,7 @@ from tfdist.artifacts.hidden_state import (
 from tfdist.artifacts.state import name_of, tf_variable
 from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.terminal import say
 
 _ended: collections.Counter[str] = collections.Counter()  # finished fits of this process, by name of their backup
 # The fits with a backup that have read a shuffled dataset: name of the backup, number of the fit -> its iterator.
@@ -67,34 +68,34 @@ def refuse_between_executions(backup: str, batch: int, steps_per_execution: int)
 def refuse_lost_order(
     backup: str, manifest: Mapping[str, Any] | None, fit: RunningFit, save_freq: int | str
 ) -> NoOrder | None:
-    """Raises CheckpointError or ConfigError if the order of the data is not known where it counts: in the middle of a
-    pass over them, where this fit is to go on, or where it would save. Returns why it is not known elsewhere.
-
-    manifest: that of the backup to be restored, if there is one."""
-    adapter, goes_on = fit.iterator.data_adapter, False
+    """Raises CheckpointError or ConfigError if the order of the data is not known where this fit is to go on, or would
+    save, within an epoch. Returns why it is not known. manifest: that of the backup to be restored, if there is one."""
+    adapter = fit.iterator.data_adapter
     order = no_order(adapter)
     if manifest is not None:
-        goes_on = manifest["batch"] > 0 or fit.begins_within_a_pass(manifest["epoch"], manifest["ends"])
-        if goes_on and (other := order or other_seeds(manifest.get("shuffled_by"), shuffled_by(adapter))) is not None:
-            refuse_another_order(backup, other, manifest["batch"], fit.iterator.steps_per_epoch)
-    if order is not None and fit.saves_within_a_pass(save_freq):
-        refuse_without_order(order, fit, save_freq)
-    refuse_data_in_use(backup, fit, goes_on or fit.saves_within_a_pass(save_freq))
+        other = order or other_seeds(manifest.get("shuffled_by"), shuffled_by(adapter))
+        if other is not None and manifest["batch"]:
+            refuse_another_order(backup, other, manifest["batch"])
+        if other is not None:
+            tell_another_order(other, fit, manifest["epoch"], manifest["ends"])
+    goes_on = manifest is not None and manifest["batch"] > 0
+    refuse_data_in_use(backup, fit, manifest is not None, goes_on or fit.saves_within_a_pass(save_freq))
+    if order is not None and fit.saves_within_an_epoch(save_freq):
+        raise ConfigError(
+            f"BackupAndRestore(save_freq={save_freq}) saves within an epoch, but the data {order.why}: a resumed fit"
+            f' would take some samples twice and others never: {order.fix}, or give save_freq="epoch".'
+        )
     return order
 
 
-def refuse_without_order(order: NoOrder, fit: RunningFit, save_freq: int | str) -> None:
-    """Raises ConfigError: backups would be saved in the middle of passes over data that come in another order in a
-    resumed fit."""
-    if fit.begins_within_a_pass(fit.values["initial_epoch"] + 1):
-        where, instead = f"steps_per_epoch={fit.iterator.steps_per_epoch} ends epochs within a pass over the data", ""
-    else:
-        where = f"BackupAndRestore(save_freq={save_freq}) saves within an epoch"
-        instead = ', or give save_freq="epoch"'
-    raise ConfigError(
-        f"{where}, but the data {order.why}: a resumed fit would take some samples twice and others never:"
-        f" {order.fix}{instead}."
-    )
+def tell_another_order(order: NoOrder, fit: RunningFit, epoch: int, ends: Mapping[str, int | None]) -> None:
+    """Says so if epoch `epoch`, with which the fit is to go on, continues a pass over data that come in another order
+    now. Only said, since nobody may care for passes over a stream. ends: see RunningFit.go_to."""
+    if fit.begins_within_a_pass(epoch, ends):
+        say(
+            f"the data {order.why}: the rest of the interrupted pass comes in another order, so its samples may come"
+            f" twice or not at all: {order.fix}."
+        )
 
 
 def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
@@ -114,29 +115,30 @@ def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
         )
 
 
-def refuse_another_order(backup: str, order: NoOrder, batch: int, steps_per_epoch: int | None) -> None:
-    """Raises CheckpointError: a pass over the data, in the middle of which the backup was saved, would go on in another
-    order. batch: the number of batches of its epoch after which it was saved; 0: of all."""
-    whole = f"an epoch that ends within a pass (steps_per_epoch={steps_per_epoch})"
-    where = f"{batch} batches of an epoch" if batch else whole
+def refuse_another_order(backup: str, order: NoOrder, batch: int) -> None:
+    """Raises CheckpointError: the epoch, after `batch` batches of which the backup was saved, would go on in another
+    order."""
     again = f"{order.again}, or " if order.again else ""
     raise CheckpointError(
-        f"{backup} was saved after {where}, but the data {order.why}, so the other batches of this pass cannot be found"
-        f" again: {again}remove the backup to start from the beginning."
+        f"{backup} was saved after {batch} batches of an epoch, but the data {order.why}, so the other batches of it"
+        f" cannot be found again: {again}remove the backup to start from the beginning."
     )
 
 
-def refuse_data_in_use(backup: str, fit: RunningFit, is_within_a_pass: bool) -> None:
+def refuse_data_in_use(backup: str, fit: RunningFit, resumes: bool, is_within_a_pass: bool) -> None:
     """Raises ConfigError if a fit that was interrupted in this process has read the same object, which draws the next
     order for each iterator made of it, where the order counts.
 
-    is_within_a_pass: whether this fit saves, or goes on, in the middle of a pass over the data."""
+    resumes: whether this fit goes on from a backup; otherwise only a fit with the same backup counts, since others,
+    such as trials of a search, may be interrupted in each process. is_within_a_pass: whether this fit saves, or goes
+    on, in the middle of a pass over the data."""
     for dataset in seeded_shuffles(fit.iterator.data_adapter):
-        readers = _readers.setdefault(dataset, {})
         interrupted = [
             name
-            for (name, at), iterator in readers.items()
-            if number(name) == at and iterator() is not fit.iterator  # a fit may have several backups
+            for (name, at), iterator in _readers.get(dataset, {}).items()
+            if number(name) == at
+            and iterator() is not fit.iterator  # a fit may have several backups
+            and (resumes or name == backup)
         ]
         if interrupted and is_within_a_pass:
             raise ConfigError(
@@ -144,7 +146,12 @@ def refuse_data_in_use(backup: str, fit: RunningFit, is_within_a_pass: bool) -> 
                 " than it would in a new process, so that a resumed fit would take some samples twice and others never:"
                 " make the dataset anew (run the lines again that call shuffle) before fit."
             )
-        readers[backup, number(backup)] = weakref.ref(fit.iterator)
+
+
+def note_data_in_use(backup: str, fit: RunningFit) -> None:
+    """Call when a fit with a backup is about to read its data: see `refuse_data_in_use`."""
+    for dataset in seeded_shuffles(fit.iterator.data_adapter):
+        _readers.setdefault(dataset, {})[backup, number(backup)] = weakref.ref(fit.iterator)
 
 
 def refuse_unbuilt(model: keras.Model) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.compat import keras_epochs, tensorflow_data, tensorflow_random
 
 _BLOCK = 624  # numbers that Python's generator makes at a time
-_BLOCKS = 2000  # that are looked at, in 0.03 s
+_BLOCKS = 50_000  # that are looked at, in 0.8 s: 31 million numbers
 
 
 class NoOrder(NamedTuple):

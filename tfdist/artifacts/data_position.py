@@ -116,11 +116,15 @@ class RunningFit:
             past %= math.ceil(length / of_an_epoch)  # when the data end, the epoch ends
         return bool(past * of_an_epoch % (_repeated(adapter) or length or math.inf))
 
-    def saves_within_a_pass(self, save_freq: int | str) -> bool:
-        """Whether backups are saved, after so many batches or each epoch, in the middle of passes over the data."""
+    def saves_within_an_epoch(self, save_freq: int | str) -> bool:
+        """Whether backups are saved, after so many batches or each epoch, in the middle of epochs."""
         steps = self.iterator.num_batches
-        within_an_epoch = isinstance(save_freq, int) and bool(not steps or save_freq % steps)
-        return within_an_epoch or self.begins_within_a_pass(self.values["initial_epoch"] + 1)
+        return isinstance(save_freq, int) and bool(not steps or save_freq % steps)
+
+    def saves_within_a_pass(self, save_freq: int | str) -> bool:
+        """The same for passes over the data: `steps_per_epoch` may end epochs in the middle of one."""
+        ends_there = self.begins_within_a_pass(self.values["initial_epoch"] + 1)
+        return ends_there or self.saves_within_an_epoch(save_freq)
 
     def ends(self) -> dict[str, int | None]:
         """The batch at which the data ended, if its length was not known before; JSON to be saved."""

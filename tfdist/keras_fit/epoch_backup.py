@@ -190,17 +190,15 @@ class EpochBackup(FitCallback):
 
     def _look_at_the_order(self) -> None:
         fit, backup = RunningFit.of(self.fitted), self._backup
-        backup_checks.refuse_data_in_use(self._place.name, fit, fit.saves_within_a_pass("epoch"))
+        within = fit.saves_within_a_pass("epoch")
+        backup_checks.refuse_data_in_use(self._place.name, fit, backup is not None, within)
+        backup_checks.note_data_in_use(self._place.name, fit)
         adapter = fit.iterator.data_adapter
         self._shuffled_by = shuffled_by(adapter)
         if self._runtime.rank or backup is None or backup.stopped:
             return
-        other = no_order(adapter) or other_seeds(backup.shuffled_by, self._shuffled_by)
-        if other is not None and fit.begins_within_a_pass(backup.epoch, backup.ends):
-            say(
-                f"the data {other.why}: the rest of the interrupted pass comes in another order, so its samples may"
-                f" come twice or not at all: {other.fix}."
-            )
+        if (other := no_order(adapter) or other_seeds(backup.shuffled_by, self._shuffled_by)) is not None:
+            backup_checks.tell_another_order(other, fit, backup.epoch, backup.ends)
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
         generators = GeneratorsAgain(backup.generators)
