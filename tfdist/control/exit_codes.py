@@ -248,7 +248,7 @@ def _end_helpers() -> None:
         for helper in multiprocessing.active_children():
             if helper.daemon:
                 with contextlib.suppress(OSError, ValueError):
-                    helper.terminate()
+                    helper.kill()  # nobody waits for it any more
 
 
 def _note_final(code: int) -> None:

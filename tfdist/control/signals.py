@@ -7,8 +7,10 @@ that all save (and stop) at the same step, whichever worker got the signal.
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +19,9 @@ from tfdist.control.exit_codes import ExitCode
 from tfdist.control.terminal import say_at_once
 
 _SAME_REQUEST_SECONDS = 1.0
-# What a forked process does on a signal for which its parent has a handler. A terminal or an engine may send the last
-# three to a whole group of processes. They ask only the workers for something, and these still need what they forked.
-_IN_A_FORK = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_IGN,
-    signal.SIGUSR1: signal.SIG_IGN,
-    signal.SIGUSR2: signal.SIG_IGN,
-}
+_SAME_GROUP_SECONDS = 0.3  # between the arrivals of one signal in the processes of a group
+_IGNORED_IN_A_FORK = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_asked = mmap.mmap(-1, 8)  # shared with forked processes: when this worker was asked to stop; see `_dies_alone`
 
 
 def on_hangup(handler: Callable[..., Any]) -> None:
@@ -79,6 +76,7 @@ class SignalRequests:
         return self
 
     def _on_stop(self, number: int, *_) -> None:
+        _asked[:] = struct.pack("d", time.monotonic())
         if self._signals.is_second(number):
             how = "; training was over" if self.all_saved else ", without saving"
             say_at_once(f"tfdist: second SIGTERM: ending at once{how}.")
@@ -103,6 +101,20 @@ def _have_forks_drop_handlers() -> None:
 
 
 def _drop_handlers() -> None:
-    for number, action in _IN_A_FORK.items():
+    """What a forked process does on a signal for which its parent has a handler. An engine or a terminal may send it to
+    a whole group of processes: it asks only the workers for something, and these still need what they have forked."""
+    for number in _IGNORED_IN_A_FORK:
         if callable(signal.getsignal(number)):
-            signal.signal(number, action)
+            signal.signal(number, signal.SIG_IGN)
+    if callable(signal.getsignal(signal.SIGTERM)):
+        signal.signal(signal.SIGTERM, _dies_alone)
+
+
+def _dies_alone(*_: Any) -> None:
+    """Ends a forked process that is asked to end, unless its worker has just been asked to save and stop, too."""
+    now = time.monotonic()
+    time.sleep(_SAME_GROUP_SECONDS)
+    (worker_asked,) = struct.unpack("d", _asked[:])
+    if abs(worker_asked - now) > _SAME_GROUP_SECONDS:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -111,6 +111,9 @@ for name in ("USR1", "USR2", "HUP"):
     os.kill(helper, getattr(signal, f"SIG{name}"))
 time.sleep(0.2)
 assert os.waitpid(helper, os.WNOHANG) == (0, 0)
+os.killpg(0, signal.SIGTERM)  # asks this process to save and stop, for which it needs its helper
+time.sleep(1)
+assert os.waitpid(helper, os.WNOHANG) == (0, 0)
 os.kill(helper, signal.SIGTERM)
 deadline = time.monotonic() + 10
 while not (ended := os.waitpid(helper, os.WNOHANG))[0]:
@@ -125,5 +128,7 @@ assert ours == [signal.getsignal(number) for number in (signal.SIGTERM, signal.S
 
 def test_a_process_that_is_forked_ends_when_it_is_asked_to():
     """Python's multiprocessing asks a data source's helpers by SIGTERM at the end, and waits for them: for ever."""
-    found = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False, process_group=0
+    )
     assert not found.returncode, found.stderr
