@@ -151,7 +151,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     with runtime.scope():
         model = _make_model(config, train_split)
         composition_checks.check_model(config, runtime, model)
-        config = composition_checks.with_xla(config, runtime, model)
+        config = composition_checks.with_xla(config, runtime, model, objective, spec)
         options = _step_options(config, runtime, plan, train_split)
         parameters = model.count_params()
         warnings = model_data_checks.check(config.model, model, train_split, eval_split, plan, spec)

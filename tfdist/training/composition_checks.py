@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,14 @@ from tfdist.planner import memory_check, mesh_rules
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory_check import MemoryLimits
 from tfdist.planner.shapes import Weight
+from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.training import same_model
-from tfdist.training.row_checks.trial_scope import generators_kept
+from tfdist.training.objectives import Objective
+from tfdist.training.row_checks.calm_layers import has_own_code
+from tfdist.training.row_checks.trial_scope import attributes_kept, generators_kept
+from tfdist.training.unsaved_state_checks import drawn, kinds_here
 
 
 def check_best(config: Config, metrics: Sequence[str] | None) -> None:
@@ -72,9 +77,9 @@ def _refuse_whole_batches(flag: str, model: keras.Model) -> None:
         )
 
 
-def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
+def with_xla(config: Config, runtime: Runtime, model: keras.Model, objective: Objective, spec: Any) -> Config:
     """Returns the configuration with --jit_compile set to on or off. If it was not given, it is on if the devices are
-    GPUs and XLA can compile the step, as in Keras (for the gain see docs/gpus.md).
+    GPUs and XLA can compile the step, as in Keras (for the gain see docs/gpus.md). spec: of a micro-batch (x, y, w).
     """
     if config.model.jit_compile is not None:
         check_compiled(config, runtime, model)
@@ -85,8 +90,26 @@ def with_xla(config: Config, runtime: Runtime, model: keras.Model) -> Config:
         and not (config.run.deterministic or _is_synchronized(model) and runtime.replicas > 1)
         and not (runtime.mesh and mesh_rules.not_compiled_on(runtime.mesh, config))
         and all(getattr(layer, "supports_jit", True) for layer in keras_layers.all_layers(model))
+        and not (runtime.replicas > 1 and _draws_without_seeds(config, model, objective, spec))
     )
     return config.replace(jit_compile=can)
+
+
+def _draws_without_seeds(config: Config, model: keras.Model, objective: Objective, spec: Any) -> bool:
+    """Returns whether a user's model or objective draws by tf.random: XLA would draw the same on every replica."""
+    if not (":" in config.model.objective or has_own_code(model)):
+        return False
+    found: list[str] = []
+
+    def compute(x: Any, y: Any, w: tf.Tensor) -> None:
+        objective(model(x, training=True), y, w)
+        found.append(drawn(kinds_here()))
+
+    layers = list(keras_layers.all_layers(model))
+    reported_by_step = contextlib.suppress(Exception)  # user code may raise anything
+    with batch_norm.each_alone(), generators_kept(), attributes_kept(layers, traced=True), reported_by_step:
+        tf.function(compute, autograph=False).get_concrete_function(*spec)
+    return any(found)
 
 
 def check_compiled(config: Config, runtime: Runtime, model: keras.Model) -> None:

@@ -88,7 +88,7 @@ def drawing(model: keras.Model, runtime: Runtime) -> Iterator[None]:
     with only_known_draws(model), keys, seeds:
         yield
     if runtime.replicas > 1:
-        check_compiled("add --nojit_compile")
+        check_compiled("add --nojit_compile, and drop --jit_tune")
 
 
 @contextlib.contextmanager

@@ -183,13 +183,24 @@ def test_xla_refuses_only_synchronised_batch_normalization_that_is_trained():
         check(trainable=True)
 
 
+class Dropped(keras.layers.Layer):
+    def call(self, x, training=False):
+        return tf.nn.dropout(x, 0.5) if training else x
+
+
+def noisy(outputs, y, w):
+    return classification()(outputs + tf.random.normal(tf.shape(outputs)), y, w)
+
+
 def test_xla_is_the_default_on_gpus_where_it_can(monkeypatch):
-    def used(*layers, devices=("GPU:0",), replicas=1, **flags):
+    def used(*layers, devices=("GPU:0",), replicas=1, loss=None, **flags):
         monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: list(devices) if kind == "GPU" else [])
         runtime = OneDevice()
         runtime.replicas = replicas
         model = keras.Sequential([keras.layers.Input((4, 3)), *layers, keras.layers.Dense(2)])
-        return with_xla(Config().replace(**flags), runtime, model).model.jit_compile
+        y = tf.TensorSpec([8, 4], tf.int32)
+        spec = (tf.TensorSpec([8, 4, 3]), y, tf.TensorSpec([8]))
+        return with_xla(Config().replace(**flags), runtime, model, loss or classification(), spec).model.jit_compile
 
     synchronized = keras.layers.BatchNormalization(synchronized=True)
     assert used() is True and used(devices=()) is False
@@ -197,6 +208,11 @@ def test_xla_is_the_default_on_gpus_where_it_can(monkeypatch):
     assert used(deterministic=True) is False and used(strategy="parameter_server") is False
     assert used(synchronized, replicas=2) is False and used(synchronized) is True
     assert used(keras.layers.LSTM(3)) is keras.layers.LSTM(3).supports_jit
+    # What draws by tf.random would draw the same on every replica; `drawing` refuses that.
+    assert used(Dropped()) is True and used(Dropped(), replicas=2) is False
+    own = {"objective": f"{__name__}:noisy", "loss": noisy}
+    assert used(**own) is True and used(**own, replicas=2) is False
+    assert used(keras.layers.Dropout(0.5), replicas=2, objective=f"{__name__}:plain") is True
 
 
 def test_recomputed_layers_keep_their_statistics_in_their_dtype():

@@ -27,10 +27,13 @@ from tfdist.training.row_checks.added_losses import take_rows
 from tfdist.training.row_checks.model_probe import ROWS
 from tfdist.training.row_checks.row_proof import Proofs, rows_tried
 from tfdist.training.row_checks.trial_scope import generators_kept
-from tfdist.training.row_checks.trial_values import any_differ, differ, spread
+from tfdist.training.row_checks.trial_values import any_differ, differ, differ_beyond_noise, nearly, spread
 from tfdist.training.scores import Scores
 
 _TOLERANCE = 1e-4  # relative to the largest number of the sample itself
+# Relative changes of outputs, to see how a result is rounded, and by how much more a difference must exceed that.
+_CHANGES, _BEYOND_ROUNDING = (1e-6, -1e-6, 2e-6, 3e-6), 10
+_MOST_NUMBERS = 100_000_000  # in the outputs of a trial, if that is more than ROWS rows: some copies are on the host
 # Largest scales of the outputs; the smallest is 1 over it, so that a limit of the objective lies between two samples.
 _LARGEST_SCALES = (1.0, 1e2)
 
@@ -75,43 +78,74 @@ def mixes(objective: Callable[..., Scores], model: keras.Model, batch: Any, proo
     # In a graph, as in the step: an `if` on a tensor becomes part of the graph there. And in one graph only, which
     # draws different random numbers when it runs again.
     traced = always_traced(objective)
-    for number in dict.fromkeys((ROWS, proofs.part, rows_tried(proofs.many, proofs.part, width))):
+    part = min(proofs.part, max(ROWS, _MOST_NUMBERS // max(width, 1)))
+    for number in dict.fromkeys((ROWS, part, rows_tried(proofs.many, part, width))):
         with contextlib.suppress(Exception):  # user code may raise anything, also because there are few samples
-            outputs, *given = take_rows((like, y, w), [place % ROWS for place in range(number)])
-            if any(_mixes(traced, _outputs(outputs, largest), *given) for largest in _LARGEST_SCALES):
+            places = [place % ROWS for place in range(number)]
+            drawn, given = _drawn(like, places), take_rows((y, w), places)
+            if any(_mixes(traced, _of_scales(drawn, largest, number), *given) for largest in _LARGEST_SCALES):
                 return True
     return False
 
 
-def _outputs(like: Any, largest: float) -> Any:
-    """Returns random outputs in the shapes of a model's, different for each sample, whatever the model's weights are
-    now."""
+def _drawn(like: Any, places: Sequence[int]) -> Any:
+    """Returns random outputs for samples at these places, in the shapes of a model's, different for each sample,
+    whatever the model's weights are now."""
     random = np.random.default_rng(3)
 
     def of(leaf: tf.Tensor) -> tf.Tensor:
         if not leaf.dtype.is_floating:
-            return leaf
-        dims = known_dims(leaf.shape)
-        drawn = tf.cast(random.standard_normal(dims, np.float32), leaf.dtype)
-        return spread(drawn, np.geomspace(1 / largest, largest, dims[0]))
+            return take_rows(leaf, places)
+        shape = (len(places), *known_dims(leaf.shape)[1:])
+        return tf.cast(random.standard_normal(shape, np.float32), leaf.dtype)
 
     return keras.tree.map_structure(of, like)
 
 
+def _of_scales(drawn: Any, largest: float, number: int) -> Any:
+    scales = np.geomspace(1 / largest, largest, number)
+    return keras.tree.map_structure(lambda leaf: spread(leaf, scales), drawn)
+
+
 def _mixes(objective: Callable[..., Scores], outputs: Any, y: Any, w: tf.Tensor) -> bool:
-    def scores(places: Sequence[int]) -> list[np.ndarray]:
+    def scores(places: Sequence[int], outputs: Any = outputs) -> list[np.ndarray]:
         found = objective(*take_rows((outputs, y, w), places))
         return [leaf.numpy() for leaf in keras.tree.flatten((found.losses, found.weights, found.metrics))]
 
     number: int = known_dims(w.shape)[0]
     every, last = range(number), number - 1
     together = scores(every)
-    # (a sample, the samples among which it stands, its place there); the last in a smaller batch, and in another place
-    others = ((0, [0] * number, 0), (last, [last] * number, last), (last, [last, *range(number // 2 - 1)], 0))
-    found = any(
-        differ(one[sample], other[at], _TOLERANCE)
+    # (a sample, the samples among which it stands, its place there); the last in a smaller batch, and in another place.
+    # Not alone: for a single row a matrix product has a kernel of its own, which rounds otherwise.
+    fewer = [last, *range(max(1, number // 2 - 1))]
+    others = ((0, [0] * number, 0), (last, [last] * number, last), (last, fewer, 0))
+    differing = [
+        (score, sample, other[at])
         for sample, places, at in others
-        for one, other in zip(together, scores(places), strict=True)
-    )
+        for score, other in enumerate(scores(places))
+        if differ(together[score][sample], other[at], _TOLERANCE)
+    ]
     # If the objective draws random numbers, a difference tells nothing.
-    return found and not any_differ(together, scores(every), _TOLERANCE)
+    if not differing or any_differ(together, scores(every), _TOLERANCE):
+        return False
+    nearby = [scores(every, _changed(outputs, by)) for by in _CHANGES]
+    return any(
+        differ_beyond_noise(
+            one := together[score][sample],
+            other,
+            _TOLERANCE,
+            _BEYOND_ROUNDING * max(_largest_difference(one, near[score][sample]) for near in nearby),
+        )
+        for score, sample, other in differing
+    )
+
+
+def _changed(outputs: Any, by: float) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: tf.constant(nearly(leaf.numpy(), by)) if leaf.dtype.is_floating else leaf, outputs
+    )
+
+
+def _largest_difference(one: np.ndarray, other: np.ndarray) -> float:
+    apart = np.abs(np.subtract(one, other, out=np.zeros(np.shape(one)), where=np.isfinite(one) & np.isfinite(other)))
+    return float(np.max(apart, initial=0.0))

@@ -12,6 +12,7 @@ from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.reading import Reading
 from tfdist.data.sources.split import array_split
 from tfdist.runtime.one_device import OneDevice
+from tfdist.training.row_checks import mixing_augmentation
 from tfdist.training.row_checks.mixing_augmentation import with_whole_batches_if_it_mixes
 
 X = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
@@ -78,6 +79,14 @@ def in_groups(x, y, seeds):
     return tf.ensure_shape(tf.reshape(groups - tf.reduce_mean(groups, 1, keepdims=True), tf.shape(x)), x.shape), y
 
 
+seen: list[int] = []  # numbers of samples
+
+
+def counted(x, y, seeds):
+    seen.append(x.shape[0])
+    return x, y
+
+
 MIXING = (roll, centred, sometimes, by_count, drawn_by_place, rolled_and_drawn)
 
 
@@ -104,6 +113,15 @@ def test_what_shows_with_many_samples_alone_is_refused(function, plan):
 @pytest.mark.parametrize("function", [scaled, one_by_one, drawn, fails], ids=lambda function: function.__name__)
 def test_what_does_not_is_left_alone(function, plan):
     assert with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, plan) is SPLIT
+
+
+def test_a_slow_one_is_tried_with_a_micro_batch_at_most(monkeypatch):
+    seen.clear()
+    for limit_s, most in ((600.0, 32), (0.0, 16)):
+        monkeypatch.setattr(mixing_augmentation, "_SLOW_S", limit_s)
+        with_whole_batches_if_it_mixes(config(counted), OneDevice(), SPLIT, BatchPlan(32, 2, 1))
+        assert max(seen) == most
+        seen.clear()
 
 
 def test_that_it_was_tried_is_not_missed():

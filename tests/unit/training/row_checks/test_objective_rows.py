@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.own_objective import own_objective
-from tfdist.training.row_checks import objective_rows, row_mixing
+from tfdist.training.row_checks import objective_rows, row_mixing, row_proof
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.scores import Scores
 
@@ -73,6 +73,33 @@ APART = {
     "random": lambda outputs, y, w: Scores(squares(outputs, y) * tf.random.uniform(tf.shape(w)), w, {}),
     "not finite": lambda outputs, y, w: Scores(tf.reduce_sum(tf.math.log(outputs), -1), w, {}),
 }
+
+
+def nearly_cancelling(outputs, y, w):
+    """A matrix product of other rows rounds otherwise, and all that is left of 1 - 1 is rounded."""
+    projected = outputs @ tf.constant(np.random.default_rng(1).normal(size=(outputs.shape[-1], 64)), tf.float32)
+    one, other = tf.math.l2_normalize(projected, -1), tf.math.l2_normalize(projected + 1e-3, -1)
+    return Scores(1 - tf.reduce_sum(one * other, -1), w, {})
+
+
+@pytest.mark.parametrize("part", [2, 3, 8, 33])
+def test_what_is_rounded_otherwise_is_not_refused(part):
+    proofs = Proofs(wide := keras.Sequential([keras.Input((5,)), keras.layers.Dense(64)]), 4 * part, part)
+    assert not objective_rows.mixes(own_objective("mine:loss", nearly_cancelling), wide, (X, Y, W), proofs)
+
+
+def test_a_trial_has_memory_for_some_rows_only(monkeypatch):
+    """A language model's outputs for one sample are 100 million numbers."""
+    seen = []
+
+    def watched(outputs, y, w):
+        seen.append(outputs.shape[0])
+        return APART["squares"](outputs, y, w)
+
+    monkeypatch.setattr(objective_rows, "_MOST_NUMBERS", 3 * 7)
+    monkeypatch.setattr(row_proof, "_LARGEST", 3 * 7)
+    refuse(watched, many=40, part=16)
+    assert max(seen) == 7
 
 
 def model():
