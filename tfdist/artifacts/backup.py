@@ -28,14 +28,7 @@ from tfdist.artifacts.data_order import NoOrder, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.generators_again import GeneratorsAgain
-from tfdist.artifacts.hidden_state import (
-    compiled_optimizers,
-    hidden_state,
-    state_beside_layers,
-    state_of_optimizers,
-    state_of_other_optimizers,
-    variables_of_model,
-)
+from tfdist.artifacts.optimizer_backup import OptimizerBackup
 from tfdist.artifacts.resumed_epoch import AfterOthers
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
@@ -46,7 +39,6 @@ from tfdist.control.terminal import say
 _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
 _SLOW_SECONDS = 1.0
-_UNBUILT = "unbuilt"  # places of compiled optimizers: a GAN may not use them
 _FIT_STATE = "fit_state"  # an array of bytes: of FitState, and the history
 
 
@@ -98,7 +90,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._is_slow = False  # which has been said
         self._no_order: NoOrder | None = None
         self._shuffled_by: list = []
-        self._at_first, self._beside = [], []  # variables of the model, and beside its layers, when training began
+        self._optimizers: Any = None  # OptimizerBackup, once training has begun
+        self._is_checked = False  # what the first batch has made
         self._fit_state, self._others = FitState([]), AfterOthers(self)
         self._restored: dict[str, Any] | None = None  # as `FitState.fields`, with the history
         self._assign_again: Callable[[], None] = lambda: None  # assigns all variables once more
@@ -114,9 +107,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self.store.clean()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
-        others = state_of_other_optimizers(model)
-        self._at_first = [*variables_of_model(model), *others]
-        self._beside = [*state_beside_layers(model, hidden_state(model)), *others]
+        self._optimizers, self._is_checked = OptimizerBackup(model), False
         self._restored, self.generators, self._others = None, GeneratorsAgain(), AfterOthers(self)
         fit = RunningFit.of(model)
         callbacks = fit.values["callbacks"]
@@ -134,9 +125,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return
         self._others.has_restored = True
         backup_checks.refuse_between_executions(self.backup_dir, snapshot.manifest["batch"], model.steps_per_execution)
-        for place, each in enumerate(compiled_optimizers(model)):
-            if not each.built and place not in snapshot.manifest.get(_UNBUILT, ()):
-                each.build(model.trainable_variables)
+        left_out = self._optimizers.begin_from(self.backup_dir, snapshot.manifest)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
         held = arrays.pop(_FIT_STATE, None)  # earlier versions did not write it
@@ -145,7 +134,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
         self._assign_again = functools.partial(
-            state.assign, state.collect(model, model.optimizer, self._train(has_drawn)), arrays
+            state.assign, state.collect(model, model.optimizer, self._train(left_out, has_drawn)), arrays
         )
         self._assign_again()
         self._epoch = snapshot.manifest["epoch"]
@@ -197,6 +186,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         seen = seen if steps is None else min(seen, steps)  # Keras counts the last execution as a whole one
         batches = seen - self._seen  # more than one with steps_per_execution
         self._step, self._seen, self._since = self._step + batches, seen, self._since + batches
+        if not self._is_checked:  # the first step makes what there was not before; do not wait for a backup
+            self._optimizers.refuse_what_cannot_be_restored()
+            self._is_checked = True
         is_last = seen == steps  # then the end of the epoch comes first
         if self._is_due() and not is_last and self._no_order is None and not self._trained.stop_training:
             self._save(self._epoch, self._seen)
@@ -265,7 +257,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "epoch": epoch,
                 "batch": batch,
                 "shuffled_by": self._shuffled_by,
-                _UNBUILT: [place for place, each in enumerate(compiled_optimizers(self._trained)) if not each.built],
+                **self._optimizers.fields(),
                 "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),
                 "ends": RunningFit.of(self._trained).ends(),
@@ -281,14 +273,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _variables(self) -> dict[str, Any]:
         model = self._trained
-        backup_checks.refuse_later_variables(model, [*self._at_first, *state_of_optimizers(model)])
+        self._optimizers.refuse_what_cannot_be_restored()
         metrics = {f"{_METRIC}{index:04d}": variable for index, variable in enumerate(model.metrics_variables)}
-        return {**state.collect(model, model.optimizer, self._train()), **metrics}
+        return {**state.collect(model, model.optimizer, self._train(self._optimizers.idle())), **metrics}
 
-    def _train(self, with_drawn: bool = True) -> dict[str, Any]:
-        """The state held by losses and metrics, and the state of Keras' global generator, if there is one."""
+    def _train(self, left_out: Sequence[int], with_drawn: bool = True) -> dict[str, Any]:
+        """What OptimizerBackup adds, and the state of Keras' global generator, if there is one."""
         generator = global_seed_generator() if with_drawn else None
-        at_first = set(map(id, self._beside))
-        late = [each for each in state_of_optimizers(self._trained) if id(each) not in at_first]
-        held = {f"beside/{index:04d}": variable for index, variable in enumerate([*self._beside, *late])}
+        held = self._optimizers.variables(left_out)
         return held if generator is None else {**held, _DRAWN_WITHOUT_ONE: generator.state}

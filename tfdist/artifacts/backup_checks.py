@@ -103,7 +103,7 @@ def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
     have them when it is restored. Metrics may make theirs late: Keras resets them at each epoch."""
     metrics = [*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)]
     known = {id(tf_variable(each)) for each in (*at_first, *variables_of_metrics(metrics))}
-    present = [*variables_of_model(model), *state_of_other_optimizers(model)]
+    present = [*variables_of_model(model), *(one for each in state_of_other_optimizers(model) for one in each)]
     later = [each for each in present if id(tf_variable(each)) not in known]
     if later:
         raise ConfigError(

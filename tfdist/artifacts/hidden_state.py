@@ -77,11 +77,23 @@ def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> li
     variable) that neither the model nor the optimizer knows. Excludes what Keras' own metrics hold, and what Keras
     makes at the first batch for metrics derived from them: it is reset at each epoch. hidden: the `hidden_state` of
     the model."""
+    of_optimizers, _ = _optimizers(model)
+    return _beside_layers(model, hidden, of_optimizers)
+
+
+def state_of_losses(model: keras.Model, hidden: Sequence[tf.Variable]) -> list[tf.Variable]:
+    """Those of `state_beside_layers` that losses and metrics hold."""
+    return _beside_layers(model, hidden, ())
+
+
+def _beside_layers(
+    model: keras.Model, hidden: Sequence[tf.Variable], of_optimizers: Sequence[Any]
+) -> list[tf.Variable]:
     losses = keras.tree.flatten(getattr(model, "loss", None))
     metrics = keras_trainer.given_metrics(model)
     own_metrics = [each for each in metrics if not (isinstance(each, keras.metrics.Metric) and is_of_keras(each))]
     functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
-    of_optimizers, counted = _optimizers(model)
+    _, counted = _optimizers(model)
     made_late = [one for each in own_metrics if keras_trainer.made_at_the_first_batch(each) for one in each.variables]
     known = {id(one) for one in (*map(keras_variables.stored_value, (*counted, *made_late)), *hidden)}
     return [each for each in held_by([*losses, *own_metrics, *functions, *of_optimizers]) if id(each) not in known]
@@ -95,16 +107,24 @@ def state_of_optimizers(model: keras.Model) -> list[tf.Variable]:
     return [each for each in held_by(of_optimizers) if id(each) not in known]
 
 
-def state_of_other_optimizers(model: keras.Model) -> list[tf.Variable]:
-    """The variables of optimizers that the model keeps beside the compiled one, as a GAN does, but for those of
-    `variables_of_model`."""
+def other_optimizers(model: keras.Model) -> list[keras.Optimizer]:
+    """The optimizers that the model keeps beside the compiled one, as a GAN does."""
     compiled = getattr(model, "optimizer", None)
-    others = [each for each in keras_trainer.optimizers_of(model) if each is not compiled]
+    return [each for each in keras_trainer.optimizers_of(model) if each is not compiled]
+
+
+def state_of_other_optimizers(model: keras.Model) -> list[list[tf.Variable]]:
+    """The variables of each of `other_optimizers`, but for those of `variables_of_model` and of earlier ones."""
+    others = other_optimizers(model)
     if not others:
         return []
     counted = map(keras_variables.stored_value, (*model.variables, *_of_compiled(model)))
     known = set(map(id, (*counted, *hidden_state(model), *state_of_optimizers(model))))
-    return [each for each in held_by(_attributes_of(_with_held(others))) if id(each) not in known]
+    found = []
+    for each in others:
+        found.append([one for one in held_by(_attributes_of(_with_held([each]))) if id(one) not in known])
+        known |= set(map(id, found[-1]))
+    return found
 
 
 def _optimizers(model: keras.Model) -> tuple[list[Any], list[keras.Variable]]:

@@ -55,6 +55,12 @@ def update_moving_averages(optimizer: keras.Optimizer) -> None:
         optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
 
 
+def built_for(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """The variables that the optimizer was built for; an empty list before. Relies on `Optimizer._trainable_variables`;
+    without it no backup of a plain fit is restored into an optimizer that is built in its first step."""
+    return list(optimizer._trainable_variables) if optimizer.built else []
+
+
 def count_steps_atomically(optimizer: keras.Optimizer) -> None:
     """Makes `iterations` count with a single TensorFlow operation: Keras' `assign(self + 1)` loses updates when several
     workers run it at the same time. Relies on `Optimizer._iterations`, and on `apply` calling its `assign_add`; without

@@ -14,6 +14,7 @@ from tensorflow.python.eager import context
 from tfdist.artifacts import backup_checks
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.data_order import NoOrder
+from tfdist.artifacts.optimizer_backup import OptimizerBackup
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 EPOCHS, BATCHES = 3, 5
@@ -878,3 +879,118 @@ def test_an_epoch_of_batches_without_weights_is_resumed(tmp_path):
     done = []
     assert unseeded_fit({**given, "x": weighted_by_nothing()}, tmp_path, 1, Counter(done)) == [0, 1]
     assert done == [6]
+
+
+class InParts(keras.optimizers.Optimizer):
+    """Updates the layers by optimizers of their own, each of which is built in the first step, for its part."""
+
+    def __init__(self):
+        super().__init__(learning_rate=0.1)
+        self.first, self.second = keras.optimizers.Adam(0.1), keras.optimizers.Adam(0.01)
+
+    def apply(self, gradients, variables=None):
+        self.first.apply(gradients[:2], variables[:2])
+        self.second.apply(gradients[2:], variables[2:])
+        self.iterations.assign_add(1)
+
+
+def in_parts():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    model.compile(InParts(), "mse")
+    return model
+
+
+def with_a_loaded_base(is_compiled=True):
+    base = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2)])
+    if is_compiled:
+        base.compile("adam", "mse")
+        base.optimizer.build(base.trainable_variables)
+    model = keras.Sequential([keras.Input((1,)), base, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
+class AtTheSecondEpoch(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            raise Killed
+
+
+def two_epochs(model, folder, *others, y=ROWS):
+    callbacks = [BackupAndRestore(folder, save_freq=1), *others]
+    model.fit(ROWS, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    return model.get_weights()
+
+
+def seeded(make):
+    keras.utils.set_random_seed(0)
+    return make()
+
+
+@pytest.mark.parametrize("process", ["a new one", "the same"])
+@pytest.mark.parametrize("make", [in_parts, with_a_loaded_base])
+def test_optimizers_go_on_that_the_first_step_builds_or_no_step_uses(make, process, tmp_path):
+    expected = two_epochs(seeded(make), tmp_path / "undisturbed")
+    model = seeded(make)
+    with pytest.raises(Killed):
+        two_epochs(model, tmp_path / "killed", AtTheSecondEpoch())
+    found = two_epochs(seeded(make) if process == "a new one" else model, tmp_path / "killed")
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_backup_lacks_only_the_other_optimizers_that_are_not_used(tmp_path):
+    """Also after a resume, which restores what it had used before."""
+
+    class UsesIt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.layers[0].optimizer.iterations.assign_add(1)
+
+    def others(callback):
+        newest, _ = callback.store.newest_valid()
+        return [key for key in callback.store.read(newest) if "/other/" in key]
+
+    model, backup = with_a_loaded_base(), BackupAndRestore(tmp_path, save_freq=1)
+    for users, used in (((), False), ((UsesIt(),), True), ((), True)):
+        with pytest.raises(Killed):
+            two_epochs(model, tmp_path, *users, Counter([], die_after=int(model.optimizer.iterations) + 1))
+        assert bool(others(backup)) == used
+
+
+def test_a_backup_of_a_version_that_saved_the_compiled_optimizer_only(tmp_path, monkeypatch, capfd):
+    with monkeypatch.context() as earlier, pytest.raises(Killed):
+        earlier.setattr(OptimizerBackup, "fields", lambda _: {})
+        two_epochs(with_a_loaded_base(), tmp_path, AtTheSecondEpoch())
+    two_epochs(with_a_loaded_base(), tmp_path)
+    assert "saved the compiled optimizer only: the other optimizers of Sequential (1) keep" in capfd.readouterr().err
+
+
+def test_an_optimizer_that_is_built_for_variables_beside_the_model_is_refused(tmp_path):
+    beside = keras.Variable(1.0)
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            self.optimizer.apply(
+                [keras.ops.zeros(one.shape) for one in (beside, *self.weights)], [beside, *self.weights]
+            )
+            return {"loss": 0.0}
+
+    inputs = keras.Input((1,))
+    model = Own(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", run_eagerly=True)
+    with pytest.raises(
+        ConfigError, match=r"SGD was built after fit had begun, .*\(variable.*kernel.*build\(variables\)"
+    ):
+        two_epochs(model, tmp_path)
+
+
+def test_what_cannot_be_restored_is_refused_after_the_first_batch(tmp_path):
+    seen = []
+
+    class Sees(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(batch)
+
+    with pytest.raises(ConfigError, match="made after fit had begun"):
+        two(are_built=False).fit(ROWS, ROWS, batch_size=4, verbose=0, callbacks=[Sees(), BackupAndRestore(tmp_path)])
+    assert seen == [0]
