@@ -217,7 +217,7 @@ def test_a_rollback_asks_nothing_of_a_store_that_is_away(s3, tmp_path):
     def draw(method: str, path: str) -> str:
         if "HEAD" in written:
             return "drop"
-        if path.endswith("/status.json") and (method == "PUT" or written):  # written, and looked at: the last thing
+        if path.endswith("/flags.txt") and (method == "PUT" or written):  # written, and looked at: the last thing
             written.append(method)  # before the first step
         return ""
 
