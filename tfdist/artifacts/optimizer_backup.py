@@ -22,6 +22,7 @@ from tfdist.artifacts.hidden_state import (
     state_of_other_optimizers,
     variables_of_model,
 )
+from tfdist.artifacts.state import name_of, tf_variable
 from tfdist.compat import keras_optimizers, keras_trainer
 from tfdist.compat.code_origin import is_of_keras
 from tfdist.control.exit_codes import ConfigError
@@ -54,8 +55,12 @@ class OptimizerBackup:
         optimizers that it leaves out."""
         weights = self._model.weights
         optimizers = compiled_optimizers(self._model)
-        everything = [_places(self._model.trainable_variables, weights)] * len(optimizers)  # of an earlier version
-        for each, places in zip(optimizers, manifest.get(_BUILT_FOR, everything), strict=False):
+        everything = _places(self._model.trainable_variables, weights)
+        # An earlier version did not write it.
+        built_for = manifest.get(_BUILT_FOR, [everything] * len(optimizers))
+        if type(self._model).train_step is keras.Model.train_step:  # builds it so, whatever is frozen by now
+            built_for = [everything, *built_for[1:]]
+        for each, places in zip(optimizers, built_for, strict=False):
             # With another model, the check of its variables says so.
             if places is not None and not each.built and all(place < len(weights) for place in places):
                 each.build([weights[place] for place in places])
@@ -91,7 +96,11 @@ class OptimizerBackup:
     def fields(self) -> dict[str, Any]:
         """What the manifest says about them."""
         weights, optimizers = self._model.weights, compiled_optimizers(self._model)
-        built_for = [_places(keras_optimizers.built_for(each), weights) if each.built else None for each in optimizers]
+        everything = self._model.trainable_variables  # if its own `build` does not note for what it is
+        built_for = [
+            _places(keras_optimizers.built_for(each) or everything, weights) if each.built else None
+            for each in optimizers
+        ]
         return {_BUILT_FOR: built_for, _IDLE: self.idle()}
 
     def refuse_what_cannot_be_restored(self) -> None:
@@ -104,13 +113,14 @@ class OptimizerBackup:
                 if _places(variables, weights) is None:
                     raise ConfigError(
                         f"The optimizer {type(each).__name__} was built after fit had begun, for variables of which"
-                        f" the model has only some ({', '.join(one.path for one in variables)}), so that a"
+                        f" the model has only some ({', '.join(map(name_of, variables))}), so that a"
                         " resumed fit could not restore it: build it before fit (by its build(variables)), or train"
                         " without BackupAndRestore."
                     )
 
 
-def _places(variables: Sequence[keras.Variable], weights: Sequence[keras.Variable]) -> list[int] | None:
-    """The indices of the variables among the weights; None if one is not among them."""
-    places = {id(each): place for place, each in enumerate(weights)}
-    return [places[id(each)] for each in variables] if all(id(each) in places for each in variables) else None
+def _places(variables: Sequence[Any], weights: Sequence[keras.Variable]) -> list[int] | None:
+    """The indices of the variables (of Keras or TensorFlow) among the weights; None if one is not among them."""
+    places = {id(tf_variable(each)): place for place, each in enumerate(weights)}
+    keys = [id(tf_variable(each)) for each in variables]
+    return [places[key] for key in keys] if all(key in places for key in keys) else None

@@ -76,11 +76,11 @@ class SignalRequests:
         return self
 
     def _on_stop(self, number: int, *_) -> None:
-        _asked[:] = struct.pack("d", time.monotonic())
         if self._signals.is_second(number):
             how = "; training was over" if self.all_saved else ", without saving"
             say_at_once(f"tfdist: second SIGTERM: ending at once{how}.")
             os._exit(128 + signal.SIGTERM)
+        _asked[:] = struct.pack("d", time.monotonic())
         if self._signalled:
             return
         self._signalled = self.stop = True
@@ -111,7 +111,8 @@ def _drop_handlers() -> None:
 
 
 def _dies_alone(*_: Any) -> None:
-    """Ends a forked process that is asked to end, unless its worker has just been asked to save and stop, too."""
+    """Ends a forked process that is asked to end, unless its worker has just been asked to save and stop, too, and
+    has seen it: within a long call of TensorFlow it does not."""
     now = time.monotonic()
     time.sleep(_SAME_GROUP_SECONDS)
     (worker_asked,) = struct.unpack("d", _asked[:])

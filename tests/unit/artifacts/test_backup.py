@@ -927,8 +927,45 @@ def seeded(make):
     return make()
 
 
+def watching():
+    """Gives its optimizer TensorFlow's variables."""
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=data[1], y_pred=self(data[0]))
+            watched = tape.watched_variables()
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, watched), watched, strict=True))
+            return {"loss": loss}
+
+    inputs = keras.Input((1,))
+    model = Own(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("adam", "mse", run_eagerly=True)
+    return model
+
+
+def around_without_super():
+    class Around(keras.optimizers.Optimizer):
+        def __init__(self):
+            super().__init__(0.1)
+            self.inner = keras.optimizers.Adam(0.1)
+
+        def build(self, variables):
+            self.inner.build(variables)
+            self.built = True
+
+        def apply(self, gradients, variables=None):
+            if not self.built:
+                self.build(variables)
+            self.inner.apply(gradients, variables)
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(Around(), "mse", run_eagerly=True)
+    return model
+
+
 @pytest.mark.parametrize("process", ["a new one", "the same"])
-@pytest.mark.parametrize("make", [in_parts, with_a_loaded_base])
+@pytest.mark.parametrize("make", [in_parts, with_a_loaded_base, watching, around_without_super])
 def test_optimizers_go_on_that_the_first_step_builds_or_no_step_uses(make, process, tmp_path):
     expected = two_epochs(seeded(make), tmp_path / "undisturbed")
     model = seeded(make)
@@ -965,8 +1002,22 @@ def test_a_backup_of_a_version_that_saved_the_compiled_optimizer_only(tmp_path, 
     assert "saved the compiled optimizer only: the other optimizers of Sequential (1) keep" in capfd.readouterr().err
 
 
-def test_an_optimizer_that_is_built_for_variables_beside_the_model_is_refused(tmp_path):
-    beside = keras.Variable(1.0)
+def test_a_layer_may_be_unfrozen_before_a_resume(tmp_path):
+    """As in the second phase of fine-tuning."""
+
+    def made(trainable):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2, trainable=trainable), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        return model
+
+    with pytest.raises(Killed):
+        two_epochs(made(False), tmp_path, AtTheSecondEpoch())
+    two_epochs(made(True), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [keras.Variable, tf.Variable])
+def test_an_optimizer_that_is_built_for_variables_beside_the_model_is_refused(kind, tmp_path):
+    beside = kind(1.0)
 
     class Own(keras.Model):
         def train_step(self, data):
@@ -979,7 +1030,7 @@ def test_an_optimizer_that_is_built_for_variables_beside_the_model_is_refused(tm
     model = Own(inputs, keras.layers.Dense(1)(inputs))
     model.compile("sgd", run_eagerly=True)
     with pytest.raises(
-        ConfigError, match=r"SGD was built after fit had begun, .*\(variable.*kernel.*build\(variables\)"
+        ConfigError, match=r"SGD was built after fit had begun, .*\([vV]ariable.*kernel.*build\(variables\)"
     ):
         two_epochs(model, tmp_path)
 
