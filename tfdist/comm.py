@@ -107,17 +107,15 @@ def runtimes_of(config: Config, options: CommOptions) -> list[tuple[str, list[st
     strategy, communication = resolve_strategy(config, Cluster(size=2)), config.strategy.communication
     default = strategy + (f":{communication}" if communication != "auto" else "")
     found = []
-    for label in (options.runtimes or default).split(","):
-        name, _, communication = label.removesuffix(":auto").partition(":")
+    for label in (each.removesuffix(":auto") for each in (options.runtimes or default).split(",")):
+        name, _, communication = label.partition(":")
         if name not in RUNTIMES:
             raise ConfigError(
                 f"--{'runtimes' if options.runtimes else 'strategy'}={label}: {name!r} is not one of"
                 f" {', '.join(RUNTIMES)}, whose workers exchange data with each other."
             )
         config.replace(strategy=name, communication=communication or "auto", steps=1, epochs=0.0).validate()
-        found.append(
-            (label.removesuffix(":auto"), [f"--strategy={name}", f"--communication={communication or 'auto'}"])
-        )
+        found.append((label, [f"--strategy={name}", f"--communication={communication or 'auto'}"]))
     return found
 
 

@@ -120,7 +120,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         written_by = 1 if snapshot is None else snapshot.manifest.get("fit", 1)
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         manifest = None if snapshot is None else snapshot.manifest
-        self._no_order = backup_checks.refuse_lost_order(self.backup_dir, manifest, fit, self.save_freq)
+        self._no_order = backup_checks.refuse_lost_order(
+            self.backup_dir, manifest, fit, self.save_freq, self._shuffled_by
+        )
         if snapshot is None:
             return
         self._others.has_restored = True

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfdist.artifacts.data_order import NoOrder, no_order, other_seeds, seeded_shuffles, shuffled_by
+from tfdist.artifacts.data_order import NoOrder, no_order, other_seeds, seeded_shuffles
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.hidden_state import (
     metrics_held,
@@ -66,14 +66,14 @@ def refuse_between_executions(backup: str, batch: int, steps_per_execution: int)
 
 
 def refuse_lost_order(
-    backup: str, manifest: Mapping[str, Any] | None, fit: RunningFit, save_freq: int | str
+    backup: str, manifest: Mapping[str, Any] | None, fit: RunningFit, save_freq: int | str, seeds: list
 ) -> NoOrder | None:
     """Raises CheckpointError or ConfigError if the order of the data is not known where this fit is to go on, or would
-    save, within an epoch. Returns why it is not known. manifest: that of the backup to be restored, if there is one."""
-    adapter = fit.iterator.data_adapter
-    order = no_order(adapter)
+    save, within an epoch. Returns why it is not known. manifest: that of the backup to be restored, if there is one.
+    seeds: `shuffled_by` of the data."""
+    order = no_order(fit.iterator.data_adapter)
     if manifest is not None:
-        other = order or other_seeds(manifest.get("shuffled_by"), shuffled_by(adapter))
+        other = order or other_seeds(manifest.get("shuffled_by"), seeds)
         if other is not None and manifest["batch"]:
             refuse_another_order(backup, other, manifest["batch"])
         if other is not None:

@@ -259,7 +259,7 @@ class DistributedCall:
                 shared |= find().shared
         return shared
 
-    def rows_looked_up(self, handle: tf.Tensor) -> list[int | None] | None:
+    def rows_looked_up(self, handle: tf.Tensor) -> list[int | None]:
         """See lookups.rows_in, for all forward passes so far."""
         return rows_in(self._finders.values(), handle)
 

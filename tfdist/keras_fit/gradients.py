@@ -208,8 +208,8 @@ class Gradients:
             name = call.shared_lookups().get(id(table.handle))
             if name:
                 raise _not_told_apart(f"looks up rows of {table.name} whatever the batch is ({name}), as for positions")
-        of_passes = [rows for call in self.calls if (rows := call.rows_looked_up(table.handle)) is not None]
-        counts, all_rows = [count for rows in of_passes for count in rows], lookup.numbers.shape[0]
+        counts = [count for call in self.calls for count in call.rows_looked_up(table.handle)]
+        all_rows = lookup.numbers.shape[0]
         known = [count for count in counts if count is not None]
         # Some of a pass's lookups may not be in the gradient.
         if any(known) and len(known) == len(counts) and all_rows and all_rows % math.gcd(*known):

@@ -189,15 +189,13 @@ def _may_look_up(op: tf.Operation) -> bool:
     return op.type in _MAY_LOOK_UP or op.type.startswith("SparseSegment") or _calls_functions(op)
 
 
-def rows_in(passes: Iterable[Callable[[], LookupFacts]], handle: tf.Tensor) -> list[int | None] | None:
+def rows_in(passes: Iterable[Callable[[], LookupFacts]], handle: tf.Tensor) -> list[int | None]:
     """The number of rows of each lookup, in these forward passes, in the table with this handle, and None for what is
-    unknown; or None if no pass uses the table. passes: functions that trace a pass to describe it."""
-    found: list[int | None] | None = None
+    unknown. passes: functions that trace a pass to describe it."""
+    found: list[int | None] = []
     for find in passes:
         try:
-            rows = find().rows.get(id(handle))
+            found += find().rows.get(id(handle), [])
         except Exception:  # noqa: BLE001 - the pass failed, or cannot be traced once more
-            rows = [None]
-        if rows is not None:
-            found = [*(found or []), *rows]
+            found.append(None)
     return found

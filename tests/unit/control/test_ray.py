@@ -41,6 +41,22 @@ def test_an_answer_that_was_lost_is_given_again():
     assert collect(worker) == (b"hello\n", 3)
 
 
+def asked(worker, answer):
+    """Waits until the worker is ready, and sends SIGUSR1 until it answers."""
+    collect(worker, until=lambda output: output == b"ready\n")
+    deadline = time.monotonic() + 20
+    while worker.exchange(6, [signal.SIGUSR1], 0)[0] != answer:
+        assert time.monotonic() < deadline
+
+
+def ended(worker):
+    """Sends SIGTERM, and returns what the worker has said since it was ready, and its exit code."""
+    deadline = time.monotonic() + 20
+    while (answer := worker.exchange(6, [signal.SIGTERM], 1))[1] is None:
+        assert time.monotonic() < deadline
+    return answer
+
+
 def test_signals_of_a_request_that_is_repeated_are_passed_on_once():
     worker = started(
         # sigwait takes the lower number first, and none that is pending is passed over.
@@ -49,14 +65,9 @@ def test_signals_of_a_request_that_is_repeated_are_passed_on_once():
         "while signal.sigwait(both) == signal.SIGUSR1: os.write(1, b'one\\n')\n"
         "sys.exit(42)"
     )
-    collect(worker, until=lambda output: output == b"ready\n")
-    deadline = time.monotonic() + 20
-    while worker.exchange(6, [signal.SIGUSR1], 0)[0] != b"one\n":
-        assert time.monotonic() < deadline
+    asked(worker, b"one\n")
     worker.exchange(6, [signal.SIGUSR1], 0)
-    while (answer := worker.exchange(6, [signal.SIGTERM], 1))[1] is None:
-        assert time.monotonic() < deadline
-    assert answer == (b"one\n", 42)
+    assert ended(worker) == (b"one\n", 42)
 
 
 def test_a_program_that_a_worker_has_started_gets_no_signals():
@@ -68,13 +79,8 @@ def test_a_program_that_a_worker_has_started_gets_no_signals():
         "print('ready', flush=True)\n"
         "while True: time.sleep(60)"
     )
-    collect(worker, until=lambda output: output == b"ready\n")
-    deadline = time.monotonic() + 20
-    while worker.exchange(6, [signal.SIGUSR1], 0)[0] != b"asked\n":
-        assert time.monotonic() < deadline
-    while (answer := worker.exchange(6, [signal.SIGTERM], 1))[1] is None:
-        assert time.monotonic() < deadline
-    assert answer == (b"asked\n", 42)
+    asked(worker, b"asked\n")
+    assert ended(worker) == (b"asked\n", 42)
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from tfdist.compat import keras_random, tensorflow_random
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.runtime.scopes import ThreadScope
 
+_PLAIN = (tf.Tensor, bool, int, float, str, bytes, tuple, type(None))
+
 in_trials = ThreadScope()  # other workers may not make the same trial: code inside must not wait for them
 
 
@@ -31,9 +33,6 @@ def generators_kept() -> Iterator[None]:
     finally:
         keras_random.use_generator(of_keras)  # a generator made by a trial would exist on this worker alone
         state.restore_generator_states(before)
-
-
-_PLAIN = (tf.Tensor, bool, int, float, str, bytes, tuple, type(None))
 
 
 @contextlib.contextmanager
