@@ -482,6 +482,30 @@ def test_tensors_that_layers_keep_inside_something_else_are_refused_too(distribu
             (step if run_eagerly else tf.function(step, autograph=False))(tf.ones([4, 3]))
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_what_a_layer_keeps_is_refused_also_if_the_trial_keeps_nothing(distribute, run_eagerly):
+    """The model is tried after its call, as another layer adds a loss."""
+
+    class KeepingOnce(keras.layers.Layer):
+        has_kept = False
+
+        def call(self, x):
+            self.kept, self.has_kept = None if self.has_kept else 2.0 * x, True
+            return x
+
+    layer = KeepingOnce()
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, activity_regularizer="l2"), layer])
+    layer.has_kept = False
+    distribute(model)
+
+    def step(x):
+        model(x)
+        return layer.kept + 1.0
+
+    with pytest.raises(ConfigError, match="attribute 'kept' may hold the rows of one worker only"):
+        (step if run_eagerly else tf.function(step, autograph=False))(tf.ones([4, 3]))
+
+
 @pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
 def test_the_mask_of_an_input_reaches_a_model_without_an_argument_for_it(distribute, way):
     class Decoder(keras.Model):
