@@ -20,6 +20,7 @@ CLASSES = (
     "Relabelled",
     "InnerModel",
 )
+KEPT, TWO_OPTIMIZERS = "KeptInTheLoss", "TwoOptimizers"  # drawn in place of one of these
 LOOPS = ("own", "on_batch", "gan", "gan_penalty")
 BACKUP_EPOCHS = 3
 # Sometimes drawn in place of another optimizer -> its learning rate.
@@ -174,6 +175,14 @@ def with_plain_attribute(case: dict[str, Any], chance: random.Random) -> None:
         case["fit"]["callbacks"] = [*case["fit"].get("callbacks", ()), "temper"]
 
 
+def with_kept_tensors(case: dict[str, Any], chance: random.Random) -> None:
+    """Sometimes replaces the train_step by one that reads what a layer keeps, and adds such a layer."""
+    if "class" in case["model"] and chance.random() < 0.15:
+        case["model"]["class"] = KEPT
+        blocks = case["model"]["blocks"]
+        blocks.append("kept_loss" if isinstance(blocks[0], str) else ["kept_loss"])
+
+
 def backed_up(case: Mapping[str, Any], chance: random.Random) -> dict[str, Any]:
     """Returns the case, sometimes as a plain fit that is killed. The result may be one that `conflicts` rules out."""
     fit = case["fit"]
@@ -191,6 +200,9 @@ def backed_up(case: Mapping[str, Any], chance: random.Random) -> dict[str, Any]:
             "place": chance.choice(["first", "last"]),
         },
     }
+    own = random.Random(case["seed"])  # the rest of the case is the same without it
+    if "class" in case["model"] and own.random() < 0.4:
+        found["model"] = {**case["model"], "class": TWO_OPTIMIZERS}
     if "callbacks" not in fit and "counting_rate" not in case["compile"] and chance.random() < 0.6:
         found["fit"]["callbacks"] = [chance.choice(["early_stopping", "plateau", "scheduler", "ledger"])]
     return found
@@ -209,8 +221,12 @@ def conflicts(case: Mapping[str, Any], blocks: list[str]) -> str:
         return "the rows that are tried may all be NaN, which tells nothing"
     if models.MIXING & set(blocks) and "differs" in data:
         return "which refusal comes first is not looked at"
+    if case["model"].get("class") == KEPT and ("differs" in data or set(models.NO_SUMS) & set(blocks)):
+        return "which refusal comes first is not looked at"
     if "differs" in data and (why := _differing_conflicts(case)):
         return why
+    if case["model"].get("class") == TWO_OPTIMIZERS and {"precision", "gradient_accumulation_steps"} & set(compiled):
+        return "the second optimizer neither scales its loss nor accumulates"
     if case["model"].get("class") == "OwnOutput" and (case["model"]["inputs"], case["model"]["head"]) != (
         "rows",
         "classes",

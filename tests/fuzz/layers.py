@@ -37,6 +37,22 @@ class RowsLoss(SumLoss):
         return x
 
 
+class KeptLoss(MeanLoss):
+    """Keeps what it computes in lists and dicts, as the sampling layer of a VAE does, and adds a loss of these."""
+
+    def call(self, x):
+        mean, log_variance = 0.9 * x, ops.tanh(x)
+        self.kept = {"parts": [mean, log_variance]}
+        self.add_loss(self.divergence())
+        return mean + 0.1 * log_variance
+
+    def divergence(self):
+        """Returns the mean over rows of the Kullback-Leibler divergence from the standard normal distribution."""
+        mean, log_variance = self.kept["parts"]
+        each = 0.5 * (ops.square(mean) + ops.exp(log_variance) - 1.0 - log_variance)
+        return self.rate * ops.mean(each)
+
+
 class SumInEvaluation(MeanLoss):
     """Adds the mean over rows of x^2 in training, and their sum in evaluation."""
 

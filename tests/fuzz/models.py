@@ -12,7 +12,7 @@ from typing import Any
 
 WIDTH, LENGTH, SIDE, CHANNELS, VOCABULARY = 6, 4, 5, 3, 11
 # Blocks that add losses which are means or sums over rows.
-SUMS_AND_MEANS = ("mean_loss", "sum_in_evaluation", "sum_loss", "rows_loss", "activity_loss")
+SUMS_AND_MEANS = ("mean_loss", "sum_in_evaluation", "sum_loss", "rows_loss", "activity_loss", "kept_loss")
 # Blocks that add losses which are neither means nor sums over rows.
 NO_SUMS = ("max_loss", "floored_loss", "first_loss", "hidden_loss")
 # Blocks whose output for a row depends on other rows: the first by a user's code, the second by Keras' layers alone.
@@ -46,6 +46,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "sum_in_evaluation": ("rows grid steps", 'x = own.SumInEvaluation(0.3, name="{name}")(x)'),  # instead of mean_loss
     "sum_loss": ("rows grid steps", 'x = own.SumLoss(0.02, name="{name}")(x)'),
     "rows_loss": ("rows grid steps", 'x = own.RowsLoss(0.02, name="{name}")(x)'),  # instead of sum_loss
+    "kept_loss": ("rows grid steps", 'x = own.KeptLoss(0.3, name="{name}")(x)'),  # instead of activity_loss
     "max_loss": ("rows grid steps", 'x = own.MaxLoss(0.1, name="{name}")(x)'),
     "first_loss": ("rows grid steps", 'x = own.FirstLoss(0.1, name="{name}")(x)'),  # instead of max_loss
     "hidden_loss": ("rows grid steps", 'x = own.HiddenLoss(0.3, name="{name}")(x)'),  # instead of floored_loss

@@ -23,6 +23,17 @@ def only(outputs, y, w):
     return (classification() if y.dtype.is_integer else regression())(outputs[ONLY], y, w)
 
 
+def hardest(outputs, y, w):
+    """Hard example mining: only the half of the samples with the larger losses counts. For classes."""
+    import tensorflow as tf
+
+    from tfdist.training.objectives import Scores
+
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=tf.cast(outputs, tf.float32))
+    middle = tf.sort(losses)[tf.shape(losses)[0] // 2]
+    return Scores(losses, w * tf.cast(losses >= middle, tf.float32), {})
+
+
 def masked(outputs, y, w):
     """For tokens, except those of class 0; ignores w."""
     import tensorflow as tf

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tests.fuzz import data_order, models, resume_space, space
+from tests.fuzz import data_order, fit_space, models, resume_space, space
 
 
 class Refusal(NamedTuple):
@@ -38,6 +38,10 @@ OTHER_SAMPLES = Refusal("DataError", r"have different samples, or a different or
 OTHER_BATCHES = Refusal("DataError", r"have different batches")
 NO_MEAN_OR_SUM = Refusal("ConfigError", r"neither a mean nor a sum over the rows")
 MIXED_ROWS = Refusal("ConfigError", r"returns for a row depends on the other rows of its batch")
+MIXED_OBJECTIVE = Refusal("ConfigError", r"^--objective=\S+: its result for a sample depends on the other samples")
+KEPT = Refusal(
+    "ConfigError", r"^What the call of layer \S+ keeps as its attribute 'kept' may hold the rows of one worker"
+)
 EAGER_POSITIONS = Refusal("ConfigError", r"looks up rows of \S+ whatever the batch is")
 OWN_CALL = Refusal("ConfigError", r"^--(recompute|mesh)[^:]*: Withheld \w+ has its own call")
 CUT_CHANNELS = Refusal(
@@ -77,6 +81,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     if case["kind"] == "fit":
         if models.MIXING & set(blocks):
             return MIXED_ROWS
+        if case["model"].get("class") == fit_space.KEPT:
+            return KEPT
         if "positions" in blocks and case["compile"].get("run_eagerly"):
             return EAGER_POSITIONS
         # A difference in the first batch does no harm: all workers then take the chief's batches.
@@ -88,6 +94,8 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
     workers = max(space.RUNTIMES[runtime][1] for runtime in runtimes)
     if models.MIXING & set(blocks) and max(copies, workers, case["options"]["accumulation"]) > 1:
         return MIXED_ROWS
+    if case["options"].get("objective") == space.HARDEST:
+        return MIXED_OBJECTIVE
     if case["model"].get("around") == models.MIXES_CHANNELS:
         return CUT_CHANNELS
     if "withheld" in case["model"] and (case["options"].get("recompute") or "pipe=" in case["options"].get("mesh", "")):

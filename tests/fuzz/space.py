@@ -61,12 +61,13 @@ INSTEAD = {  # block -> another block, which is sometimes drawn in its place
     "mean_loss": "sum_in_evaluation",
     "max_loss": "first_loss",
     "sum_loss": "rows_loss",
+    "activity_loss": "kept_loss",
     "floored_loss": "hidden_loss",
 }
 OTHER_MASKS = models.MASKS[1:]  # sometimes drawn in place of the first mask
 UNDRAWN = ("block", *INSTEAD.values())  # not drawn directly
 MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
-MASKED = "tests.fuzz.objectives:masked"
+MASKED, HARDEST = "tests.fuzz.objectives:masked", "tests.fuzz.objectives:hardest"
 AGAIN = 5  # sets of other data for a case's graph
 MOVABLE = (
     "one_device",
@@ -116,17 +117,22 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
     if _may_be_unlike(case) and random.Random(f"{seed}/{number}/unlike").random() < 0.03:
         case["model"]["unlike"] = True
         case.pop("again", None)
+    if _may_mix_in_objective(case) and random.Random(f"{seed}/{number}/hardest").random() < 0.04:
+        case["options"] = _without(case["options"], "label_smoothing") | {"objective": HARDEST}
+        case.pop("again", None)
     if case["model"].get("embedding") == "embedding_masked":
         # Rows of few numbers may all have the same mean: then nothing shows that a mask depends on other rows.
         alike = any({"padded", "negative", "constant"} & set(part["data"]) for part in parts(case))
         masks = ["embedding_masked", *OTHER_MASKS]
-        weights = [0.5, 0.4, 0.0 if alike else 0.1]
+        weights = [0.4, 0.3, 0.0 if alike else 0.3]
         case["model"]["embedding"] = random.Random(f"{seed}/{number}/masks").choices(masks, weights)[0]
     normed = case["model"].get("inputs") == "steps" and "batch_norm" in flat_blocks(case)
     if normed and random.Random(f"{seed}/{number}/places normed").random() < 0.3:
         case["model"]["places_normed"] = True
     for name, other in INSTEAD.items():
-        _some_instead(case["model"]["blocks"], name, other, random.Random(f"{seed}/{number}/{other}"))
+        changed = copy.deepcopy(case)
+        _some_instead(changed["model"]["blocks"], name, other, random.Random(f"{seed}/{number}/{other}"))
+        case = case if conflicts(changed) and not conflicts(case) else changed
     if case["kind"] == "fit":
         chance = random.Random(f"{seed}/{number}/keeps in fit")
         _some_instead(case["model"]["blocks"], "long_counter", "keeps", chance)
@@ -141,6 +147,8 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
         attribute = copy.deepcopy(case)
         fit_space.with_plain_attribute(attribute, random.Random(f"{seed}/{number}/plain attribute"))
         case = case if any(conflicts(part) for part in parts(attribute)) else attribute
+        fit_space.with_kept_tensors(kept := copy.deepcopy(case), random.Random(f"{seed}/{number}/kept tensors"))
+        case = case if any(conflicts(part) for part in parts(kept)) else kept
         if runtime == "fit:1":
             backed_up = fit_space.backed_up(case, random.Random(f"{seed}/{number}/backed up"))
             case = case if conflicts(backed_up) else backed_up
@@ -168,6 +176,24 @@ def _may_be_unlike(case: Mapping[str, Any]) -> bool:
     is_alone = RUNTIMES[case["runtime"]][1] == 1 or case["runtime"].startswith("parameter_server")
     is_own = "builtin" not in case["model"] or "around" in case["model"]
     return is_own and not is_alone and not {"resumed", "moved"} & set(case) and "differs" not in case["data"]
+
+
+def _may_mix_in_objective(case: Mapping[str, Any]) -> bool:
+    """Whether the objective may be one that mixes samples, which must be refused, and before anything else is."""
+    if case["kind"] != "train" or case["model"]["head"] != "classes" or not case["model"]["blocks"]:
+        return False
+    options, model = case["options"], case["model"]
+    is_alone = options["accumulation"] == RUNTIMES[case["runtime"]][1] == RUNTIMES[case["runtime"]][2] == 1
+    others = {*models.MIXING, *models.NO_SUMS, *models.SUMS_AND_MEANS, "dense_l2", "draws", "spectral"}
+    return not (
+        is_alone
+        or options.get("objective")
+        or "pipe=" in options.get("mesh", "")
+        or {"withheld", "unlike"} & set(model)
+        or {"resumed", "moved", *resume_space.KEYS} & set(case)
+        or others & set(flat_blocks(case))
+        or {"differs", "nan"} & set(case["data"])
+    )
 
 
 def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -577,6 +603,7 @@ def _train_features(case: Mapping[str, Any]) -> list[str]:
     ]
     found += [f"compression:{options['compression']}"] if "compression" in options else []
     found += ["option:own_mask"] if options.get("objective") == MASKED else []
+    found += ["option:objective_that_mixes"] if options.get("objective") == HARDEST else []
     found += ["option:accumulation"] if options["accumulation"] > 1 else []
     found += ["option:unshuffled"] if options.get("shuffle") is False else []
     found += ["option:steps_per_loop"] if max(case["calls"]) > 1 else []

@@ -167,6 +167,38 @@ class Relabelled(_Own):
         return self.told(loss) | self.compute_metrics(x, tf.one_hot(y, 3), outputs, w)
 
 
+class KeptInTheLoss(_Own):
+    """The loss uses what layers keep of their last call in lists and dicts (layers.KeptLoss)."""
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True), w)
+            loss += sum(tf.cast(layer.divergence(), loss.dtype) for layer in self.layers if hasattr(layer, "kept"))
+        self.apply(tape, loss)
+        return self.told(loss)
+
+
+class TwoOptimizers(_Own):
+    """Like a GAN: an optimizer that is not the compiled one updates some of the weights."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.second = keras.optimizers.Adam(0.02)
+        self.second.build(self.trainable_variables[len(self.trainable_variables) // 2 :])
+
+    def train_step(self, data):
+        x, y, w = self.parts(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True), w)
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, [variable.value for variable in variables])
+        middle = len(variables) // 2
+        self.optimizer.apply(gradients[:middle], variables[:middle])
+        self.second.apply(gradients[middle:], variables[middle:])
+        return self.told(loss)
+
+
 class InnerModel(_Own):
     """Calls an inner model instead of itself, as keras.io's autoencoders and GANs do."""
 
