@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tfdist.config.optimizers import OPTIMIZERS
 from tfdist.config.options import LARGEST_FLOAT32, option
 
 
@@ -124,18 +125,14 @@ class PrecisionConfig:
     )
 
 
-# Rules that treat every element separately, so that a part is updated exactly like the same elements of the whole.
-ELEMENTWISE_OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lion")
-
-
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The update rule."""
 
     optimizer: str = option(
         "adamw",
-        "Update rule.",
-        choices=(*ELEMENTWISE_OPTIMIZERS, "lamb", "adafactor", "muon"),
+        "Update rule. adamw is adam: both decay by --weight_decay.",
+        choices=tuple(OPTIMIZERS),
         identity=True,
         key=True,
     )

@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tfdist.config import Config
+from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS, ELEMENTWISE_WORDS
 from tfdist.config.strategies import strategy_or_undecided
-from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.planner import mesh_rules
 from tfdist.planner.layout import Layout
 from tfdist.planner.shapes import ModelShape
 from tfdist.runtime.mesh import Mesh
-
-_ELEMENTWISE = f"{', '.join(ELEMENTWISE_OPTIMIZERS[:-1])} or {ELEMENTWISE_OPTIMIZERS[-1]}"
 
 _WHOLE = "it does not treat each element separately, so it cannot work on"
 
@@ -60,7 +58,7 @@ def of_zero(config: Config) -> str:
     """Returns the reason why the run's flags do not fit its ZeRO stage, as a sentence; "" if they do."""
     zero, optimizer = config.parallel.zero, config.optimizer.optimizer
     if zero and optimizer not in ELEMENTWISE_OPTIMIZERS:
-        return f"--zero={zero} with --optimizer={optimizer}: {_WHOLE} shards; use {_ELEMENTWISE}, or --zero=0."
+        return f"--zero={zero} with --optimizer={optimizer}: {_WHOLE} shards; use {ELEMENTWISE_WORDS}, or --zero=0."
     if strategy_or_undecided(config.strategy.strategy).mesh:  # other strategies have no --zero to check
         try:
             config.validate()
@@ -80,8 +78,8 @@ def _optimizer(config: Config, layout: Layout) -> Iterator[str]:
     name, mesh = config.optimizer.optimizer, layout.mesh
     if name not in ELEMENTWISE_OPTIMIZERS and mesh.degree("model", "expert") > 1:
         yield (
-            f"--mesh={mesh.describe()} with --optimizer={name}: {_WHOLE} parts of variables; use {_ELEMENTWISE}, or"
-            " data= only."
+            f"--mesh={mesh.describe()} with --optimizer={name}: {_WHOLE} parts of variables; use {ELEMENTWISE_WORDS},"
+            " or data= only."
         )
     if name == "adafactor" and layout.pipe > 1:
         yield (

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tfdist.config import Config, OptimizerConfig, parse_args
+from tfdist.config.optimizers import OPTIMIZERS
 from tfdist.planner.layout import Layout
 from tfdist.planner.pipeline import micro_batches_held
 from tfdist.planner.shapes import ModelPart, ModelShape, Weight
@@ -73,26 +74,14 @@ def shard_states(parameters: float, slots: float, recipe: Recipe, zero: int, dev
 
 
 def slot_elements(optimizer: OptimizerConfig, weight: Weight) -> int:
-    """Returns the elements of optimizer state that Keras 3.15 keeps for a variable, and of its average with --ema."""
-    options, n, average = _options(optimizer.optimizer_args), weight.elements, 1 if optimizer.ema else 0
-    name = optimizer.optimizer
-    if name in ("sgd", "momentum"):
-        return n * ((options.get("momentum", 0.9 if name == "momentum" else 0.0) != 0) + average)
-    if name == "adafactor":  # row and column factors, and the full second moment, which Keras also keeps
-        factors = n // weight.shape[-1] + n // weight.shape[-2] if len(weight.shape) >= 2 else 2
-        return n * (1 + average) + factors
-    if name == "muon":  # uses Adam for embeddings and for everything that is not a matrix
-        adam = len(weight.shape) != 2 or (
-            options.get("exclude_embeddings", True) and "embedding" in weight.path.lower()
-        )
-        return n * (1 + adam + average)
-    each = {"adam": 2, "adamw": 2, "lion": 1, "lamb": 2}[name] + bool(options.get("amsgrad"))
-    return n * (each + average)
+    """Returns the elements of optimizer state for a variable, those of its average with --ema included."""
+    slots = OPTIMIZERS[optimizer.optimizer].slots(weight.shape, weight.path, _options(optimizer))
+    return slots + (weight.elements if optimizer.ema else 0)
 
 
 @functools.cache
-def _options(text: str) -> dict:
-    return parse_args("optimizer_args", text)
+def _options(optimizer: OptimizerConfig) -> dict:
+    return {**OPTIMIZERS[optimizer.optimizer].arguments, **parse_args("optimizer_args", optimizer.optimizer_args)}
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.config import Config
+from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS
 from tfdist.config.strategies import strategy_or_undecided
-from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import MemoryShortError
 from tfdist.control.memory_amounts import MACHINE, PROCESS, amounts

@@ -11,7 +11,7 @@ from typing import Any
 from tfdist import build
 from tfdist.compat import keras_layers
 from tfdist.config import Config
-from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
+from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.data import augment, input_pipeline

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,7 +19,9 @@ import tensorflow as tf
 
 from tfdist.compat import keras_optimizers
 from tfdist.config import OptimizerConfig, parse_args
+from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS, OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
+from tfdist.plugins import imported
 
 
 class FusedAdam(keras.optimizers.Adam):
@@ -69,19 +71,15 @@ class FusedAdam(keras.optimizers.Adam):
         )
 
 
-OPTIMIZERS = {
-    "sgd": keras.optimizers.SGD,
-    "momentum": functools.partial(keras.optimizers.SGD, momentum=0.9),
-    "adam": FusedAdam,
-    "adamw": FusedAdam,  # Keras' AdamW is its Adam, but refuses to be without weight decay
-    "lion": keras.optimizers.Lion,
-    "lamb": keras.optimizers.Lamb,
-    "adafactor": keras.optimizers.Adafactor,
-    "muon": keras.optimizers.Muon,
-}
+def rule_of(name: str) -> Callable[..., keras.optimizers.Optimizer]:
+    """Returns the class of --optimizer=NAME, with the arguments that the name stands for."""
+    return functools.partial(imported("optimizer", name, OPTIMIZERS[name].rule), **OPTIMIZERS[name].arguments)
 
-# The classes of `config.ELEMENTWISE_OPTIMIZERS`; no other optimizer is an instance of them.
-ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion)
+
+def is_elementwise(optimizer: keras.Optimizer) -> bool:
+    """Whether an optimizer treats every number of a variable separately."""
+    return isinstance(optimizer, tuple(rule_of(name).func for name in ELEMENTWISE_OPTIMIZERS))
+
 
 # Keras arguments that would act on local gradients or deadlock, and the flag that does the same correctly.
 OWN_FLAGS = {
@@ -114,7 +112,7 @@ def make_optimizer(
     if config.ema:
         options |= {"use_ema": True, "ema_momentum": config.ema, "ema_overwrite_frequency": None}
     try:
-        optimizer = OPTIMIZERS[config.optimizer](
+        optimizer = rule_of(config.optimizer)(
             learning_rate=learning_rate, weight_decay=config.weight_decay or None, **options
         )
     except (TypeError, ValueError) as error:
@@ -152,7 +150,7 @@ def unused_parts(config: OptimizerConfig, variables: Iterable[keras.Variable]) -
 
 def _check_numbers(config: OptimizerConfig, options: dict[str, Any]) -> None:
     """Raises ConfigError for numbers out of range: Keras accepts anything, and fails when the step is traced."""
-    for name, parameter in inspect.signature(OPTIMIZERS[config.optimizer]).parameters.items():
+    for name, parameter in inspect.signature(rule_of(config.optimizer)).parameters.items():
         usual, value = parameter.default, options.get(name)
         if name not in options or not isinstance(usual, float):
             continue
@@ -206,7 +204,7 @@ def switch_off_reduction(optimizer: keras.Optimizer) -> keras.Optimizer:
 
 def updates_rows(optimizer: keras.Optimizer) -> bool:
     """Returns whether the optimizer leaves rows of a table with gradient 0 unchanged, and accepts gradients as slices.
-    All other Keras optimizers in OPTIMIZERS change every row."""
+    All other rules change every row."""
     return type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
 
 

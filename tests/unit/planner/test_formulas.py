@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.job import ENVIRONMENT
 from tests.marks import slow_but
 from tfdist import flags
+from tfdist.config.optimizers import OPTIMIZERS
 from tfdist.planner import formulas, shapes
 from tfdist.planner.memory import slot_elements
 
@@ -70,7 +71,7 @@ def test_formula_and_graph_agree(name, counted):
     assert fixed[0] == pytest.approx(fixed[1], rel=0.15, abs=60_000), fixed
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "lion", "lamb", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("more", [[], ["--ema=0.9"]])
 def test_optimizer_state_is_that_of_keras(optimizer, more):
     from tfdist.training.optimizer import make_optimizer

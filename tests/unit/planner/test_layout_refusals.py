@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from tfdist import flags
-from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
+from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import plan_batch
 from tfdist.plan import model_shape

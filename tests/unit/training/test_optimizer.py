@@ -8,15 +8,15 @@ import pytest
 import tensorflow as tf
 
 from tfdist.config import OptimizerConfig
-from tfdist.config.training_options import ELEMENTWISE_OPTIMIZERS
+from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS, OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.optimizer import (
-    ELEMENTWISE,
-    OPTIMIZERS,
     FusedAdam,
     check_decays,
     ema_variables,
+    is_elementwise,
     make_optimizer,
+    rule_of,
     switch_off_reduction,
     unused_parts,
 )
@@ -116,7 +116,7 @@ def test_the_update_of_replicas_is_one_operation():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_elementwise_classes_are_those_of_the_elementwise_names(name):
     optimizer = make_optimizer(OptimizerConfig(optimizer=name), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
-    assert isinstance(optimizer, ELEMENTWISE) == (name in ELEMENTWISE_OPTIMIZERS)
+    assert is_elementwise(optimizer) == (name in ELEMENTWISE_OPTIMIZERS)
 
 
 @pytest.mark.parametrize(
@@ -145,18 +145,18 @@ def test_a_whole_number_is_one():
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "sentence"),
     [
-        (OPTIMIZERS["adam"](), "bfloat16", "beta_2=0.999 is 1 in bfloat16, .*mixed_bfloat16"),
+        (rule_of("adam")(), "bfloat16", "beta_2=0.999 is 1 in bfloat16, .*mixed_bfloat16"),
         (
-            OPTIMIZERS["lamb"](),
+            rule_of("lamb")(),
             "bfloat16",
             "it would never change.* --optimizer_args=beta_2=0.99",
         ),
-        (OPTIMIZERS["sgd"](use_ema=True, ema_momentum=0.9999), "float16", "--ema=0.9999 is 1 in float16.*average"),
-        (OPTIMIZERS["adam"](beta_2=0.99), "bfloat16", ""),
-        (OPTIMIZERS["adam"](use_ema=True, ema_momentum=0.9999), "float32", ""),
-        (OPTIMIZERS["lion"](), "bfloat16", ""),
-        (OPTIMIZERS["muon"](), "bfloat16", "^adam_beta_2=0.999 is 1 in bfloat16.* --optimizer_args=adam_beta_2=0.99"),
-        (OPTIMIZERS["muon"](adam_beta_2=0.99), "bfloat16", ""),
+        (rule_of("sgd")(use_ema=True, ema_momentum=0.9999), "float16", "--ema=0.9999 is 1 in float16.*average"),
+        (rule_of("adam")(beta_2=0.99), "bfloat16", ""),
+        (rule_of("adam")(use_ema=True, ema_momentum=0.9999), "float32", ""),
+        (rule_of("lion")(), "bfloat16", ""),
+        (rule_of("muon")(), "bfloat16", "^adam_beta_2=0.999 is 1 in bfloat16.* --optimizer_args=adam_beta_2=0.99"),
+        (rule_of("muon")(adam_beta_2=0.99), "bfloat16", ""),
     ],
 )
 def test_a_decay_that_is_one_in_the_type_of_a_variable_is_refused(optimizer, dtype, sentence):

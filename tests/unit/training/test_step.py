@@ -10,12 +10,13 @@ import tensorflow as tf
 from tests.marks import slow_but
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator, use_generator
 from tfdist.config import OptimizerConfig, PrecisionConfig
+from tfdist.config.optimizers import OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.one_device import OneDevice
 from tfdist.training.measured_step import MeasuredStep
 from tfdist.training.objectives import classification
-from tfdist.training.optimizer import OPTIMIZERS, FusedAdam, make_optimizer, switch_off_reduction
+from tfdist.training.optimizer import FusedAdam, make_optimizer, switch_off_reduction
 from tfdist.training.precision import LossScale, set_policy
 from tfdist.training.schedule import Schedule
 from tfdist.training.seeds import reseed, seed_states, with_generator

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import keras
 
 from tfdist.config import Config
+from tfdist.config.optimizers import ELEMENTWISE_WORDS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.planner import mesh_rules
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
-from tfdist.training.optimizer import ELEMENTWISE
+from tfdist.training.optimizer import is_elementwise
 from tfdist.training.parallel import cut_trial, segments
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.cut_trial import CutTrial
@@ -68,10 +69,10 @@ def compose_mesh(
     if refusal := mesh_rules.refusal(config, runtime.mesh, plan):
         raise ConfigError(refusal)
     layers = _parallelize(config, runtime, model, objective, rows, plan.micro_batch)
-    if layers.parts and not isinstance(optimizer, ELEMENTWISE):
+    if layers.parts and not is_elementwise(optimizer):
         raise ConfigError(
             f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat each element"
-            " separately, so it cannot work on parts of variables; use sgd, momentum, adam, adamw or lion, or data="
+            f" separately, so it cannot work on parts of variables; use {ELEMENTWISE_WORDS}, or data="
             " only."
         )
     pieces = _pieces(config, runtime, model)

@@ -27,12 +27,13 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.compat.tensorflow_graphs import operation_number
+from tfdist.config.optimizers import ELEMENTWISE_WORDS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.backward_order import age, made_after
 from tfdist.training.connected import apply_connected
-from tfdist.training.optimizer import ELEMENTWISE, swapped_in
+from tfdist.training.optimizer import is_elementwise, swapped_in
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
@@ -181,10 +182,10 @@ def sharded_update(
 
 
 def _check(optimizer: keras.Optimizer, model: keras.Model, stage: int) -> None:
-    if not isinstance(optimizer, ELEMENTWISE):
+    if not is_elementwise(optimizer):
         raise ConfigError(
             f"--zero={stage} with --optimizer={optimizer.name}: it does not treat each element separately, so it cannot"
-            " work on shards; use sgd, momentum, adam, adamw or lion, or --zero=0."
+            f" work on shards; use {ELEMENTWISE_WORDS}, or --zero=0."
         )
     for variable in model.trainable_variables:
         if variable.constraint is not None:
