@@ -82,6 +82,17 @@ def abort_collectives(message: str) -> None:
     _context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
+def texts_of_all(cluster: Cluster, name: str, text: str, timeout_s: float) -> list[str]:
+    """Returns the text of each worker, in rank order, through the coordination service: for what must be known before
+    the first collective. name: of this exchange, used once. Raises tf.errors.OpError.
+
+    Relies on `Context.set_config_key_value` and `get_config_key_value`; without them workers whose devices or
+    --communication differ would meet in collectives that cannot work.
+    """
+    _context().set_config_key_value(f"{name}/{cluster.rank}", text)
+    return [_context().get_config_key_value(f"{name}/{rank}", int(timeout_s * 1000)) for rank in range(cluster.size)]
+
+
 def wait_at_barrier(name: str, timeout_s: float) -> None:
     """Returns when all workers have called it, through the coordination service. Relies on `Context.wait_at_barrier`;
     without it a worker that ends first may take the others' last results with it. Raises tf.errors.OpError.

@@ -27,6 +27,7 @@ from tfdist.control.user_errors import first_line
 _SAYING_SECONDS = 5.0
 _HELD_SECONDS = 5.0  # until a process that has finished its work says which threads it waits for
 _before_end: list[Callable[[str, ExitCode], None]] = []  # what `end_process` calls first
+_taken_file = ""  # what FINAL_CODE_VARIABLE named in this process's environment
 
 
 class ExitCode(enum.IntEnum):
@@ -147,6 +148,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> NoR
     """
     open_closed_streams()
     outlive_reader()
+    _final_code_file()
     decided: list[int] = []
     atexit.register(_end_with, decided)  # the first to be registered is the last to be called
     try:
@@ -251,10 +253,18 @@ def _end_helpers() -> None:
                     helper.kill()  # nobody waits for it any more
 
 
+def _final_code_file() -> str:
+    """Returns the file for the code of this process ("": none), and takes its name out of the environment: the codes of
+    commands that this process runs say nothing about the job."""
+    global _taken_file
+    _taken_file = os.environ.pop(FINAL_CODE_VARIABLE, "") or _taken_file
+    return _taken_file
+
+
 def _note_final(code: int) -> None:
     """Notes a code after which no new start helps, unless another worker has noted one. Slurm's job file asks for it,
     since srun tells only the highest code of all workers."""
-    path = os.environ.get(FINAL_CODE_VARIABLE)
+    path = _final_code_file()
     if path and code in FINAL:
         with contextlib.suppress(OSError), open(path, "x") as file:
             file.write(str(code))

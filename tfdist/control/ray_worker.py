@@ -39,7 +39,7 @@ class RayWorker:
         self._port = PortReservation(1, f"[{host}]" if ":" in host else host)
         self._output, self._begin = bytearray(), 0  # output not yet fetched, and its offset in the whole output
         self._news = threading.Condition()
-        self._ended = False
+        self._started = self._ended = False
         self._passed = 0  # number of signals passed on so far
 
     def address(self) -> str:
@@ -49,8 +49,11 @@ class RayWorker:
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> str:
         """Starts this node's Python with `arguments`, in `folder` if it exists. Returns "", or why this failed.
 
-        `environment` is added to the actor's own environment; the two PYTHONPATHs are joined.
+        `environment` is added to the actor's own environment; the two PYTHONPATHs are joined. May be repeated if the
+        answer was lost.
         """
+        if self._started:
+            return ""
         with contextlib.suppress(OSError):
             os.chdir(folder)
         paths = [path for path in (environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")) if path]
@@ -59,6 +62,7 @@ class RayWorker:
             self._process = spawn([sys.executable, *arguments], environment, None)
         except (OSError, subprocess.SubprocessError) as error:
             return str(error)
+        self._started = True
         threading.Thread(target=self._read, name="tfdist-read", daemon=True).start()
         return ""
 

@@ -19,7 +19,8 @@ from tfdist.control.exit_codes import ExitCode
 from tfdist.control.terminal import say_at_once
 
 _SAME_REQUEST_SECONDS = 1.0
-_SAME_GROUP_SECONDS = 0.3  # between the arrivals of one signal in the processes of a group
+_SAME_GROUP_SECONDS = 0.3  # for which a worker may take no notice of a signal that its group got
+_LATE_SECONDS = 0.1  # by which a process that it has forked may notice the signal later than the worker
 _IGNORED_IN_A_FORK = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _asked = mmap.mmap(-1, 8)  # shared with forked processes: when this worker was asked to stop; see `_dies_alone`
 
@@ -80,7 +81,8 @@ class SignalRequests:
             how = "; training was over" if self.all_saved else ", without saving"
             say_at_once(f"tfdist: second SIGTERM: ending at once{how}.")
             os._exit(128 + signal.SIGTERM)
-        _asked[:] = struct.pack("d", time.monotonic())
+        if not self.all_saved:  # after that it needs its helpers no more
+            _asked[:] = struct.pack("d", time.monotonic())
         if self._signalled:
             return
         self._signalled = self.stop = True
@@ -111,11 +113,12 @@ def _drop_handlers() -> None:
 
 
 def _dies_alone(*_: Any) -> None:
-    """Ends a forked process that is asked to end, unless its worker has just been asked to save and stop, too, and
-    has seen it: within a long call of TensorFlow it does not."""
+    """Ends a forked process that is asked to end, unless its worker is asked to save and stop at the same time, and
+    notices it: within a long call of TensorFlow it does not. What was sent after the worker's signal comes from the
+    worker itself, which waits for the end of this process."""
     now = time.monotonic()
     time.sleep(_SAME_GROUP_SECONDS)
     (worker_asked,) = struct.unpack("d", _asked[:])
-    if abs(worker_asked - now) > _SAME_GROUP_SECONDS:
+    if not -_LATE_SECONDS <= worker_asked - now <= _SAME_GROUP_SECONDS:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

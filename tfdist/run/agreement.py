@@ -50,6 +50,7 @@ _TOGETHER = (
     "fused_batchnorm",
     "row_mixing",
     "pack_mb",
+    "horovod_fusion_mb",
     "horovod_compression",
     *(each.name for each in fields(ParallelConfig)),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -54,6 +54,16 @@ def texts_of_all(runtime: Runtime, text: str, size: int) -> list[str]:
     return [
         row.tobytes().decode("utf-8", "replace").rstrip() for row in runtime.all_gather(np.frombuffer(padded, np.uint8))
     ]
+
+
+def check_same_communication(asked: Sequence[str]) -> None:
+    """Raises ConfigError unless all workers ask for the same. asked: the --communication of each, in rank order."""
+    for rank, communication in enumerate(asked):
+        if communication != asked[0]:
+            raise ConfigError(
+                f"--communication={asked[0]} on rank 0, but --communication={communication} on rank {rank}: give all"
+                " workers the same."
+            )
 
 
 def _flags(runtime: Runtime, flag: bool) -> np.ndarray:

@@ -6,9 +6,10 @@ On CPUs gradients travel through tfdist's ring (ring.py) instead of TensorFlow's
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -22,7 +23,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.collective_timeout import Overdue
 from tfdist.runtime.collectives import Group
-from tfdist.runtime.decisions import texts_of_all
+from tfdist.runtime.decisions import check_same_communication, texts_of_all
 from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.mirrored import StrategyRuntime, communication_options
 from tfdist.runtime.operations import OUR_RING, Collective, of_group, through_tensorflow
@@ -33,6 +34,38 @@ from tfdist.runtime.ring_connections import Patience
 from tfdist.runtime.ring_error import RingError, overdue, user_error
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
+_VERDICT_SECONDS = 5.0  # until all have found that they differ
+
+
+class Worker(NamedTuple):
+    """What must be the same on all workers, or their collectives do not match."""
+
+    asked: str  # --communication
+    gpus: int
+
+
+def check_alike(workers: Sequence[Worker]) -> None:
+    """Raises ConfigError, the same on all workers, unless they are alike."""
+    check_same_communication([worker.asked for worker in workers])
+    for rank, worker in enumerate(workers):
+        if worker.gpus != workers[0].gpus:
+            raise ConfigError(
+                f"GPUs that TensorFlow sees: {workers[0].gpus} on rank 0, but {worker.gpus} on rank {rank}. Give every"
+                " worker the same number, or hide all by CUDA_VISIBLE_DEVICES=-1."
+            )
+
+
+def _meet(cluster: Cluster, own: Worker, timeout_s: float) -> None:
+    """Checks that the workers are alike, before their first collective. Raises ConfigError, tf.errors.OpError."""
+    said = tensorflow_cluster.texts_of_all(cluster, "tfdist/worker", json.dumps(own), timeout_s)
+    try:
+        check_alike([Worker(*json.loads(each)) for each in said])
+    except ConfigError:
+        with contextlib.suppress(
+            tf.errors.OpError
+        ):  # the chief holds what the others have said until they have read it
+            tensorflow_cluster.wait_at_barrier("tfdist/verdict", _VERDICT_SECONDS)
+        raise
 
 
 class OnlyWorker(tf.distribute.cluster_resolver.TFConfigClusterResolver):
@@ -142,9 +175,11 @@ class MultiWorker(StrategyRuntime):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
         runtime = cls(strategy, options, rank=cluster.rank, size=cluster.size)
         runtime.cluster = cluster
+        choice, gpus = config.strategy.communication, len(tf.config.list_logical_devices("GPU"))
+        if cluster.size > 1:
+            _meet(cluster, Worker(choice, gpus), config.cluster.startup_timeout)
         runtime.watch_for_stuck_peers(config.strategy.collective_timeout)
-        choice = config.strategy.communication
-        suits = cluster.size > 1 and runtime.local_replicas == 1 and not tf.config.list_logical_devices("GPU")
+        suits = cluster.size > 1 and runtime.local_replicas == 1 and not gpus
         if choice == "socket" and not suits:
             raise ConfigError(
                 "--communication=socket is for several workers of one CPU replica each: use --communication=auto."

@@ -20,6 +20,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
 from tfdist.runtime.control_ring import ControlRing
+from tfdist.runtime.decisions import check_same_communication
 from tfdist.runtime.peers import Peers
 from tfdist.runtime.sockets import Sockets
 from tfdist.runtime.tensorflow_peers import TensorflowPeers
@@ -67,12 +68,7 @@ def choose(workers: Sequence[Worker]) -> tuple[str, str]:
     asked = workers[0].asked
     without = _ranks(rank for rank, worker in enumerate(workers) if not worker.has_gpu)
     late = _ranks(rank for rank, worker in enumerate(workers) if worker.has_computed)
-    for rank, worker in enumerate(workers):
-        if worker.asked != asked:
-            raise ConfigError(
-                f"--communication={asked} on rank 0, but --communication={worker.asked} on rank {rank}: give all"
-                " workers the same."
-            )
+    check_same_communication([worker.asked for worker in workers])
     if asked == "nccl" and without:
         raise ConfigError(
             f"--communication=nccl, but rank {without} has no GPU that TensorFlow sees: use --communication=socket, or"

@@ -56,10 +56,12 @@ def test_the_first_code_that_no_new_start_mends_is_noted(monkeypatch, tmp_path):
     ended = []
     monkeypatch.setattr(exit_codes.os, "_exit", ended.append)
     monkeypatch.setattr(exit_codes, "say_last_words", lambda text: None)
+    monkeypatch.setattr(exit_codes, "_taken_file", "")
     note = tmp_path / "code"
     exit_codes.end_process("no file is named", ExitCode.DATA)
     monkeypatch.setenv(exit_codes.FINAL_CODE_VARIABLE, str(note))
     exit_codes.end_process("worker 1 is gone", ExitCode.PEER_LOST)
+    assert exit_codes.FINAL_CODE_VARIABLE not in os.environ
     assert list(tmp_path.iterdir()) == []
     exit_codes.end_process("no files", ExitCode.DATA)
     assert note.read_text() == "4"

@@ -278,8 +278,10 @@ def test_only_failures_since_the_last_stop_on_request_count(capsys, tmp_path):
 
 
 CANNOT_SEND = """
+import os
 from tfdist.control import exit_codes
 def main(argv):
+    assert exit_codes.FINAL_CODE_VARIABLE not in os.environ  # a command that it runs may fail, and the job go on
     raise exit_codes.CheckpointError("Not all of the run could be sent.")
 exit_codes.run_command(main, [])
 """

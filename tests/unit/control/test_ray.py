@@ -41,6 +41,16 @@ def test_an_answer_that_was_lost_is_given_again():
     assert collect(worker) == (b"hello\n", 3)
 
 
+def test_a_start_whose_answer_was_lost_starts_no_second_process():
+    """Both had one TF_CONFIG and one rank; only the second was watched and got signals."""
+    worker = started("print(os.getpid(), flush=True); sys.stdin.read(); sys.exit(3)")
+    first = worker._process
+    assert worker.start(["-c", "raise SystemExit(4)"], {}, os.getcwd()) == ""
+    assert worker._process is first
+    worker.exchange(0, [signal.SIGKILL])
+    assert collect(worker)[1] == -signal.SIGKILL
+
+
 def asked(worker, answer):
     """Waits until the worker is ready, and sends SIGUSR1 until it answers."""
     collect(worker, until=lambda output: output == b"ready\n")

@@ -126,6 +126,32 @@ assert ours == [signal.getsignal(number) for number in (signal.SIGTERM, signal.S
 """
 
 
+@pytest.mark.parametrize(
+    ("after", "all_saved", "ends"),
+    [
+        (-0.25, False, False),  # sent to the group, while the worker was in a call of TensorFlow
+        (0.02, False, False),  # sent to the group, while the helper was in a call
+        (0.15, False, True),  # by its worker, which waits for it
+        (60, False, True),
+        (-60, False, True),
+        (0.02, True, True),  # nobody needs it any more
+    ],
+)
+def test_a_helper_is_spared_only_by_a_signal_to_the_group(requests, clock, monkeypatch, after, all_saved, ends):
+    """A worker that had just been asked to save ended its helpers, and waited for them for ever. after: seconds from
+    the worker's handler to the helper's."""
+    killed = []
+    monkeypatch.setattr(signals.os, "kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr(signals.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(signals.time, "sleep", lambda seconds: None)
+    requests.all_saved = all_saved
+    signals._asked[:] = bytes(8)
+    requests._on_stop(signal.SIGTERM)
+    clock.seconds += after
+    signals._dies_alone()
+    assert killed == [signal.SIGTERM] * ends
+
+
 def test_a_process_that_is_forked_ends_when_it_is_asked_to():
     """Python's multiprocessing asks a data source's helpers by SIGTERM at the end, and waits for them: for ever."""
     found = subprocess.run(

@@ -67,6 +67,7 @@ def test_who_would_train_something_else_is_told_by_which_flags():
         {"deterministic": True},
         {"jit_compile": True},
         {"pack_mb": 2.5},
+        {"horovod_fusion_mb": 1.0},
     ],
 )
 def test_a_worker_that_would_do_other_things_between_steps_is_named(changes):
@@ -97,7 +98,7 @@ FREE = {
     ],
     "how fast a worker computes, reads and writes": [
         *("intra_op_threads", "inter_op_threads", "soft_placement", "cache_gb", "cache_data", "reader_threads"),
-        *("async_save", "horovod_fusion_mb", "horovod_cycle_ms"),
+        *("async_save", "horovod_cycle_ms"),
     ],
     "the chief alone decides": [
         *("save_minutes", "keep", "keep_every", "double_backup", "delete_backup", "resume", "allow_config_change"),
@@ -107,7 +108,7 @@ FREE = {
         *("progress", "trackers", "peak_tflops", "scaling_baseline", "histograms_every", "prometheus_port"),
         *("opentelemetry", "profile_ranks", "plot"),
     ],
-    "workers with other ones do not meet": ["strategy", "communication"],
+    "the runtimes compare it, or workers with other ones do not meet": ["strategy", "communication"],
     "in one process only": ["virtual_devices"],
 }
 
