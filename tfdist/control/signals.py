@@ -7,10 +7,9 @@ that all save (and stop) at the same step, whichever worker got the signal.
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import signal
-import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +18,8 @@ from tfdist.control.exit_codes import ExitCode
 from tfdist.control.terminal import say_at_once
 
 _SAME_REQUEST_SECONDS = 1.0
-_SAME_GROUP_SECONDS = 0.3  # for which a worker may take no notice of a signal that its group got
-_LATE_SECONDS = 0.1  # by which a process that it has forked may notice the signal later than the worker
 _IGNORED_IN_A_FORK = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_asked = mmap.mmap(-1, 8)  # shared with forked processes: when this worker was asked to stop; see `_dies_alone`
+_masks = threading.local()  # the signals that a thread that forks had blocked before
 
 
 def on_hangup(handler: Callable[..., Any]) -> None:
@@ -81,8 +78,6 @@ class SignalRequests:
             how = "; training was over" if self.all_saved else ", without saving"
             say_at_once(f"tfdist: second SIGTERM: ending at once{how}.")
             os._exit(128 + signal.SIGTERM)
-        if not self.all_saved:  # after that it needs its helpers no more
-            _asked[:] = struct.pack("d", time.monotonic())
         if self._signalled:
             return
         self._signalled = self.stop = True
@@ -99,26 +94,25 @@ class SignalRequests:
 
 @functools.cache  # once per process: what is registered stays
 def _have_forks_drop_handlers() -> None:
-    os.register_at_fork(after_in_child=_drop_handlers)
+    os.register_at_fork(before=_hold_sigterm, after_in_parent=_let_sigterm_through, after_in_child=_drop_handlers)
+
+
+def _hold_sigterm() -> None:
+    """Python forgets a signal that comes between the fork and `_drop_handlers`; a blocked one comes afterwards."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_sigterm_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
 def _drop_handlers() -> None:
-    """What a forked process does on a signal for which its parent has a handler. An engine or a terminal may send it to
-    a whole group of processes: it asks only the workers for something, and these still need what they have forked."""
+    """What a forked process does on a signal for which its parent has a handler. SIGTERM ends it, by the system's own
+    handler: one of Python's would be called too late if the signal came just before a call that waits, say for a queue.
+    The others ask only the worker for something, also if they are sent to its whole group of processes."""
     for number in _IGNORED_IN_A_FORK:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_IGN)
     if callable(signal.getsignal(signal.SIGTERM)):
-        signal.signal(signal.SIGTERM, _dies_alone)
-
-
-def _dies_alone(*_: Any) -> None:
-    """Ends a forked process that is asked to end, unless its worker is asked to save and stop at the same time, and
-    notices it: within a long call of TensorFlow it does not. What was sent after the worker's signal comes from the
-    worker itself, which waits for the end of this process."""
-    now = time.monotonic()
-    time.sleep(_SAME_GROUP_SECONDS)
-    (worker_asked,) = struct.unpack("d", _asked[:])
-    if not -_LATE_SECONDS <= worker_asked - now <= _SAME_GROUP_SECONDS:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+    _let_sigterm_through()

@@ -93,13 +93,14 @@ def test_a_closed_terminal_asks_to_stop_but_not_under_nohup(before, code):
 
 
 FORKS = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 from tfdist.control.signals import SignalRequests
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # not under nohup
 signal.signal(signal.SIGUSR2, lambda *_: None)  # telemetry/profiler.py
 for _ in range(2):  # a process may install them for several groups of workers
     SignalRequests().install()
 ours = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+waiting = multiprocessing.Semaphore(0)
 told, tell = os.pipe()
 helper = os.fork()
 if not helper:
@@ -111,45 +112,25 @@ for name in ("USR1", "USR2", "HUP"):
     os.kill(helper, getattr(signal, f"SIG{name}"))
 time.sleep(0.2)
 assert os.waitpid(helper, os.WNOHANG) == (0, 0)
-os.killpg(0, signal.SIGTERM)  # asks this process to save and stop, for which it needs its helper
-time.sleep(1)
-assert os.waitpid(helper, os.WNOHANG) == (0, 0)
-os.kill(helper, signal.SIGTERM)
-deadline = time.monotonic() + 10
-while not (ended := os.waitpid(helper, os.WNOHANG))[0]:
-    if time.monotonic() > deadline:
-        os.kill(helper, signal.SIGKILL)
-        sys.exit("SIGTERM did not end it")
-    time.sleep(0.01)
-assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGTERM
+
+def asked_to_end(helper):
+    os.kill(helper, signal.SIGTERM)
+    deadline = time.monotonic() + 10
+    while not (ended := os.waitpid(helper, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(helper, signal.SIGKILL)
+            sys.exit("SIGTERM did not end it")
+        time.sleep(0.001)
+    assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGTERM
+
+asked_to_end(helper)
+for number in range(60):  # at any moment after the fork, also as it begins to wait
+    if not (helper := os.fork()):
+        waiting.acquire()
+    time.sleep(0.0001 * (number % 8))
+    asked_to_end(helper)
 assert ours == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
 """
-
-
-@pytest.mark.parametrize(
-    ("after", "all_saved", "ends"),
-    [
-        (-0.25, False, False),  # sent to the group, while the worker was in a call of TensorFlow
-        (0.02, False, False),  # sent to the group, while the helper was in a call
-        (0.15, False, True),  # by its worker, which waits for it
-        (60, False, True),
-        (-60, False, True),
-        (0.02, True, True),  # nobody needs it any more
-    ],
-)
-def test_a_helper_is_spared_only_by_a_signal_to_the_group(requests, clock, monkeypatch, after, all_saved, ends):
-    """A worker that had just been asked to save ended its helpers, and waited for them for ever. after: seconds from
-    the worker's handler to the helper's."""
-    killed = []
-    monkeypatch.setattr(signals.os, "kill", lambda pid, number: killed.append(number))
-    monkeypatch.setattr(signals.signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(signals.time, "sleep", lambda seconds: None)
-    requests.all_saved = all_saved
-    signals._asked[:] = bytes(8)
-    requests._on_stop(signal.SIGTERM)
-    clock.seconds += after
-    signals._dies_alone()
-    assert killed == [signal.SIGTERM] * ends
 
 
 def test_a_process_that_is_forked_ends_when_it_is_asked_to():
