@@ -7,7 +7,8 @@ to what a layer owns without its nested layers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -195,6 +196,24 @@ def in_the_call_as_it_is() -> Iterator[None]:
             vars(around).clear()
             vars(around).update(attributes)
         set_global_attribute("current_call_ctx", around)
+
+
+def current_call() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns a function that makes context managers in which layers are called as part of the call that is current
+    now, also when it is over. Relies on the same attribute, an object that holds what layers were told; without it
+    layers inside a recomputed layer take training for inference in the backward pass."""
+    kept = copy.copy(get_global_attribute("current_call_ctx"))
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        around = get_global_attribute("current_call_ctx")
+        set_global_attribute("current_call_ctx", copy.copy(kept))
+        try:
+            yield
+        finally:
+            set_global_attribute("current_call_ctx", around)
+
+    return again
 
 
 def is_training(given: Any) -> bool:

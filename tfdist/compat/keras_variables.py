@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 
 
@@ -61,6 +62,13 @@ def value_without_autocast(variable: keras.Variable) -> Any:
     """The value in the type in which it is stored. Relies on keras.src's `AutocastScope`; there is no public way."""
     with AutocastScope(None):
         return variable.value
+
+
+def has_value_in_scope(variable: keras.Variable) -> bool:
+    """Whether a stateless scope around gives the variable a value. Relies on keras.src's `get_stateless_scope`; without
+    it a layer inside another one under ZeRO-3 would gather its variables again."""
+    scope = get_stateless_scope()
+    return scope is not None and scope.get_current_value(variable) is not None
 
 
 def autocast_dtype() -> str | None:

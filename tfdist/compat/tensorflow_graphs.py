@@ -74,6 +74,30 @@ def kinds_made_here(graph: tf.Graph, since: int) -> set[str]:
     return _kinds(nodes, graph.as_graph_def().library.function if calls else ())[0]
 
 
+def taken_from_before(graph: tf.Graph, since: int) -> list[tf.Tensor]:
+    """The floating tensors of the first `since` operations that later ones of this replica take. Relies on the same."""
+    mine = _replicas(f"{tf.get_current_name_scope()}/")
+    operations = graph.get_operations()
+    older = {id(operation) for operation in operations[:since]}
+    made = (operation for operation in operations[since:] if _replicas(operation.name) == mine)
+    taken = {id(tensor): tensor for operation in made for tensor in operation.inputs if tensor.dtype.is_floating}
+    return [tensor for tensor in taken.values() if id(tensor.op) in older]
+
+
+def is_made_of_variables(tensor: tf.Tensor) -> bool:
+    """Whether a gradient with respect to some floating variable may flow through a tensor of a graph."""
+    seen, waiting = set(), [tensor.op]
+    while waiting:
+        operation = waiting.pop()
+        if operation.type in ("ReadVariableOp", "ResourceGather") and operation.outputs[0].dtype.is_floating:
+            return True
+        if id(operation) in seen or operation.type == "StopGradient":
+            continue
+        seen.add(id(operation))
+        waiting += [each.op for each in operation.inputs]
+    return False
+
+
 def _replicas(name: str) -> list[str]:
     return re.findall(r"(?:^|/)replica_(\d+)/", name)
 

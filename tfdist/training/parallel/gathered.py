@@ -1,7 +1,9 @@
 """Stage 3 of ZeRO in the model: layers hold shards, and gather their full variables while they are called.
 
 Each layer with trainable variables of its own gathers them when it is called, and frees them afterwards; in the
-backward pass it gathers them again, and its gradients are reduce-scattered into shards. TensorFlow would start all
+backward pass it gathers them again, and its gradients are reduce-scattered into shards. Layers inside such a layer are
+gathered with it, as it is called as a whole in the backward pass, too. So are the cells of an RNN, which keeps their
+dropout masks from step to step. TensorFlow would start all
 gathers at once, as they depend on no data. So the gather of a layer waits for the input of the layer called before it:
 one layer's parameters are on the way while another's are in use, and no more are held. The backward pass does the same
 in reverse. There a gather also waits for the gradient shards of the layer before last, lest a pass that runs ahead of
@@ -10,7 +12,8 @@ the network fill memory with whole gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -27,25 +30,15 @@ def gather_layers(
     model: keras.Model, variables: Sequence[keras.Variable], shards: Sequence[keras.Variable], groups: Sequence[Group]
 ) -> None:
     """Replaces `variables` of the model's layers by `shards`, each over its group, in place, and frees the memory of
-    `variables`.
-
-    All variables of one layer must have the same group.
-    """
-    shard_of = {id(variable): shard for variable, shard in zip(variables, shards, strict=True)}
-    group_of = {id(variable): group for variable, group in zip(variables, groups, strict=True)}
+    `variables`."""
+    sharded = {
+        id(variable): _Sharded(variable, shard, group)
+        for variable, shard, group in zip(variables, shards, groups, strict=True)
+    }
     turns = _Turns(_Turn(), _Turn())
     for layer in keras_layers.all_layers(model):
-        own_variables = [
-            variable for variable in keras_layers.own_trainable_variables(layer) if id(variable) in shard_of
-        ]
-        if own_variables:
-            _gather_when_called(
-                layer,
-                own_variables,
-                [shard_of[id(variable)] for variable in own_variables],
-                group_of[id(own_variables[0])],
-                turns,
-            )
+        if isinstance(layer, keras.layers.RNN) or _sharded_of([layer], sharded):
+            _gather_when_called(layer, _sharded_of(keras_layers.all_layers(layer), sharded), turns)
     for variable in variables:
         forbid_use(
             variable,
@@ -54,27 +47,52 @@ def gather_layers(
         )
 
 
-def _gather_when_called(
-    layer: keras.Layer, own_variables: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: _Turns
-) -> None:
-    layout = ShardLayout([variable.shape for variable in own_variables], group)
+class _Sharded(NamedTuple):
+    """A variable, what this worker holds of it, and the group that holds all of it; the compute type of its layer, if
+    that is an inner one."""
+
+    variable: keras.Variable
+    shard: keras.Variable
+    group: Group
+    dtype: str | None = None
+
+
+def _sharded_of(layers: Sequence[keras.Layer], sharded: Mapping[int, _Sharded]) -> list[_Sharded]:
+    """The sharded variables of these layers, each once: of the first layer itself, then of those inside it."""
+    found = {
+        id(variable): sharded[id(variable)]._replace(dtype=layer.compute_dtype if layer is not layers[0] else None)
+        for layer in reversed(layers)
+        for variable in keras_layers.own_trainable_variables(layer)
+        if id(variable) in sharded
+    }
+    return list(reversed(found.values()))
+
+
+def _gather_when_called(layer: keras.Layer, held: list[_Sharded], turns: _Turns) -> None:
+    layouts = [
+        (places, ShardLayout([held[place].variable.shape for place in places], held[places[0]].group))
+        for places in _of_each_group(held)
+    ]
     states = layer.non_trainable_variables
     inner = layer.call
 
     def call(*arguments: Any, **options: Any) -> Any:
+        if all(keras_variables.has_value_in_scope(each.variable) for each in held):
+            return inner(*arguments, **options)  # the layer around it has gathered them
+
         def bind(values: list[tf.Tensor], is_second: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
             with tf.control_dependencies((turns.backward if is_second else turns.forward).take(first)):
-                # In the layer's compute dtype: half as many bytes travel, and the layer would round to it anyway.
-                values = [
-                    tf.identity(keras_variables.autocast(variable, value))
-                    for variable, value in zip(own_variables, values, strict=True)
-                ]
-            return list(zip(own_variables, layout.gather(values), strict=True))
+                values = [tf.identity(_rounded(each, value)) for each, value in zip(held, values, strict=True)]
+            return [
+                (held[place].variable, whole)
+                for places, layout in layouts
+                for place, whole in zip(places, layout.gather([values[place] for place in places]), strict=True)
+            ]
 
         return recomputed(
             lambda nest: inner(*nest[0], **nest[1]),
             (arguments, options),
-            shards,
+            [each.shard for each in held],
             states,
             layer,
             bind,
@@ -82,6 +100,21 @@ def _gather_when_called(
         )
 
     layer.call = call
+
+
+def _of_each_group(held: Sequence[_Sharded]) -> list[list[int]]:
+    """The places of the variables of each group."""
+    places: dict[Group, list[int]] = {}
+    for place, each in enumerate(held):
+        places.setdefault(each.group, []).append(place)
+    return list(places.values())
+
+
+def _rounded(each: _Sharded, value: tf.Tensor) -> tf.Tensor:
+    """In the compute type of its layer: half as many bytes travel, and the layer would round to it anyway."""
+    around = contextlib.nullcontext() if each.dtype is None else keras_variables.autocast_to(each.dtype)
+    with around:
+        return keras_variables.autocast(each.variable, value)
 
 
 class _Turn:

@@ -8,16 +8,24 @@ see the same state, and it advances only once.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras_layers import keep_message
+from tfdist.compat.keras_layers import current_call, keep_message
+from tfdist.compat.keras_tensors import carry_mask, mask_of, taken_apart
 from tfdist.compat.keras_variables import autocast_dtype, autocast_to
 from tfdist.compat.tensorflow_functions import functions_inline
-from tfdist.compat.tensorflow_graphs import draws_anew, kinds_made_here, sets_state
+from tfdist.compat.tensorflow_graphs import (
+    draws_anew,
+    is_made_of_variables,
+    kinds_made_here,
+    sets_state,
+    taken_from_before,
+)
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.seeds import states_beside
 
@@ -51,14 +59,16 @@ def recomputed(
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     made = _Recomputed(function, inputs, parameters, states, bind, on_gradients)
-    results = made.run()
+    results = made.run(owner)
     _refuse_what_comes_out_otherwise(kinds_made_here(graph, before), owner)
+    given = (*made.leaves, *made.starts, *made.values)
+    _refuse_what_comes_in_otherwise(taken_from_before(graph, before), given, owner)
     for place, end in zip(made.changed, results[len(results) - len(made.changed) :], strict=True):
         states[place].assign(end)
     outputs = len(results) - len(made.changed) - made.losses
     for loss in results[outputs : outputs + made.losses]:
         owner.add_loss(loss)
-    return tf.nest.pack_sequence_as(made.structure, results[:outputs])
+    return made.put_together(results[:outputs])
 
 
 def _refuse_what_comes_out_otherwise(kinds: set[str], owner: keras.Layer) -> None:
@@ -74,7 +84,23 @@ def _refuse_what_comes_out_otherwise(kinds: set[str], owner: keras.Layer) -> Non
         )
     else:
         return
-    raise keep_message(
+    raise _refusal(owner, what)
+
+
+def _refuse_what_comes_in_otherwise(taken: Sequence[tf.Tensor], given: Sequence[Any], owner: keras.Layer) -> None:
+    """Raises ConfigError for tensors that would get no gradient, as they are no arguments of the call."""
+    known = set(map(id, given))
+    for tensor in taken:
+        if id(tensor) not in known and is_made_of_variables(tensor):
+            raise _refusal(
+                owner,
+                f"takes the tensor {tensor.name} otherwise than as an argument of its call (another layer has kept it,"
+                " or it is in an object), so that it would get no gradient: pass it as an argument",
+            )
+
+
+def _refusal(owner: keras.Layer, what: str) -> Exception:
+    return keep_message(
         ConfigError(
             "--recompute and --zero=3 recompute layers in the backward pass, but the block that ends with layer"
             f" {owner.name} {what}, or drop the flag."
@@ -99,20 +125,31 @@ class _Recomputed:
         self.bind, self.on_gradients = bind, on_gradients
         self.leaves = tf.nest.flatten(inputs)
         self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
-        self.compute_dtype = autocast_dtype()  # Keras knows none in the backward pass
+        # Keras knows neither in the backward pass.
+        self.compute_dtype, self.call_again = autocast_dtype(), current_call()
         # Not rounded: a layer inside rounds to its own compute dtype anyway, and values that are written back must not
         # be rounded.
         with autocast_to(None):
             self.starts = [tf.convert_to_tensor(state.value) for state in states]
             self.values = [tf.convert_to_tensor(parameter.value) for parameter in parameters]
-        self.structure, self.losses = None, 0
+        self.put_together: Callable[[Sequence[tf.Tensor]], Any] = lambda tensors: None
+        self.losses = 0
         self.changed: list[int] = []  # places of the states to which the function gives another value
 
-    def run(self) -> list[tf.Tensor]:
+    def run(self, owner: keras.Layer) -> list[tf.Tensor]:
         @tf.custom_gradient
         def run(*tensors: tf.Tensor):
             results = self.compute(tensors, False, tensors[0])
-            return results, lambda *upstream: self.gradient(tensors, upstream[: len(results) - len(self.changed)])
+
+            def gradient(*upstream: tf.Tensor, variables: Sequence[tf.Variable] = ()) -> list[tf.Tensor | None]:
+                if variables:
+                    names = ", ".join(variable.name for variable in variables)
+                    raise _refusal(
+                        owner, f"uses variables that are none of its layers' ({names}): let a layer hold them"
+                    )
+                return self.gradient(tensors, upstream[: len(results) - len(self.changed)])
+
+            return results, gradient
 
         results: Any = run(*(self.leaves[place] for place in self.places), *self.values)
         return list(results) if isinstance(results, list | tuple) else [results]
@@ -121,6 +158,8 @@ class _Recomputed:
         filled = list(self.leaves)
         for place, tensor in zip(self.places, tensors[: len(self.places)], strict=True):
             filled[place] = tensor
+            if (mask := mask_of(self.leaves[place])) is not None:
+                carry_mask(tensor, mask)
         values = list(tensors[len(self.places) :])
         with autocast_to(None):  # so that Keras' scope does not round the values
             scope = keras.StatelessScope(list(zip(self.states, self.starts, strict=True)), collect_losses=True)
@@ -130,12 +169,15 @@ class _Recomputed:
                 zip(self.parameters, values, strict=True) if self.bind is None else self.bind(values, is_second, first)
             ):
                 scope.add_update(update)
-            with functions_inline(), scope:  # a tf.function of a layer would keep the first forward pass's tensors
-                self.structure = self.function(tf.nest.pack_sequence_as(self.inputs, filled))
-        self.losses = len(scope.losses)
+            again = self.call_again() if is_second else contextlib.nullcontext()
+            # A tf.function of a layer would keep the first forward pass's tensors.
+            with functions_inline(), again, scope:
+                outputs, put_together = taken_apart(self.function(tf.nest.pack_sequence_as(self.inputs, filled)))
+        if not is_second:
+            self.put_together, self.losses = put_together, len(scope.losses)
         ends = [scope.get_current_value(state) for state in self.states]
         self.changed = [place for place, (start, end) in enumerate(zip(before, ends, strict=True)) if end is not start]
-        results = [*tf.nest.flatten(self.structure), *scope.losses, *(ends[place] for place in self.changed)]
+        results = [*outputs, *scope.losses, *(ends[place] for place in self.changed)]
         return [tf.convert_to_tensor(result) for result in results]
 
     def gradient(self, tensors: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
