@@ -6,6 +6,7 @@ that of tfdist.train.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from tfdist.artifacts.manifest import CRC
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.snapshot_folder import FolderOptions, Snapshot, SnapshotFolder
 from tfdist.artifacts.writer import SnapshotWriter
-from tfdist.control.exit_codes import CheckpointError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
+from tfdist.control.own_files import check_owner
 from tfdist.control.terminal import say
 
 
@@ -46,7 +48,15 @@ class BackupFolder:
     def newest(self, others: Sequence[BackupFolder] = ()) -> Snapshot | None:
         """Returns the newest valid backup. Those that are damaged are told and set aside: else they would count as the
         newest, and later ones would be removed. Raises CheckpointError if only damaged ones are there, and no valid one
-        in any of the `others`, from which the same fit can be resumed."""
+        in any of the `others`, from which the same fit can be resumed; ConfigError if the folder cannot be used."""
+        if self._writes and os.path.isdir(self.store.directory):
+            try:
+                check_owner(self.store.directory)
+            except OSError as error:
+                raise ConfigError(
+                    f"The folder {self.store.directory} cannot be used ({error.strerror}): name a folder of your own"
+                    " that can be written."
+                ) from None
         found, damaged = self.store.newest_valid()
         if damaged and found is None:
             in_others = [each.store.newest_valid() for each in others]

@@ -1,19 +1,34 @@
 """Writes, locks and removes files in a folder to which others may have written as well: a symbolic link that they have
-put there must not lead our process to a file elsewhere.
+put there must not lead our process to a file elsewhere. Checks whether a folder is another user's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 _OWN = 0o666  # less the umask, as in `open`
+
+
+def check_owner(folder: str | Path) -> None:
+    """Raises PermissionError if a folder belongs to another user, who could put files of his own in the place of ours;
+    OSError if no file can be made there.
+
+    The folder may belong to root, as volumes do. A network file system may give our files another owner than this
+    process. In a container, root works in folders of its user.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        ours = os.fstat(file.fileno()).st_uid
+    if os.geteuid() and os.stat(folder).st_uid not in (ours, 0):
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
 
 
 @contextlib.contextmanager

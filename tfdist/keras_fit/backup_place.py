@@ -16,6 +16,7 @@ from typing import Protocol
 from tfdist.artifacts import backup_file
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import held as lease_of_folder
+from tfdist.control.own_files import check_owner
 from tfdist.control.run_address import check_address, is_url
 from tfdist.control.terminal import say
 from tfdist.keras_fit.backup_content import BackupContent
@@ -67,6 +68,7 @@ class _Folder:
     @contextlib.contextmanager
     def held(self, job: str) -> Iterator[None]:
         self._folder.mkdir(parents=True, exist_ok=True)
+        check_owner(self._folder)
         with lease_of_folder(self._folder, job, name=f"BackupAndRestore's folder {self._folder}"):
             yield
 

@@ -80,7 +80,7 @@ def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Ite
                 holding.enter_context(backup_place(folder).held(job_identity(os.environ, resolve_cluster(os.environ))))
             except OSError as error:
                 raise ConfigError(
-                    f"BackupAndRestore's folder {folder} cannot be created ({error.strerror or error}): choose another."
+                    f"BackupAndRestore's folder {folder} cannot be used ({error.strerror or error}): choose another."
                 ) from error
 
         if found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from tfdist.artifacts import restore
@@ -12,6 +11,7 @@ from tfdist.artifacts.manifest import CRC, SHA
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import Lease, job_identity
+from tfdist.control.own_files import check_owner
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import SNAPSHOTS, backup_folder, is_url
 from tfdist.control.status_file import STATUS_FILE
@@ -43,17 +43,17 @@ def lease(place: str, run_folder: Path) -> Lease | None:
 
 
 def _make(name: str, place: str) -> None:
-    """Raises ConfigError if it cannot be made or written: else each backup would fail, unnoticed at the start."""
+    """Raises ConfigError if it cannot be made or written: else each backup would fail, unnoticed at the start; and if
+    it belongs to another user."""
     try:
         os.makedirs(name, 0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=name):
-            pass
+        check_owner(name)
     except OSError as error:
         if is_url(place):
             raise ConfigError(
-                f"--backup_dir={place}: its copy on this machine, {name}, cannot be written ({error.strerror}): choose"
+                f"--backup_dir={place}: its copy on this machine, {name}, cannot be used ({error.strerror}): choose"
                 " another --cache_dir, or make room there."
             ) from None
         raise ConfigError(
-            f"--backup_dir={name} cannot be used ({error.strerror}): name a folder that can be written."
+            f"--backup_dir={name} cannot be used ({error.strerror}): name a folder of your own that can be written."
         ) from None

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tests.unit.control.test_own_files import let_own
 from tfdist.artifacts import backup_checks
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.data_order import NoOrder
@@ -195,6 +196,13 @@ def test_a_backup_that_cannot_be_written_is_told_and_does_not_count(tmp_path, mo
 
 
 @pytest.mark.slow
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    """He could put weights of his own there, which were restored without a word."""
+    let_own(monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match=f"^The folder {tmp_path} cannot be used .it belongs to another user.: name"):
+        fit([BackupAndRestore(tmp_path)])
+
+
 def test_another_model_is_refused(tmp_path):
     fit([BackupAndRestore(tmp_path, delete_checkpoint=False)])
     with pytest.raises(CheckpointError, match="does not fit"):

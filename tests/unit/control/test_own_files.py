@@ -1,5 +1,6 @@
 """Links that somebody has put into a folder lead no writing and no removal elsewhere."""
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -9,6 +10,7 @@ import pytest
 from tfdist.control.own_files import (
     _not_by_a_link,
     appended_to,
+    check_owner,
     flush_to_disk,
     lock,
     locked,
@@ -74,3 +76,40 @@ def test_a_lock_is_one_process_s(tmp_path):
     with pytest.raises(OSError, match="symbolic"):
         locked(tmp_path / "link", fcntl.LOCK_EX)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def let_own(monkeypatch, folder, owner=1001, user=1000, gets=1000):
+    """Makes `owner` the owner of a folder in which the files of this process, one of `user`, are of `gets`."""
+    stat, fstat = os.stat, os.fstat
+
+    def owned_by(owner, status):
+        return os.stat_result((*status[:4], owner, *status[5:]))
+
+    def of(path, **how):
+        return owned_by(owner, stat(path, **how)) if str(path) == str(folder) else stat(path, **how)
+
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "fstat", lambda descriptor: owned_by(gets, fstat(descriptor)))
+    monkeypatch.setattr(os, "stat", of)
+
+
+@pytest.mark.parametrize(
+    ("user", "gets", "owner", "refused"),
+    [
+        (1000, 1000, 1000, False),
+        (1000, 1000, 1001, True),
+        (1000, 1000, 0, False),  # a volume of Kubernetes
+        (1000, 65534, 65534, False),  # a network file system that gives all files one owner
+        (0, 0, 1000, False),  # a container in a folder of its user
+    ],
+)
+def test_a_folder_that_another_user_has_made_is_not_ours(user, gets, owner, refused, monkeypatch, tmp_path):
+    """gets: the owner of a file that the user makes there."""
+    let_own(monkeypatch, tmp_path, owner, user, gets)
+    with pytest.raises(PermissionError, match="it belongs to another user") if refused else contextlib.nullcontext():
+        check_owner(str(tmp_path))
+
+
+def test_a_folder_in_which_nothing_can_be_made_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        check_owner(str(tmp_path / "missing"))

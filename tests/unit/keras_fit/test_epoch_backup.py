@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.unit.control.test_own_files import let_own
 from tfdist.artifacts import backup_checks, backup_file, callback_state
 from tfdist.compat import keras_epochs
 from tfdist.control import lease
@@ -24,7 +25,7 @@ from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
 from tfdist.data.tuning import untuned
 from tfdist.keras_fit.backup_place import FILE
-from tfdist.keras_fit.epoch_backup import EpochBackup
+from tfdist.keras_fit.epoch_backup import EpochBackup, held
 from tfdist.runtime.one_device import OneDevice
 
 
@@ -456,6 +457,18 @@ def test_of_two_jobs_on_one_folder_the_second_is_refused(tmp_path, monkeypatch):
         fit(1)
     assert fit(1) == [0] and fit(2) == [0, 1]  # nor does a job stand in its own way
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    """He could put weights of his own there, which were restored without a word."""
+    let_own(monkeypatch, tmp_path)
+    with (
+        pytest.raises(
+            ConfigError, match=f"^BackupAndRestore's folder {tmp_path} cannot be used .it belongs to another"
+        ),
+        held([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice()),
+    ):
+        pass
 
 
 def test_no_data_is_read_with_the_tuner():

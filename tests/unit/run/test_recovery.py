@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.stores.s3_server import BUCKET
+from tests.unit.control.test_own_files import let_own
 from tfdist.artifacts.restore import LossContinuity
 from tfdist.config import Config
 from tfdist.config.run_options import RunConfig
@@ -372,6 +373,17 @@ def test_a_newer_backup_of_another_run_is_not_gone_on_from(tmp_path):
         second.restore()
     second.files.close()
     assert recovery_of(tmp_path / "three", **flags).restore()[1] == 6  # where the first run's folder is lost
+
+
+def test_backups_in_the_folder_of_another_user_are_refused(monkeypatch, tmp_path):
+    """He could put weights of his own there, which were restored without a word."""
+    folder = tmp_path / "backup"
+    folder.mkdir()
+    let_own(monkeypatch, folder)
+    with pytest.raises(
+        ConfigError, match=r"^--backup_dir=.*/backup cannot be used \(it belongs to another user\): name"
+    ):
+        recovery_of(tmp_path, backup_dir=str(folder), backup_every=2)
 
 
 def test_bad_numbers_without_a_snapshot_lead_nowhere(tmp_path):
