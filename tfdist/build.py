@@ -241,12 +241,13 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
     """Replaces indirect settings (--epochs, --micro_batch) by the resulting numbers."""
     steps = config.run.steps
     if not steps:
+        epochs = config.run.epochs
+        size = int(split.stream(0, 1).cardinality()) if split.size is None else split.size  # below 0: not known
+        steps = math.ceil(epochs * size / plan.global_batch)
         if split.size is None:
-            raise ConfigError(
-                f"--epochs={config.run.epochs:g} needs a source of known size, unlike --source={config.data.source}:"
-                " use --steps."
-            )
-        steps = math.ceil(config.run.epochs * split.size / plan.global_batch)
+            example = f", for example --steps={steps} for {epochs:g} passes over its {size} samples" if size > 0 else ""
+            what = f"--epochs={epochs:g} does not work with --source={config.data.source}, which is read as a stream"
+            raise ConfigError(f"{what}: use --steps{example}.")
     # A limit on the micro-batch remains a limit: another number of workers may need another accumulation.
     limited = bool(config.batch.global_batch and config.batch.micro_batch and not config.batch.accumulation)
     batch = {} if limited else {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "micro_batch": 0}
