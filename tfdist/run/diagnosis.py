@@ -36,7 +36,7 @@ class Diagnosis:
             found = self.flaws(evaluated)
             if not found:
                 raise
-            raise DivergedError(f"{error} {found}") from error
+            raise DivergedError(f"{found} Repair or leave out such samples first. {error}") from error
         except tf.errors.InvalidArgumentError as error:
             label = bad_label(error)
             sentence = label.sentence if label else missing_row(error)
