@@ -3,7 +3,7 @@
 import pytest
 
 from tfdist.control.exit_codes import DivergedError
-from tfdist.run.diagnosis import Diagnosis
+from tfdist.run.bad_samples import BadSamples
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,8 @@ from tfdist.run.diagnosis import Diagnosis
     ],
 )
 def test_the_cause_comes_before_what_else_may_help(found, beginning, monkeypatch):
-    monkeypatch.setattr(Diagnosis, "flaws", lambda self, evaluated: found)
+    monkeypatch.setattr(BadSamples, "flaws", lambda self, evaluated: found)
     said = "Loss became NaN between step 0 and 5 (loss nan): lower --learning_rate."
-    with pytest.raises(DivergedError) as error, Diagnosis(None, None, 0, print).naming():
+    with pytest.raises(DivergedError) as error, BadSamples(None, None, 0, print).naming():
         raise DivergedError(said)
     assert str(error.value) == beginning.format(found) + said
