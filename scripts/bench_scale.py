@@ -26,7 +26,7 @@ from pathlib import Path
 from bench_planner import BARE, train  # adds the repository to sys.path
 
 from tests.e2e.job import ENVIRONMENT
-from tfdist.communication.fit import fit_line
+from tfdist.communication.alpha_beta import fit_line
 from tfdist.communication.measurement import Measurement
 from tfdist.planner.hardware import NETWORKS
 

@@ -164,12 +164,12 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     rows = _first_rows(config, train_split)
     added = row_trials.check_rows(config, runtime, model, objective, plan, rows)
     idle = connected.unconnected(config, runtime, model, objective, spec)
-    on_axes = None
+    mesh_parts = None
     if on_mesh(runtime):
-        on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan, lambda number: rows(number)[0])
-    if not on_axes:
+        mesh_parts = compose_mesh(config, runtime, model, optimizer, objective, plan, lambda number: rows(number)[0])
+    if not mesh_parts:
         _build_whole(config, runtime, model, optimizer)
-    objective = with_dropped(on_axes.objective if on_axes else objective, model)
+    objective = with_dropped(mesh_parts.objective if mesh_parts else objective, model)
     step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(
         runtime,
         model,
@@ -178,15 +178,15 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         loss_scale,
         options,
         spec,
-        Parallelism(on_axes.update, on_axes.pipeline, added) if on_axes else Parallelism(added=added),
+        Parallelism(mesh_parts.update, mesh_parts.pipeline, added) if mesh_parts else Parallelism(added=added),
     )
     composition_checks.check_best(config, step.metric_names if eval_split else None)
-    splits, first = (train_split, eval_split), (train_split, data)
-    job = Job(config, runtime, plan, *splits, model, optimizer, objective, schedule, step, parameters, first, warnings)
     if idle is not None:
         warnings += step.update.connected.fix(idle, len(model.trainable_variables))
-    if on_axes and on_mesh(runtime):
-        job.state = ShardedState(runtime, model, optimizer, step.variables, on_axes.update, on_axes.parts)
+    splits, first = (train_split, eval_split), (train_split, data)
+    job = Job(config, runtime, plan, *splits, model, optimizer, objective, schedule, step, parameters, first, warnings)
+    if mesh_parts and on_mesh(runtime):
+        job.state = ShardedState(runtime, model, optimizer, step.variables, mesh_parts.update, mesh_parts.parts)
     return job
 
 
@@ -241,12 +241,13 @@ def resolve(config: Config, plan: BatchPlan, split: Split) -> Config:
     """Replaces indirect settings (--epochs, --micro_batch) by the resulting numbers."""
     steps = config.run.steps
     if not steps:
+        epochs = config.run.epochs
+        size = int(split.stream(0, 1).cardinality()) if split.size is None else split.size  # below 0: not known
+        steps = math.ceil(epochs * size / plan.global_batch)
         if split.size is None:
-            raise ConfigError(
-                f"--epochs={config.run.epochs:g} needs a source of known size, unlike --source={config.data.source}:"
-                " use --steps."
-            )
-        steps = math.ceil(config.run.epochs * split.size / plan.global_batch)
+            example = f", for example --steps={steps} for {epochs:g} passes over its {size} samples" if size > 0 else ""
+            what = f"--epochs={epochs:g} does not work with --source={config.data.source}, which is read as a stream"
+            raise ConfigError(f"{what}: use --steps{example}.")
     # A limit on the micro-batch remains a limit: another number of workers may need another accumulation.
     limited = bool(config.batch.global_batch and config.batch.micro_batch and not config.batch.accumulation)
     batch = {} if limited else {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "micro_batch": 0}

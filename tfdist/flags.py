@@ -37,6 +37,22 @@ _WRITTEN = "# Written by tfdist"  # in such files, values are taken literally
 _MOST_BYTES = 2**20  # limit for a flag file; a device has no end
 
 
+# What is meant -> what users of Keras, PyTorch, Hugging Face or the launcher type for it.
+OTHER_NAMES = {
+    "--global_batch (samples of a step, of all workers together)": ("batch_size", "batch"),
+    "--learning_rate": ("lr",),
+    "--sequence_length": ("seq_len", "seq_length", "max_length"),
+    "--accumulation": ("gradient_accumulation_steps", "grad_accum"),
+    "--clip_norm": ("max_grad_norm", "clipnorm"),
+    "--precision": ("dtype", "mixed_precision", "amp", "fp16", "bf16"),
+    "--run_dir": ("output_dir", "log_dir", "logdir"),
+    "--source": ("dataset",),
+    "`python -m tfdist.launch --workers=2 -- FLAGS`": ("workers", "num_workers", "nproc_per_node"),
+    "CUDA_VISIBLE_DEVICES (a worker uses all GPUs that it sees)": ("gpus", "gpu", "num_gpus"),
+}
+_MEANT = {name: meant for meant, names in OTHER_NAMES.items() for name in names}
+
+
 class Parsed(NamedTuple):
     """The result of parsing a command line."""
 
@@ -247,8 +263,9 @@ def _sentence(error: Exception, before: CommandParser | None) -> str:
     if unknown and before and f"--{unknown.group(1)}" in [flag.name for flag in before.flags()]:
         return f"--{unknown.group(1)} is a flag of {before.prog}: put it before `--`."
     if unknown:
-        hint = unknown.group(2).strip() or "`--help` lists them."
-        return f"--{unknown.group(1)} is not a flag of this command. {hint}"
+        name, near = unknown.group(1), unknown.group(2).strip().replace(" ?", "?")
+        hint = f"Did you mean {_MEANT[name]}?" if name in _MEANT else near or "`--help` lists them."
+        return f"--{name} is not a flag of this command. {hint}"
     illegal = re.match(r"flag --(\w+)=(.*?): (.*)", text, re.DOTALL)
     if illegal:
         name, value, reason = illegal.groups()

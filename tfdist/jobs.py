@@ -25,7 +25,8 @@ import sys
 from pathlib import Path
 
 from tfdist import flags
-from tfdist.config import Config
+from tfdist.config import Config, iter_options
+from tfdist.config.options import is_switch
 from tfdist.control import exit_codes, jobspecs
 from tfdist.control.command_parser import module_named_in, program_command, split_at_dashes
 from tfdist.control.exit_codes import ConfigError
@@ -152,8 +153,22 @@ def _command(config: Config | None, arguments: list[str]) -> list[str]:
 
     `$` is doubled, since Kubernetes would replace $(NAME).
     """
-    arguments = flags.expand_flagfiles(arguments) if config else arguments
+    arguments = _each_once(flags.expand_flagfiles(arguments)) if config else arguments
     return ["python", *(argument.replace("$", "$$") for argument in _python_arguments(config, arguments))]
+
+
+def _each_once(arguments: list[str]) -> list[str]:
+    """Returns flags of tfdist.train with each flag once, as --name=value: of several, the last one counts."""
+    fields = {field.name: field for _, field in iter_options()}
+    found: dict[str, str] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, _ = argument.lstrip("-").partition("=")
+        field = fields.get(name) or fields.get(name.removeprefix("no"))
+        if field and not equals and not is_switch(field):
+            argument += f"={next(rest)}"
+        found[field.name if field else argument] = argument
+    return list(found.values())
 
 
 def _check_volume(options: argparse.Namespace, run_dir: str) -> None:

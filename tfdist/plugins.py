@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tfdist.control.exit_codes import ConfigError, TfdistError
@@ -88,8 +89,21 @@ def resolve(flag: str, name: str, known: Mapping[str, Any]) -> Callable:
     if not callable(found):
         module, _, function = target.rpartition(":")
         module = Path(module).stem if _is_path(module) else module
-        raise ConfigError(f"--{flag}={name}: the module {module} has no function {function!r}.")
+        there = ", ".join(_functions_of(sys.modules[module]))
+        raise ConfigError(
+            f"--{flag}={name}: the module {module} has no function {function!r}"
+            + (f"; it has {there}." if there else ".")
+        )
     return found
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    """The names of what a module itself defines and offers to be called."""
+    return [
+        name
+        for name, each in vars(module).items()
+        if callable(each) and not name.startswith("_") and getattr(each, "__module__", "") == module.__name__
+    ]
 
 
 def imported(flag: str, name: str, target: str) -> Any:

@@ -90,9 +90,9 @@ def write_page(runs: Sequence[RunLog], out: Path) -> None:
         raise ConfigError(
             f"--out={out} cannot be written ({error.strerror}): give a file in a folder that exists."
         ) from None
+    kept = ", ".join(f"in {run.name} {100 * run.goodput.fraction:.1f} %" for run in runs)
     print(
-        f"tfdist: wrote {out} ({len(page) / 1e6:.1f} MB): "
-        + "; ".join(f"{run.name} goodput {100 * run.goodput.fraction:.1f} %" for run in runs)
+        f"tfdist: wrote {out} ({len(page) / 1e6:.1f} MB): {kept} of the time went into steps that were kept (goodput)."
     )
 
 

@@ -159,7 +159,10 @@ def test_refusals(tmp_path):
     assert "length: ConfigError: Rank 0 is at 'batches', rank 1 at" in outputs[0]
     # The five that are taken, and the dataset that each shuffles without a seed.
     assert outputs[0].count("all use the chief's") == 6
-    assert "chief only: ConfigError: tfdist.evaluate: Rank 1 has reached the end of its script" in outputs[0]
+    assert (
+        "chief only: ConfigError: tfdist.evaluate: Rank 1 has reached the end of its script, while rank 0 is at"
+        " 'tfdist call': all workers" in outputs[0]
+    )
 
 
 @pytest.mark.parametrize("call", ["", "import tfdist\nassert tfdist.is_chief() in (True, False)\nraise SystemExit(0)"])

@@ -124,7 +124,7 @@ def _flags(case: Mapping[str, Any], place: str) -> dict[str, Any]:
 def _train(case: Mapping[str, Any], recovery: Any, told: Told, slow: bool, stop: int) -> None:
     """Does what Session does from its second phase on."""
     from tfdist.control.signals import SignalRequests
-    from tfdist.run.diagnosis import Diagnosis
+    from tfdist.run.bad_samples import BadSamples
     from tfdist.run.trainer import LocalTrainer, TrainerInputs
     from tfdist.telemetry.events import FanOut
     from tfdist.training.loop import train
@@ -159,7 +159,7 @@ def _train(case: Mapping[str, Any], recovery: Any, told: Told, slow: bool, stop:
         watchdog=SimpleNamespace(section=lambda name: contextlib.nullcontext()), faults=recovery.faults
     )
     hooks = _hooks_class(case["rolled"].get("nan_evaluations", ()))(
-        recovery, trainer, Diagnosis(job, recovery, first, print), observer, nowhere, signals, None
+        recovery, trainer, BadSamples(job, recovery, first, print), observer, nowhere, signals, None
     )
     if first == 0:
         recovery.save(0)

@@ -53,12 +53,23 @@ def test_nested_flag_file_is_found_beside_the_one_that_names_it(tmp_path):
         (["--flagfile"], ["--flagfile"]),
         (["--noshuffle=maybe"], ["--noshuffle=maybe", "switch"]),
         (["--data_dir=\udcff"], ["--data_dir=", "UTF-8"]),
+        (["--batch_size=64"], ["--batch_size is not a flag of this command. Did you mean --global_batch (samples"]),
+        (["--lr=0.1"], ["Did you mean --learning_rate?"]),
+        (["--workers=2"], ["Did you mean `python -m tfdist.launch --workers=2 -- FLAGS`?"]),
+        (["--step=3"], ["Did you mean: step_timeout, steps, steps_per_loop?"]),
     ],
 )
 def test_messages(argv, words):
     with pytest.raises(ConfigError) as error:
         flags.parse(argv)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_other_names_for_flags_are_no_flags_and_mean_flags():
+    names = {field.name for _, field in iter_options()}
+    for meant, others in flags.OTHER_NAMES.items():
+        assert meant.partition(" ")[0].removeprefix("--") in names or not meant.startswith("--"), meant
+        assert not names & set(others), others
 
 
 def test_bad_flag_files(tmp_path):

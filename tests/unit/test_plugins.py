@@ -63,7 +63,9 @@ def test_other_errors_stay_what_they_are():
 
 def test_a_file_is_taken_by_its_path(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
-    (tmp_path / "by_its_path.py").write_text("def model(): return 3\n")
+    (tmp_path / "by_its_path.py").write_text(
+        "import os.path\nfrom json import dumps\n\nX = 3\ndef model(): return X\ndef _rows(): pass\nclass Data: pass\n"
+    )
     (tmp_path / "json.py").write_text("def model(): return 3\n")
     assert resolve("model", f"{tmp_path}/by_its_path.py:model", {})() == 3
     monkeypatch.chdir(tmp_path)
@@ -72,7 +74,7 @@ def test_a_file_is_taken_by_its_path(tmp_path, monkeypatch):
         ("./other.py:model", r"--model=./other.py:model: there is no Python file ./other.py"),
         ("./by_its_path:model", "there is no Python file"),
         ("./json.py:model", "another module 'json'"),
-        ("./by_its_path.py:other", "has no function 'other'"),
+        ("./by_its_path.py:other", "the module by_its_path has no function 'other'; it has model, Data[.]$"),
     ):
         with pytest.raises(ConfigError, match=words):
             resolve("model", name, {})

@@ -91,8 +91,8 @@ def check_configuration(manifest: Mapping[str, Any], config: Config, path: str, 
         if saved.get(name) != now.get(name)
     ]
     raise CheckpointError(
-        f"{path} belongs to another configuration ({'; '.join(different)}): use its flags, choose another {flag}, or"
-        " allow it with --allow_config_change."
+        f"{path} belongs to another configuration ({'; '.join(different)}): use its flags, choose another {flag}, or,"
+        " if the variables are the same, allow it with --allow_config_change."
     )
 
 

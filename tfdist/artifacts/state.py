@@ -150,11 +150,13 @@ def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
             + ("; --allow_config_change continues without them." if unexpected else ".")
         )
     if missing or unexpected:
+        lacks = (
+            f"lacks {len(missing)} variables of this run (for example {described[missing[0]][0]})" if missing else ""
+        )
+        more = f"has {len(unexpected)} that this run lacks (for example {unexpected[0]})" if unexpected else ""
         raise CheckpointError(
-            f"The checkpoint does not fit the model and optimizer: it lacks {len(missing)}"
-            f" variables{f' ({described[missing[0]][0]}, ...)' if missing else ''} and has {len(unexpected)} that they"
-            f" lack{f' ({unexpected[0]}, ...)' if unexpected else ''}: use the model and optimizer flags of the run"
-            " that wrote it."
+            f"The checkpoint is of another model or optimizer: it {' and '.join(filter(None, (lacks, more)))}. Use the"
+            " model and optimizer of the run that wrote it, or another folder."
         )
     for key, (name, shape, dtype) in described.items():
         if tuple(stored[key][0]) != tuple(shape) or stored[key][1] != dtype:

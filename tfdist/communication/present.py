@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from tfdist.communication.fit import ALGORITHMS, Line, errors, explain, fit_line, show_rate, split
+from tfdist.communication.alpha_beta import ALGORITHMS, Line, errors, explain, fit_line, show_rate, split
 from tfdist.communication.measurement import Measurement
 from tfdist.control import optional_packages
 

@@ -117,15 +117,15 @@ def _u64(value: int) -> tf.Tensor:
 
 def _fold(seed: int, use: int) -> tf.Tensor:
     """Returns where the random numbers of a use start. In Python, because it is the same for all positions."""
-    return _u64(_finalised(_finalised(seed % 2**64) ^ use))
+    return _u64(_finalize_int(_finalize_int(seed % 2**64) ^ use))
 
 
 def _hash(start: tf.Tensor, counter: tf.Tensor) -> tf.Tensor:
     """Returns SplitMix64's counter-th output from `start`; both broadcast. start uint64, counter int64 -> uint64."""
-    return _finalise(start + (tf.bitcast(counter, tf.uint64) + _u64(1)) * _u64(_GOLDEN))
+    return _finalize(start + (tf.bitcast(counter, tf.uint64) + _u64(1)) * _u64(_GOLDEN))
 
 
-def _finalise(z: tf.Tensor) -> tf.Tensor:
+def _finalize(z: tf.Tensor) -> tf.Tensor:
     """SplitMix64's finalizer, a bijection on uint64 in which every input bit affects every output bit."""
     shift = tf.bitwise.right_shift
     z = (z ^ shift(z, _u64(30))) * _u64(0xBF58476D1CE4E5B9)
@@ -133,7 +133,7 @@ def _finalise(z: tf.Tensor) -> tf.Tensor:
     return z ^ shift(z, _u64(31))
 
 
-def _finalised(z: int) -> int:
+def _finalize_int(z: int) -> int:
     """The same finalizer in Python, for a number from 0 to 2**64 - 1."""
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64

@@ -1,8 +1,8 @@
 """Detects lookups of rows that a table does not have, where TensorFlow does not report them.
 
 On a CPU TensorFlow's lookup raises an error. XLA silently takes the first or last row instead, and a GPU zeros. Here
-missing rows are NaN, and so are the loss and the gradients: --on_nan then handles the step, and run/diagnosis.py names
-the sample. This covers all lookups (a layer of Keras, tf.gather, tf.gather_nd) and operations that write to rows
+missing rows are NaN, and so are the loss and the gradients: --on_nan handles the step, and run/bad_samples.py names the
+sample. This covers all lookups (a layer of Keras, tf.gather, tf.gather_nd) and operations that write to rows
 (tf.scatter_nd, sums over segments). As in Keras, -1 is the last row of an Embedding.
 """
 

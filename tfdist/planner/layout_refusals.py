@@ -70,8 +70,8 @@ def of_zero(config: Config) -> str:
 def of_layout(model: ModelShape, config: Config, layout: Layout, batch: BatchPlan) -> str:
     """Returns the reason why the run's flags do not fit a layout of a model, as a sentence; "" if they do. config: with
     the --zero of the layout."""
-    of_model = (*_optimizer(config, layout), *_pipe(model, config, layout, batch))
-    return mesh_rules.refusal(config, layout.mesh, batch) or next(iter(of_model), "")
+    of_model = (*_optimizer(config, layout), *_pipe(model, config, layout))
+    return next(iter(of_model), "") or mesh_rules.refusal(config, layout.mesh, batch)
 
 
 def _optimizer(config: Config, layout: Layout) -> Iterator[str]:
@@ -88,17 +88,12 @@ def _optimizer(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
-def _pipe(model: ModelShape, config: Config, layout: Layout, batch: BatchPlan) -> Iterator[str]:
+def _pipe(model: ModelShape, config: Config, layout: Layout) -> Iterator[str]:
     chunks, cut = config.parallel.pipe_chunks, config.parallel.pipe_cut
     if layout.pipe > 1 and chunks > 1 and layout.pipe * chunks > model.blocks:
         yield (
             f"--pipe_chunks={chunks} cuts the model of each of pipe={layout.pipe} stages into as many parts, but"
             f" {model.name} has {model.blocks} blocks at which it can be cut: lower one of them."
-        )
-    if layout.pipe > 1 and chunks > 1 and batch.accumulation % layout.pipe:
-        yield (
-            f"--pipe_chunks={chunks} takes micro-batches in rounds of pipe={layout.pipe}, but"
-            f" --accumulation={batch.accumulation} is not a multiple of it: change one of them, or use --pipe_chunks=1."
         )
     if cut and len(cut.split(",")) != layout.pipe * chunks - 1:
         yield (

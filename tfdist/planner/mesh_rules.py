@@ -85,6 +85,15 @@ def _sequence(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
         yield f"--sequence_parallel does not work with {other} yet: drop one of them."
 
 
+def _rounds(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
+    degree, chunks = mesh.degree("pipe"), config.parallel.pipe_chunks
+    if chunks > 1 and batch.accumulation % degree:
+        yield (
+            f"--pipe_chunks={chunks} takes micro-batches in rounds of pipe={degree}, but"
+            f" --accumulation={batch.accumulation} is not a multiple of it: change one of them, or use --pipe_chunks=1."
+        )
+
+
 def _recompute(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     if (degree := mesh.degree("pipe")) > 1 and config.parallel.recompute == "attention":
         yield f"--recompute=attention does not work with pipe={degree}: use --recompute=block."
@@ -96,5 +105,6 @@ _RULES: tuple[Callable[[Config, Mesh, BatchPlan], Iterator[str]], ...] = (
     _offload,
     _batch,
     _sequence,
+    _rounds,
     _recompute,
 )

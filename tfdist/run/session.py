@@ -23,7 +23,7 @@ from tfdist.control.signals import SignalRequests
 from tfdist.run import results
 from tfdist.run.agreement import RunIdentity, check_same_identity, check_same_options, identify
 from tfdist.run.announcement import Announcement
-from tfdist.run.diagnosis import Diagnosis
+from tfdist.run.bad_samples import BadSamples
 from tfdist.run.health import HealthMonitor
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.jit_tune import tuned
@@ -86,7 +86,7 @@ class Session:
     job: Job
     config: Config  # resolved
     chief: bool
-    diagnosis: Diagnosis
+    bad_samples: BadSamples
     recovery: Recovery
     first_step: int
     identity: RunIdentity
@@ -94,8 +94,8 @@ class Session:
     trainer: Trainer
     hooks: SessionHooks
 
-    def __init__(self, start: Start, stored: RemoteRun | None):
-        self.start, self.memory, self.config, self.stored = start, start.memory, start.config, stored
+    def __init__(self, start: Start, remote: RemoteRun | None):
+        self.start, self.memory, self.config, self.remote = start, start.memory, start.config, remote
         self.folder, self.announcement = run_folder(start.config), Announcement(self.memory)
         self.clock, self.resources = Clock(), OpenResources()
         self._all_leave = False  # this worker ends together with the others
@@ -150,7 +150,7 @@ class Session:
         check_same_identity(self.runtime, self.config)
 
     def _restore(self) -> None:
-        self.recovery = Recovery(self.job, self.folder, self.clock, self.monitor.faults, self.memory, self.stored)
+        self.recovery = Recovery(self.job, self.folder, self.clock, self.monitor.faults, self.memory, self.remote)
         self.resources.on_failure(lambda error: self.recovery.files.give_up())
         self.resources.afterwards(self.recovery.files.close)
         self.announcement.built()
@@ -163,8 +163,8 @@ class Session:
         self.recovery.run_id = self.identity.run_id
 
     def _observe(self) -> None:
-        if self.stored:
-            self.stored.bring_own()
+        if self.remote:
+            self.remote.bring_own()
         identity = self.identity
         run = Run(
             self.folder,
@@ -182,7 +182,7 @@ class Session:
         )
         self.resources.callback(self.observer.close)
         self.resources.on_failure(self._report_failure)
-        self.diagnosis = Diagnosis(
+        self.bad_samples = BadSamples(
             self.job,
             self.recovery,
             self.first_step,
@@ -193,8 +193,8 @@ class Session:
                 flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, self.start.command)
                 write_status(self.folder, "running", identity.run_id)
             self.resources.on_failure(lambda error: note_failure(self.folder, error, identity.run_id))
-        if self.stored:
-            self.stored.start()
+        if self.remote:
+            self.remote.start()
         for event in self.announcement.events(self.start.cluster, self.job, self.folder, self.first_step):
             self.observer(event)
 
@@ -218,7 +218,7 @@ class Session:
         self.resources.callback(self.trainer.close)
         self.monitor.explain_with(self.trainer.cause)
         self.hooks = SessionHooks(
-            self.recovery, self.trainer, self.diagnosis, self.observer, self.monitor, self.signals, self.memory
+            self.recovery, self.trainer, self.bad_samples, self.observer, self.monitor, self.signals, self.memory
         )
 
     def _train(self) -> TrainResult:
@@ -226,7 +226,7 @@ class Session:
             self.recovery.save(0)  # so that a rollback is possible
         hooks = self.hooks.for_loop(self.first_step)
         self.monitor.watchdog.enter(sections.BETWEEN_STEPS)
-        with self.diagnosis.naming():
+        with self.bad_samples.naming():
             return train(hooks, self.first_step)
 
     # -- end -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tfdist.artifacts import restore
 from tfdist.config.run_options import CheckpointConfig
 from tfdist.control.signals import SignalRequests
-from tfdist.run.diagnosis import Diagnosis
+from tfdist.run.bad_samples import BadSamples
 from tfdist.run.health import HealthMonitor
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.recovery import Recovery
@@ -30,7 +30,7 @@ class SessionHooks:
 
     recovery: Recovery
     trainer: Trainer
-    diagnosis: Diagnosis
+    bad_samples: BadSamples
     observer: FanOut
     monitor: HealthMonitor
     signals: SignalRequests
@@ -95,9 +95,9 @@ class SessionHooks:
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         self.recovery.settle_statistics()
-        with self.diagnosis.naming(evaluated=True):
+        with self.bad_samples.naming(evaluated=True):
             found = evaluator()
-        self.diagnosis.evaluated(found)
+        self.bad_samples.evaluated(found)
         return found
 
     def _observe(self, event: Event) -> None:
@@ -108,7 +108,7 @@ class SessionHooks:
             if sentence := _never_best(self.recovery.job.config.checkpoint, scores):
                 self.observer(Event("warning", event.step, {"message": sentence}))
         if event.kind == "train":
-            self.diagnosis.observed(event)
+            self.bad_samples.observed(event)
         if event.kind == "train" and (sentence := self.recovery.losses.add(event.values["train/loss"])):
             self.observer(Event("warning", event.step, {"message": sentence}))
 
@@ -118,7 +118,7 @@ class SessionHooks:
         return {"train/learning_rate": self.recovery.learning_rate(), **extra}
 
     def _rollback(self, step: int, period_end: int) -> tuple[int, Sequence]:
-        found = self.diagnosis.flaws()
+        found = self.bad_samples.flaws()
         # The length of a call depends on the clock, and on where the run was stopped.
         past = period_end if restore.scheduled(self.recovery.job.config).periods else step
         messages, restored = self.recovery.rollback(step, past)
@@ -129,7 +129,7 @@ class SessionHooks:
     def _requests(self, step: int) -> Requests:
         """This worker's requests; also passes on the writers' messages, and copies the state if it may be needed."""
         self.monitor.faults.at("step", step)
-        self.diagnosis.called_at = step
+        self.bad_samples.called_at = step
         self.report_saves(step)
         due = self.recovery.runtime.rank == 0 and self.recovery.time_policy.due()
         save, self.signals.save = self.signals.save or due, False

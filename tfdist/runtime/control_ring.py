@@ -20,7 +20,7 @@ from tfdist.runtime import rendezvous
 from tfdist.runtime.array_bytes import to_bytes
 from tfdist.runtime.heartbeat import Heartbeat
 from tfdist.runtime.ring_connections import Patience, RingConnections
-from tfdist.runtime.ring_error import MARK, RingError, held_differently, user_error
+from tfdist.runtime.ring_error import MARK, RingError, held_differently, unanswered, user_error
 from tfdist.runtime.rounding import are_same
 
 
@@ -92,7 +92,7 @@ class ControlRing:
             if _is_closed(connection):
                 return f"{MARK}lost contact with rank {rank} (it closed the connection)."
             if not self.is_alive(rank):
-                return f"{MARK}rank {rank} no longer answers: it is stopped, or its machine or network is down."
+                return unanswered(rank)
         return None
 
     def say_goodbye(self) -> None:

@@ -84,7 +84,7 @@ class Peers(SingleReplica):
 
     def agree_on(self, call: str) -> None:
         """Returns when all workers are about to make the same call. Raises ConfigError if their calls differ."""
-        for rank, other in enumerate(self._gathered(call.encode(), "call")):
+        for rank, other in enumerate(self._gathered(call.encode(), "tfdist call")):
             if bytes(other) != call.encode():
                 raise ConfigError(
                     f"Rank {self.rank} is at {call}, rank {rank} at {printable(bytes(other).decode(errors='replace'))}:"

@@ -24,7 +24,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_shared
 from tfdist.runtime import ring_meeting
-from tfdist.runtime.ring_error import MARK, RingError, held_differently
+from tfdist.runtime.ring_error import MARK, RingError, held_differently, unanswered
 
 # Name of the gathered block, its stamp, its number of bytes: the first two must agree on all ranks.
 _BLOCK = struct.Struct("!12sIQ")
@@ -234,9 +234,7 @@ class RingConnections:
             if timeout and time.monotonic() - start >= timeout:
                 raise RingError(f"{MARK}rank {silent} was silent for {timeout:g} s (--collective_timeout).")
             if not self.patience.is_alive(silent):
-                raise RingError(
-                    f"{MARK}rank {silent} no longer answers: it is stopped, or its machine or network is down."
-                )
+                raise RingError(unanswered(silent))
         self.waiting_for = None
 
     def close(self) -> None:

@@ -24,6 +24,11 @@ def user_error(text: str) -> TfdistError:
     return PeerLostError(f"{sentence} Look at the log of that worker for the cause, then start all workers again.")
 
 
+def unanswered(rank: int) -> str:
+    """The text of the error for a rank from which no heartbeat comes any more."""
+    return f"{MARK}rank {rank} no longer answers: it is stopped, or its machine or network is down."
+
+
 def overdue(rank: int, size: int, timeout: float) -> str:
     """The text of the error, on this rank of `size`, for a collective that has not ended within `timeout` seconds."""
     others = ", ".join(str(other) for other in range(size) if other != rank)

@@ -12,8 +12,8 @@ n / N (sums were turned into means before, see row_checks/sums_as_means.py). If 
 depend on them, those losses are differentiated separately, and their gradients are multiplied by W / E, once W is
 known, before the reduction.
 
-`_one_step` calls the stages in the order of the first line. Their times are measured from outside (measured_step.py),
-except the compute seconds, which the workers tell each other.
+`_one_step` calls the stages in the order of the first line. Their times, except the compute seconds, which the workers
+tell each other, are measured by MeasuredStep, the usual one: it overrides `_begin`, `_run` and others to read clocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tfdist.training.precision import SMALLEST_SCALE, LossScale
 from tfdist.training.replica_gradients import Accumulated, ReplicaGradients
 from tfdist.training.seeds import updating
 from tfdist.training.step_options import ALL_ON_EVERY_REPLICA, Parallelism, StepOptions
-from tfdist.training.step_output import NOTHING, Reduced, Requests, Results, StepOutput, StepVectors, Totals, shown_sums
+from tfdist.training.step_output import NOTHING, Reduced, Requests, Results, StepLayout, StepOutput, Totals, shown_sums
 from tfdist.training.total_loss import SummedLoss, TotalLoss, expected_weight
 from tfdist.training.update import DataParallel, Update, clipping, in_xla, unscaling
 
@@ -59,7 +59,7 @@ class TrainStep:
     ):
         spec = scores_spec(model, objective, batch_spec)
         self.metric_names = tuple(sorted(spec.metrics))
-        self.vectors = StepVectors(self.metric_names, runtime.size)
+        self.layout = StepLayout(self.metric_names, runtime.size)
         self._expected_weight = expected_weight(options.plan, spec)
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
         self.model, self.optimizer = model, optimizer
@@ -109,17 +109,17 @@ class TrainStep:
         """
         if not self._calls:  # variables that the first call creates are in no snapshot
             self._saved_variables = list(state.collect(self.model, self.optimizer, self.variables).values())
-        signals = self.vectors.signals_of(self.runtime.rank, requests, self._wall_s, self._compute_s)
+        signals = self.layout.signals_of(self.runtime.rank, requests, self._wall_s, self._compute_s)
         before, begun = self.runtime.reduction_s(), time.monotonic()
         step, vector = self._run(list(iterators), tf.constant(n), tf.constant(signals))
         vector = vector.numpy()
         wall_s, after = time.monotonic() - begun, self.runtime.reduction_s()
         self._calls += 1
         if self._calls > 1:  # the first call traces
-            self._wall_s, self._compute_s = wall_s / n, self.vectors.vector.of(vector, "compute_s") / n
+            self._wall_s, self._compute_s = wall_s / n, self.layout.whole.of(vector, "compute_s") / n
         travel_s, wait_s = (after[0] - before[0], after[1] - before[1]) if before and after else (None, None)
         call = Call(n, wall_s, wait_s, None, travel_s)
-        return self.vectors.output(int(step), vector, call, self._messages_of_call())
+        return self.layout.output(int(step), vector, call, self._messages_of_call())
 
     def _messages_of_call(self) -> tuple[str, ...]:
         messages, self._messages = self._messages, []
@@ -136,7 +136,7 @@ class TrainStep:
         def one(i: tf.Tensor, totals: Totals) -> Totals:
             return totals.plus(self._one_step(iterators, signals, last=tf.equal(i, n - 1)))
 
-        results = self._results(self._repeat(0, n, one, Totals.of_no_step(self.vectors)))
+        results = self._results(self._repeat(0, n, one, Totals.of_no_step(self.layout)))
         kept = [*self._saved_variables, *self.update.pieces_of_weights()]
         kept += [*self.replica.seeds, *self.runtime.order_tokens()]
         self._messages = unsaved_state_checks.check(self.model, kept, self.options.deterministic)
@@ -224,14 +224,14 @@ class TrainStep:
         per_replica = self.runtime.run(self._reduce_replica, (accumulated, signals))
         gradients, sums = self.runtime.local(per_replica)[0]
         return Reduced(
-            per_replica, gradients, *tf.split(sums, [len(self.vectors.sums.names), len(self.vectors.signals.names)])
+            per_replica, gradients, *tf.split(sums, [len(self.layout.sums.names), len(self.layout.signals.names)])
         )
 
     def _reduce_replica(self, accumulated: Accumulated, signals: tf.Tensor) -> tuple[list[Gradient], tf.Tensor]:
         gradients, of_added, sums = accumulated
         if of_added:
             # The reduced gradients will be multiplied by E / W, which applies only to the loss.
-            weight = self.runtime.all_reduce([self.vectors.sums.of(sums, "weight")])[0] / self._expected_weight
+            weight = self.runtime.all_reduce([self.layout.sums.of(sums, "weight")])[0] / self._expected_weight
             gradients = [
                 tf.convert_to_tensor(of_loss) + tf.convert_to_tensor(added) * tf.cast(weight, added.dtype)
                 for of_loss, added in zip(gradients, of_added, strict=True)
@@ -243,7 +243,7 @@ class TrainStep:
     def _unscaling(self, reduced: Reduced, scale: tf.Tensor) -> tf.Tensor:
         if not self.options.weighted:
             return 1.0 / scale
-        return unscaling(self.vectors.sums.of(reduced.sums, "weight"), self._expected_weight, scale)
+        return unscaling(self.layout.sums.of(reduced.sums, "weight"), self._expected_weight, scale)
 
     def _norm(self, reduced: Reduced, factor: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
         """float32 []: the norm of the gradient of the mean loss."""
@@ -254,7 +254,7 @@ class TrainStep:
 
     def _is_finite(self, reduced: Reduced, norm: tf.Tensor) -> tf.Tensor:
         """bool []: whether the step is finite. A norm is finite exactly if every element of the gradient is."""
-        loss = tf.math.is_finite(self.vectors.sums.of(reduced.sums, "loss"))
+        loss = tf.math.is_finite(self.layout.sums.of(reduced.sums, "loss"))
         if not self._needs_norm:
             return loss
         return tf.math.is_finite(norm) if self.loss_scale.dynamic else tf.logical_and(loss, tf.math.is_finite(norm))
@@ -282,7 +282,7 @@ class TrainStep:
 
     def _totals(self, reduced: Reduced, norm: tf.Tensor, compute_s: tf.Tensor, finite: tf.Tensor) -> Totals:
         """Returns what one step adds to the call's totals."""
-        sums = shown_sums(self.vectors, reduced.sums)
+        sums = shown_sums(self.layout, reduced.sums)
         overflow = tf.logical_not(finite)
         if self._may_skip:
             # A skipped step is not shown. If no loss scale is small enough, the model itself produces NaN.
@@ -296,4 +296,4 @@ class TrainStep:
         # An activation such as ReLU hides NaN weights: the loss stays finite and nothing is learned any more. Checked
         # once per call.
         bad = tf.logical_not(tf.math.is_finite(self.update.weight_norm()))
-        return Results(tf.identity(self.counter), totals.vector(self.vectors, self.loss_scale.value(), bad))
+        return Results(tf.identity(self.counter), totals.vector(self.layout, self.loss_scale.value(), bad))

@@ -1,6 +1,6 @@
-"""All vectors of a step, in which every number has a name: the requests of a worker (`Requests`), the vectors in which
-requests and a step's results travel (`StepVectors`), their totals over the steps of a call, added up inside the
-tf.function (`Totals`), and the output that the loop gets (`StepOutput`).
+"""All vectors of a step, in which every number has a name: the requests of a worker (`Requests`), the layout of the
+vectors in which requests and a step's results travel (`StepLayout`), their totals over the steps of a call, added up
+inside the tf.function (`Totals`), and the output that the loop gets (`StepOutput`).
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ class Fields:
         return dict(zip(self.names, vector.tolist(), strict=True))
 
 
-class StepVectors:
-    """The vectors of a step: `sums` over samples; `signals` between workers; `head`, values that are the same on all
-    workers anyway; `vector`, all of these.
+class StepLayout:
+    """The layout of the vectors of a step: `sums` over samples; `signals` between workers; `head`, values that are the
+    same on all workers anyway; `whole`, all of these.
     """
 
     def __init__(self, metrics: tuple[str, ...], workers: int):
         self.sums = Fields((*FIRST_SUMS, *metrics))
         self.signals = Fields((*REQUESTS, "step_s", *(f"compute_s of {rank}" for rank in range(workers))))
         self.head = Fields(HEAD)
-        self.vector = Fields((*self.head.names, *self.sums.names, *self.signals.names))
+        self.whole = Fields((*self.head.names, *self.sums.names, *self.signals.names))
         self._shown = ("loss", "regularization", *metrics)
         self._workers = workers
 
@@ -118,7 +118,7 @@ class StepVectors:
 
     def output(self, step: int, vector: np.ndarray, call: Call, news: tuple[str, ...] = ()) -> StepOutput:
         """Returns the output that a call's `vector` describes."""
-        found = self.vector.read(vector)
+        found = self.whole.read(vector)
         shown = {name: found[name] for name in self._shown}
         means = means_of(shown, found["weight"])
         return StepOutput(
@@ -141,15 +141,15 @@ class StepVectors:
 class Totals(NamedTuple):
     """Totals over the steps of one call."""
 
-    sums: tf.Tensor  # float64: `StepVectors.sums` of the steps that took place, then `StepVectors.signals`
+    sums: tf.Tensor  # float64: `StepLayout.sums` of the steps that took place, then `StepLayout.signals`
     gradient_norm: tf.Tensor  # float32: of the last step
     compute_s: tf.Tensor  # float64
     skipped: tf.Tensor  # int32
     bad: tf.Tensor  # bool
 
     @classmethod
-    def of_no_step(cls, vectors: StepVectors) -> Totals:
-        size = len(vectors.sums.names) + len(vectors.signals.names)
+    def of_no_step(cls, layout: StepLayout) -> Totals:
+        size = len(layout.sums.names) + len(layout.signals.names)
         zero = tf.constant(0.0, tf.float64)
         return cls(tf.zeros([size], tf.float64), tf.constant(0.0), zero, tf.constant(0), tf.constant(False))
 
@@ -162,8 +162,8 @@ class Totals(NamedTuple):
             tf.logical_or(self.bad, step.bad),
         )
 
-    def vector(self, vectors: StepVectors, loss_scale: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
-        """float64: `StepVectors.vector`, one tensor, so that one copy fetches it. bad: marks the call as bad in any
+    def vector(self, layout: StepLayout, loss_scale: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
+        """float64: `StepLayout.whole`, one tensor, so that one copy fetches it. bad: marks the call as bad in any
         case."""
         head = {
             "gradient_norm": self.gradient_norm,
@@ -172,13 +172,13 @@ class Totals(NamedTuple):
             "bad": tf.logical_or(self.bad, bad),
             "compute_s": self.compute_s,
         }
-        return tf.concat([tf.stack([tf.cast(head[name], tf.float64) for name in vectors.head.names]), self.sums], 0)
+        return tf.concat([tf.stack([tf.cast(head[name], tf.float64) for name in layout.head.names]), self.sums], 0)
 
 
-def shown_sums(vectors: StepVectors, sums: tf.Tensor) -> tf.Tensor:
-    """Returns `StepVectors.sums` of a step, all times weights. Regularization has no weights: the step's is used."""
-    weight = vectors.sums.of(sums, "weight")
-    return sums * tf.stack([weight if name == "regularization" else 1.0 for name in vectors.sums.names])
+def shown_sums(layout: StepLayout, sums: tf.Tensor) -> tf.Tensor:
+    """Returns `StepLayout.sums` of a step, all times weights. Regularization has no weights: the step's is used."""
+    weight = layout.sums.of(sums, "weight")
+    return sums * tf.stack([weight if name == "regularization" else 1.0 for name in layout.sums.names])
 
 
 class Reduced(NamedTuple):
@@ -186,12 +186,12 @@ class Reduced(NamedTuple):
 
     per_replica: Any  # (pieces of the gradients, sums and signals), for `Runtime.run`
     gradients: list[Gradient]  # the pieces of the first local replica
-    sums: tf.Tensor  # summed over samples: `StepVectors.sums`
-    signals: tf.Tensor  # summed over workers: `StepVectors.signals`
+    sums: tf.Tensor  # summed over samples: `StepLayout.sums`
+    signals: tf.Tensor  # summed over workers: `StepLayout.signals`
 
 
 class Results(NamedTuple):
     """The results of the tf.function that makes steps."""
 
     step: tf.Tensor  # the counter
-    vector: tf.Tensor  # float64: `StepVectors.vector`
+    vector: tf.Tensor  # float64: `StepLayout.whole`

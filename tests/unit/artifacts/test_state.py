@@ -82,8 +82,12 @@ def test_misfits_are_named_before_anything_changes():
     with pytest.raises(CheckpointError, match=r"kernel is float32 \(4, 5\) here, float32 \(4, 3\) there"):
         state.assign(other, arrays)
     del arrays["train/step"], arrays["model/0001"]
-    with pytest.raises(CheckpointError, match="lacks 2 variables"):
+    lacks = "lacks 2 variables of this run [(]for example "
+    with pytest.raises(CheckpointError, match=f"of another model or optimizer: it {lacks}[^ ]+[)]. Use the model"):
         state.assign(other, arrays)
+    more = "has 1 that this run lacks [(]for example model/9999[)]. Use the model"
+    with pytest.raises(CheckpointError, match=f"{lacks}[^ ]+[)] and {more}"):
+        state.assign(other, arrays | {"model/9999": np.zeros(1)})
     for key, array in state.to_host(other).items():
         np.testing.assert_array_equal(array, before[key])
 
@@ -126,6 +130,7 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(tmp_path):
         restore.pick_snapshot(store, other)
     assert (
         "--seed: 0 there, 3 now" in str(error.value)
+        and str(error.value).endswith(" or, if the variables are the same, allow it with --allow_config_change.")
         and "--learning_rate" in str(error.value)
         and "run_dir:" not in str(error.value)
     )

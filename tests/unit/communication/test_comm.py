@@ -6,7 +6,7 @@ import pytest
 
 from tfdist import comm
 from tfdist.communication import present
-from tfdist.communication.fit import ALGORITHMS, errors, explain, fit_line, split
+from tfdist.communication.alpha_beta import ALGORITHMS, errors, explain, fit_line, split
 from tfdist.communication.measurement import BUS_FACTOR, Measurement
 from tfdist.config import Config
 from tfdist.control.exit_codes import TfdistError

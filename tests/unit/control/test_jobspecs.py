@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist import jobs
+from tfdist import flags, jobs
 from tfdist.config import Config
 from tfdist.control import jobspecs
 from tfdist.control.exit_codes import RESTARTABLE, ConfigError, ExitCode
@@ -135,7 +135,8 @@ def test_pods_are_given_their_cluster_and_their_time(kind, capsys):
     worker = worker_of(pod)
     assert pod["terminationGracePeriodSeconds"] == 77 and pod["restartPolicy"] == "Never"
     assert worker["command"] == ["python", "-m", "tfdist.train", *TRAIN]
-    assert worker["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": "2", "rdma/hca": "1"}
+    assert worker["resources"]["limits"] == {"memory": "32Gi", "nvidia.com/gpu": "2", "rdma/hca": "1"}
+    assert worker["resources"]["requests"] == {"memory": "32Gi", "cpu": "8"}  # 16Gi and 4 for each GPU
     cluster = from_kubernetes(
         {**{item["name"]: item["value"] for item in worker["env"] if "value" in item}, "JOB_COMPLETION_INDEX": "3"}
     )
@@ -326,8 +327,12 @@ def test_a_dockerfile_and_files(capsys, tmp_path):
 
 
 def test_flag_files_are_read_where_the_job_is_written(capsys):
-    text = written(capsys, "kubernetes", *POD, train=["--flagfile=flags/digits_cnn.flags", "--run_dir=/runs/digits"])
-    assert "flagfile" not in text and '"--source=digits"' in text
+    train = ["--flagfile=flags/digits_cnn.flags", "--noshuffle", "--run_dir", "/runs/digits", "--shuffle"]
+    _, job, _ = yaml.safe_load_all(written(capsys, "kubernetes", *POD, train=train))
+    command = worker_of(job["spec"]["template"]["spec"])["command"]
+    assert command[3:5] == ["--run_dir=/runs/digits", "--source=digits"] and command[-1] == "--shuffle"
+    assert len({flag.partition("=")[0] for flag in command}) == len(command) and "--noshuffle" not in command
+    assert flags.parse(command[3:]) == flags.parse(train)
 
 
 @pytest.mark.parametrize(

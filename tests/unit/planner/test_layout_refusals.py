@@ -19,7 +19,6 @@ from tfdist.planner.search import Wish, layouts, search
 from tfdist.planner.shapes import Weight
 from tfdist.planner.time import gradient_bytes
 from tfdist.runtime.mesh import Mesh
-from tfdist.training.parallel.pipe_schedule import make_schedule
 
 TEXT = ["--source=text", "--model=transformer", "--model_args=layers=4,heads=4,width=64", "--global_batch=64"]
 IMAGES = ["--source=synthetic", "--model=resnet50", "--global_batch=64"]
@@ -149,7 +148,6 @@ def refused_by_training(config, mesh, batch):
     """The sentence of the checks that need no model; "": none."""
     try:
         config.validate()
-        make_schedule("1f1b", mesh.degree("pipe"), batch.accumulation, config.parallel.pipe_chunks)
     except ConfigError as error:
         return str(error)
     return mesh_rules.refusal(config, mesh, batch)  # which compose_mesh asks, see unit/training/test_compose.py

@@ -27,7 +27,7 @@ from tfdist.training.step_output import NOTHING, Requests
 # In the order in which a session comes to them.
 PHASES = ["runtime", "signals", "connect", "agree", "compose", "recovery", "restore", "weights", "identify"] + [
     "observers",
-    "diagnosis",
+    "bad_samples",
     "flagfile",
     "announce",
     "trainer",
@@ -43,7 +43,7 @@ OPEN_FROM = {
     "monitor": "runtime",
     "runtime": "signals",
     "files": "restore",
-    "observer": "diagnosis",
+    "observer": "bad_samples",
     "trainer": "train",
 }
 
@@ -80,7 +80,7 @@ class World:
         put("identify", lambda *_: self.at("identify") or session.RunIdentity("abc", 0))
         put("Recovery", lambda *_: self.at("recovery") or self.make_recovery())
         put("build_observers", lambda *_, **__: self.at("observers") or self.make_observer())
-        put("Diagnosis", lambda *_: self.at("diagnosis") or SimpleNamespace(naming=contextlib.nullcontext))
+        put("BadSamples", lambda *_: self.at("bad_samples") or SimpleNamespace(naming=contextlib.nullcontext))
         put("write_flagfile", self.note("flagfile"), session.flags)
         put("write_status", lambda folder, status, run_id: self.say(f"status {status}"))
         put("train", lambda *_: self.at("train") or self.result)
@@ -361,7 +361,7 @@ def test_a_run_that_repeats_goes_past_a_whole_period(monkeypatch, flags, past):
     hooks.recovery.job = SimpleNamespace(config=Config().replace(on_nan="rollback", **flags))
     hooks.recovery.rollback = lambda step, past: (said.append((step, past)), ([], 5))[1]
     said = []
-    hooks.diagnosis.flaws = lambda: ""
+    hooks.bad_samples.flaws = lambda: ""
     monkeypatch.setattr(session.SessionHooks, "_iterators", lambda self, step: [step])
     assert hooks._rollback(7, 10) == (5, [5]) and said == [(7, past)]
 
@@ -378,7 +378,7 @@ def test_a_score_that_is_no_number_is_told():
 
 def test_what_a_worker_asks_for():
     said, hooks = hooks_of()
-    assert hooks._requests(4) == NOTHING and said == ["step 4", "save"] and hooks.diagnosis.called_at == 4
+    assert hooks._requests(4) == NOTHING and said == ["step 4", "save"] and hooks.bad_samples.called_at == 4
     hooks.signals.save = True
     assert hooks._requests(5) == Requests(save=True) and hooks._requests(6) == NOTHING  # asked once
     hooks.signals.stop = True

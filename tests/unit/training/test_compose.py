@@ -55,6 +55,11 @@ class Alone(MeshRuntime):
         ("expert=2", {"jit_compile": True}, ["--jit_compile"]),
         ("expert=2", {"compression": "int8"}, ["--compression=int8", "expert=2"]),
         ("pipe=2", {"global_batch": 6, "accumulation": 4}, ["pipe=2", "--global_batch=6", "--accumulation=4"]),
+        (
+            "pipe=2",
+            {"pipe_chunks": 2, "global_batch": 6, "accumulation": 3},
+            ["--pipe_chunks=2", "rounds of pipe=2", "--accumulation=3"],
+        ),
         ("pipe=2", {"recompute": "attention"}, ["--recompute=attention", "pipe=2"]),
         ("model=2", {"jit_compile": True}, ["--jit_compile"]),
         ("model=2", {"global_batch": 10, "accumulation": 3}, ["model=2", "--global_batch=10", "--accumulation=3"]),

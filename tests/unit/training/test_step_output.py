@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 from tfdist.telemetry.phases import Call
-from tfdist.training.step_output import NOTHING, Requests, StepVectors, Totals, shown_sums
+from tfdist.training.step_output import NOTHING, Requests, StepLayout, Totals, shown_sums
 
-LAYOUT = StepVectors(("accuracy",), workers=2)
+LAYOUT = StepLayout(("accuracy",), workers=2)
 
 
 def one_step(loss, weight, regularization, signals, **others):

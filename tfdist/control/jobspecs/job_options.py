@@ -30,6 +30,7 @@ _FORMS = {
     "dockerfile": {"base": _WORD, "image": _WORD},
 }
 _NEEDED = ("image", "base")
+_CPUS, _MEMORY_GI = 4, 16  # for each GPU of a worker, or for a worker without any
 _MOST_SIGNAL_SECONDS = 65535  # of sbatch's --signal
 
 
@@ -48,6 +49,10 @@ def parse_job_options(argv: list[str], description: str) -> argparse.Namespace:
     """Parses and checks the flags before `--`. Raises ConfigError. --help prints `description` and the flags, and ends
     the process."""
     options = job_parser(description).parse_args(argv)
+    if options.kind != "dockerfile":
+        devices = max(1, options.gpus)
+        options.cpus = _CPUS * devices if options.cpus is None else options.cpus
+        options.memory = f"{_MEMORY_GI * devices}Gi" if options.memory is None else options.memory
     _check(options)
     return options
 
@@ -108,7 +113,7 @@ def _check(options: argparse.Namespace) -> None:
 def _job_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="", help="of the job (default: the last part of --run_dir)")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of each worker (default 0)")
-    parser.add_argument("--cpus", type=int, default=4, help="cores of each worker (default 4)")
+    parser.add_argument("--cpus", type=int, help=f"cores of each worker (default {_CPUS}, or {_CPUS} for each GPU)")
     parser.add_argument("--grace", type=int, default=120, help="seconds to save in after SIGTERM (default 120)")
     parser.add_argument(
         "--max_restarts",
@@ -154,7 +159,8 @@ def _kubernetes_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--namespace", default="", help="namespace")
     parser.add_argument("--claim", default="", help="PersistentVolumeClaim for the run folder, writable by all workers")
     parser.add_argument("--mount", default="/runs", help="where it is mounted (default /runs)")
-    parser.add_argument("--memory", default="16Gi", help="memory of each worker (default 16Gi)")
+    default = f"{_MEMORY_GI}Gi"
+    parser.add_argument("--memory", help=f"memory of each worker (default {default}, or {default} for each GPU)")
     parser.add_argument(
         "--rdma", default="", help="RDMA resource of each worker, for example rdma/hca_shared_devices_a=1"
     )

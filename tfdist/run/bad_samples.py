@@ -20,7 +20,7 @@ from tfdist.runtime.errors import bad_label, missing_row
 from tfdist.telemetry.events import Event
 
 
-class Diagnosis:
+class BadSamples:
     """Tracks the position of training. warn: shows a sentence to the user; used at most once, and only on the chief."""
 
     def __init__(self, job: Job, recovery: Recovery, first_step: int, warn: Callable[[str], None]):
@@ -36,7 +36,7 @@ class Diagnosis:
             found = self.flaws(evaluated)
             if not found:
                 raise
-            raise DivergedError(f"{error} {found}") from error
+            raise DivergedError(f"{found} Repair or leave out such samples first. {error}") from error
         except tf.errors.InvalidArgumentError as error:
             label = bad_label(error)
             sentence = label.sentence if label else missing_row(error)
