@@ -7,7 +7,8 @@ to what a layer owns without its nested layers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -195,6 +196,24 @@ def in_the_call_as_it_is() -> Iterator[None]:
             vars(around).clear()
             vars(around).update(attributes)
         set_global_attribute("current_call_ctx", around)
+
+
+def again_in_this_call() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns what makes context managers in which layers are called as part of the current call, as it is now, also
+    when that has ended: in the backward pass. Relies on the same attribute; without it layers that are computed again
+    take training for inference, unless the layer around them tells."""
+    this = copy.copy(get_global_attribute("current_call_ctx"))
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        around = get_global_attribute("current_call_ctx")
+        set_global_attribute("current_call_ctx", copy.copy(this))
+        try:
+            yield
+        finally:
+            set_global_attribute("current_call_ctx", around)
+
+    return again
 
 
 def is_training(given: Any) -> bool:

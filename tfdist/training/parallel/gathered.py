@@ -39,10 +39,16 @@ def gather_layers(
             variable for variable in keras_layers.own_trainable_variables(layer) if id(variable) in shard_of
         ]
         if own_variables:
+            inner_variables = [
+                variable
+                for variable in layer.trainable_variables
+                if id(variable) in shard_of and all(variable is not own for own in own_variables)
+            ]
             _gather_when_called(
                 layer,
                 own_variables,
                 [shard_of[id(variable)] for variable in own_variables],
+                [shard_of[id(variable)] for variable in inner_variables],
                 group_of[id(own_variables[0])],
                 turns,
             )
@@ -55,26 +61,33 @@ def gather_layers(
 
 
 def _gather_when_called(
-    layer: keras.Layer, own_variables: list[keras.Variable], shards: list[keras.Variable], group: Group, turns: _Turns
+    layer: keras.Layer,
+    own_variables: list[keras.Variable],
+    shards: list[keras.Variable],
+    inner_shards: list[keras.Variable],
+    group: Group,
+    turns: _Turns,
 ) -> None:
+    """inner_shards: those of the layers inside, which gather for themselves. This layer's gradient is theirs, too."""
     layout = ShardLayout([variable.shape for variable in own_variables], group)
     states = layer.non_trainable_variables
-    inner = layer.call
+    inner_call = layer.call
 
     def call(*arguments: Any, **options: Any) -> Any:
         def bind(values: list[tf.Tensor], is_second: bool, first: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
+            inner = list(zip(inner_shards, values[len(own_variables) :], strict=True))
             with tf.control_dependencies((turns.backward if is_second else turns.forward).take(first)):
                 # In the layer's compute dtype: half as many bytes travel, and the layer would round to it anyway.
                 values = [
                     tf.identity(keras_variables.autocast(variable, value))
-                    for variable, value in zip(own_variables, values, strict=True)
+                    for variable, value in zip(own_variables, values, strict=False)
                 ]
-            return list(zip(own_variables, layout.gather(values), strict=True))
+            return [*zip(own_variables, layout.gather(values), strict=True), *inner]
 
         return recomputed(
-            lambda nest: inner(*nest[0], **nest[1]),
+            lambda nest: inner_call(*nest[0], **nest[1]),
             (arguments, options),
-            shards,
+            [*shards, *inner_shards],
             states,
             layer,
             bind,

@@ -8,13 +8,14 @@ see the same state, and it advances only once.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras_layers import keep_message
+from tfdist.compat.keras_layers import again_in_this_call, keep_message
 from tfdist.compat.keras_variables import autocast_dtype, autocast_to
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_graphs import draws_anew, kinds_made_here, sets_state
@@ -99,7 +100,8 @@ class _Recomputed:
         self.bind, self.on_gradients = bind, on_gradients
         self.leaves = tf.nest.flatten(inputs)
         self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
-        self.compute_dtype = autocast_dtype()  # Keras knows none in the backward pass
+        # Keras knows neither in the backward pass.
+        self.compute_dtype, self.again_in_this_call = autocast_dtype(), again_in_this_call()
         # Not rounded: a layer inside rounds to its own compute dtype anyway, and values that are written back must not
         # be rounded.
         with autocast_to(None):
@@ -130,7 +132,12 @@ class _Recomputed:
                 zip(self.parameters, values, strict=True) if self.bind is None else self.bind(values, is_second, first)
             ):
                 scope.add_update(update)
-            with functions_inline(), scope:  # a tf.function of a layer would keep the first forward pass's tensors
+            in_the_call = self.again_in_this_call() if is_second else contextlib.nullcontext()
+            with (
+                in_the_call,
+                functions_inline(),
+                scope,
+            ):  # a tf.function of a layer would keep the first forward pass's tensors
                 self.structure = self.function(tf.nest.pack_sequence_as(self.inputs, filled))
         self.losses = len(scope.losses)
         ends = [scope.get_current_value(state) for state in self.states]
