@@ -127,17 +127,13 @@ class _Recomputed:
         with autocast_to(None):  # so that Keras' scope does not round the values
             scope = keras.StatelessScope(list(zip(self.states, self.starts, strict=True)), collect_losses=True)
         before = [scope.get_current_value(state) for state in self.states]
-        with autocast_to(self.compute_dtype):
+        in_the_call = self.again_in_this_call() if is_second else contextlib.nullcontext()
+        with in_the_call, autocast_to(self.compute_dtype):
             for update in (
                 zip(self.parameters, values, strict=True) if self.bind is None else self.bind(values, is_second, first)
             ):
                 scope.add_update(update)
-            in_the_call = self.again_in_this_call() if is_second else contextlib.nullcontext()
-            with (
-                in_the_call,
-                functions_inline(),
-                scope,
-            ):  # a tf.function of a layer would keep the first forward pass's tensors
+            with functions_inline(), scope:  # a tf.function of a layer would keep the first forward pass's tensors
                 self.structure = self.function(tf.nest.pack_sequence_as(self.inputs, filled))
         self.losses = len(scope.losses)
         ends = [scope.get_current_value(state) for state in self.states]
