@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,13 +161,19 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         optimizer = make_optimizer(config.optimizer, schedule)
         warnings += check_variables(config.optimizer, optimizer, model)
         loss_scale = LossScale(config.precision)
-    rows = _first_rows(config, train_split)
-    added = row_trials.check_rows(config, runtime, model, objective, plan, rows)
+    batches = functools.partial(_batches, config, train_split)
+    added = row_trials.check_rows(config, runtime, model, objective, plan, batches)
     idle = connected.unconnected(config, runtime, model, objective, spec)
     mesh_parts = None
     if on_mesh(runtime):
+<<<<<<< HEAD
         mesh_parts = compose_mesh(config, runtime, model, optimizer, objective, plan, lambda number: rows(number)[0])
     if not mesh_parts:
+=======
+        rows = functools.cache(lambda number: next(batches(number))[0])
+        on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan, rows)
+    if not on_axes:
+>>>>>>> 32943fd60c5ee0ea39350c63fc3daf0ac384c676
         _build_whole(config, runtime, model, optimizer)
     objective = with_dropped(mesh_parts.objective if mesh_parts else objective, model)
     step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(
@@ -279,14 +285,9 @@ def batch_spec(config: Config, split: Split, plan: BatchPlan, replica: int) -> t
     return spec
 
 
-def _first_rows(config: Config, split: Split) -> Callable[[int], Any]:
-    """Returns a function (number) -> that many samples (x, y, w), the same on all workers."""
-
-    @functools.cache
-    def rows(number: int) -> Any:
-        return next(iter(train_dataset(config, split, BatchPlan(number, 1, 1), 0, 0)))
-
-    return rows
+def _batches(config: Config, split: Split, number: int) -> Iterator[Any]:
+    """Returns the training samples (x, y, w), `number` at a time, the same on all workers."""
+    return iter(train_dataset(config, split, BatchPlan(number, 1, 1), 0, 0))
 
 
 def memory_limits(cluster: Cluster) -> MemoryLimits:

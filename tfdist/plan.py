@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         model=model,
         hardware=hardware,
         devices=options.devices,
-        samples=_samples(config, options, model),
+        samples=_samples(config, options, model, steps),
         steps=steps,
         algorithm=options.algorithm,
         calibrated=bool(options.calibrate),
@@ -138,8 +138,9 @@ def model_shape(config: Config, train: list[str], input_shape: str, outputs: int
     return shapes.from_json(json.loads(result.stdout.splitlines()[-1]), sample)
 
 
-def _samples(config: Config, options: argparse.Namespace, model: ModelShape) -> float:
-    """The samples to train on, as far as --tokens, --samples or --epochs tell."""
+def _samples(config: Config, options: argparse.Namespace, model: ModelShape, steps: int) -> float:
+    """The samples to train on, as far as --tokens, --samples or --epochs tell. steps: those of the run, if given, which
+    tell it without --samples."""
     if options.tokens and model.tokens == 1:
         raise ConfigError(
             f"--tokens={options.tokens:g}, but the samples of --source={config.data.source} are no sequences of tokens"
@@ -147,7 +148,7 @@ def _samples(config: Config, options: argparse.Namespace, model: ModelShape) -> 
         )
     if options.tokens:
         return options.tokens / model.tokens
-    if options.samples:
+    if options.samples and not steps:
         return options.samples * (config.run.epochs or 1)
     synthetic = {**SYNTHETIC, **parse_args("source_args", config.data.source_args)}
     known = {"digits": DIGITS_TO_TRAIN, "synthetic": synthetic["samples"]}
@@ -227,7 +228,10 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=float, default=0, help="tokens to train on in all, for example 1e12 (default: from --steps)"
     )
     parser.add_argument(
-        "--samples", type=float, default=0, help="samples of an epoch, if not known before the source is opened"
+        "--samples",
+        type=float,
+        default=0,
+        help="samples of an epoch, for a run without --steps, if not known before the source is opened",
     )
     parser.add_argument(
         "--input_shape", default="", help="of a sample's x, if not known before the source is opened: 224,224,3 or 1024"

@@ -82,6 +82,8 @@ def test_asynchronous_workers_learn_digits_though_one_is_killed(tmp_path):
     output, _ = job.communicate(timeout=200)
     assert job.returncode == 0, output
     assert "worker 0 was killed by signal 9 (SIGKILL); it is restarted" in output
+    (begun,) = records(tmp_path, kind="start")
+    assert begun["values"]["workers"] == 2 and begun["values"]["parameters"]
     lines, end = records(tmp_path, kind="train"), records(tmp_path, kind="end")[-1]
     assert (
         end["step"] == 500

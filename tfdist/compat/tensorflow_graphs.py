@@ -38,6 +38,15 @@ def sets_state(kind: str) -> bool:
     return bool(_SETTING.match(kind))
 
 
+def is_seen_from(tensor: tf.Tensor, graph: tf.Graph) -> bool:
+    """Whether a graph can use a tensor: one of its own, or of a graph around it, as a loop's or a condition's has.
+    Relies on `FuncGraph.outer_graph`; without it dropped tokens are not counted in some evaluations."""
+    around: Any = graph
+    while around is not None and around is not tensor.graph:
+        around = getattr(around, "outer_graph", None)
+    return around is not None
+
+
 def operation_number(operation: tf.Operation) -> int:
     """The number of an operation; those of a graph are numbered in the order in which they are made. Relies on
     `Operation._id`; without it the order in which gradients are computed is left to TensorFlow, and fewer of them are

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,8 @@ from typing import Any
 from tfdist.config import Config, parse_args
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.sources.source_facts import BYTES, DIGIT_SHAPE, DIGITS, SYNTHETIC
+
+_SPREAD_EXPERTS = re.compile(r"(^|/)block_\d+_experts_(up|down)/")  # what training/parallel/expert.py spreads
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,10 @@ def from_json(values: Mapping[str, Any], sample: Sample | None = None) -> ModelS
     parts = tuple(
         ModelPart(
             part["name"],
-            tuple(Weight(path, tuple(shape), "expert" if "expert" in path else "") for path, shape in part["weights"]),
+            tuple(
+                Weight(path, tuple(shape), "expert" if _SPREAD_EXPERTS.search(path) else "")
+                for path, shape in part["weights"]
+            ),
             constants=part["constants"],
             flops=part["flops"],
             is_counted=part["is_counted"],

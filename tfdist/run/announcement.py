@@ -53,7 +53,7 @@ class Announcement:
             "parameters": parameters,
             "config_digest": job.config.digest(),
             "replicas": runtime.replicas,
-            "workers": runtime.size,
+            "workers": runtime.size * runtime.compute_workers,
             "import_s": self._import_s,
             "build_s": self._restoring - self._began,
             "restore_s": self._restored - self._restoring,

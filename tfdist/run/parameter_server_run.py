@@ -70,21 +70,8 @@ class ServerTrainer(Trainer):
         kind = Synchronous if config.servers.ps_mode == "sync" else Asynchronous
         self.step = self._steps = kind(self._remote, workers, inputs.first_step)
         self.pull_state = self._steps.pull_state
-        for event in self._announce(job, inputs.first_step):
+        for event in placement(job, self._remote, inputs.first_step):
             inputs.observer(event)
-
-    def _announce(self, job: build.Job, first_step: int) -> Iterator[Event]:
-        plan, parameters = self._remote.options.plan, self._remote.parameters
-        message = f"{job.config.servers.ps_mode}: {plan.describe()}; {parameters.describe()}"
-        yield Event("start", first_step, {"message": message})
-        if self._runtime.compute_workers > 1 and any(
-            getattr(layer, "synchronized", False) for layer in keras_layers.all_layers(job.model)
-        ):
-            message = (
-                "BatchNormalization uses the statistics of one worker's rows: parameter servers cannot synchronize it"
-                " (--nosync_batchnorm states this)."
-            )
-            yield Event("warning", first_step, {"message": message})
 
     def extra_values(self) -> dict[str, float]:
         return self._steps.extra_values()
@@ -98,6 +85,21 @@ class ServerTrainer(Trainer):
 
     def close(self) -> None:
         self._steps.close()
+
+
+def placement(job: build.Job, remote: RemoteStep, first_step: int) -> Iterator[Event]:
+    """Yields the events about how batches and weights are divided; announcement.py tells all else about the start."""
+    plan, parameters = remote.options.plan, remote.parameters
+    message = f"{job.config.servers.ps_mode}: {plan.describe()}; {parameters.describe()}"
+    yield Event("placement", first_step, {"message": message})
+    if job.runtime.compute_workers > 1 and any(
+        getattr(layer, "synchronized", False) for layer in keras_layers.all_layers(job.model)
+    ):
+        message = (
+            "BatchNormalization uses the statistics of one worker's rows: parameter servers cannot synchronize it"
+            " (--nosync_batchnorm states this)."
+        )
+        yield Event("warning", first_step, {"message": message})
 
 
 def remote_step(job: build.Job, first_step: int) -> RemoteStep:

@@ -2,6 +2,7 @@
 
 start    once per attempt: message, parameters, config_digest, replicas, workers, flags, data/*; in seconds since the
          process began: startup_s; its parts: import_s, build_s, restore_s
+placement  with parameter servers, once per attempt: message: how batches and weights are divided
 restore  after resuming: message
 train    every --log_every steps: train/loss, train/METRIC, train/learning_rate (of the next step),
          train/gradient_norm, train/loss_scale, train/skipped_steps, perf/steps_per_s, perf/samples_per_s,

@@ -34,7 +34,7 @@ def draw_curves(log: Path, picture: Path, reference: Mapping[str, float] | None)
         (name for name in ("accuracy", "perplexity") if f"train/{name}" in series or f"eval/{name}" in series),
         "gradient_norm",
     )
-    _panel(axes[0, 0], series, {"train/loss": "training", "eval/loss": "evaluation"}, "loss (nats)")
+    _panel(axes[0, 0], series, {"train/loss": "training", "eval/loss": "evaluation"}, "loss")
     for label, value in (reference or {}).items():
         axes[0, 0].axhline(value, color=_GRAY, linestyle="--", linewidth=1)
         axes[0, 0].annotate(

@@ -208,7 +208,7 @@ def _resources(runs: Sequence[RunLog]) -> str:
 def _events(runs: Sequence[RunLog]) -> str:
     blocks = []
     for run in runs:
-        events = run.timed("start", "restore", "warning", "error", "end")
+        events = run.timed("start", "placement", "restore", "warning", "error", "end")
         rows = [
             [long_time(seconds), record["attempt"], record["kind"], f"{record['step']:,}", _message(record)]
             for seconds, record in events[-_MOST_EVENTS:]

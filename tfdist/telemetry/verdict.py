@@ -107,7 +107,10 @@ _ADVICE = {
     ),
     "communication": (
         "communication-bound: {percent} in gradient synchronization that nothing hides",
-        "Raise --accumulation or --micro_batch, try --pack_mb, use a faster network or fewer, larger workers.",
+        (
+            "Raise --global_batch (with --zero=2 or 3 also --micro_batch), try --pack_mb, use a faster network or"
+            " fewer, larger workers."
+        ),
     ),
     "compute": (
         "compute-bound: {percent} is computing (forward pass, backward pass and optimizer)",

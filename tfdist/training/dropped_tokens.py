@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_layers
+from tfdist.compat.tensorflow_graphs import is_seen_from
 from tfdist.training.objectives import Objective, Scores
 
 METRIC = "dropped_fraction"
@@ -30,7 +31,8 @@ def with_dropped(objective: Objective, model: keras.Model) -> Objective:
     def with_metric(outputs: Any, y: Any, w: tf.Tensor) -> Scores:
         scores = objective(outputs, y, w)
         # If only specs are asked for, there are no values of this graph, but perhaps some of another graph.
-        here = [_like(value, scores.losses) for value in noted.values() if value.graph is scores.losses.graph]
+        graph, count = scores.losses.graph, tf.shape(w)[0]  # an evaluation may have cut off padding: the last rows
+        here = [_like(value[:count], scores.losses) for value in noted.values() if is_seen_from(value, graph)]
         dropped = tf.add_n(here) / len(here) if here else tf.zeros_like(scores.losses)
         return scores._replace(metrics={**scores.metrics, METRIC: dropped})
 

@@ -100,6 +100,29 @@ def test_dropped_tokens_are_a_metric_of_the_model_that_was_called_last():
     assert with_dropped(plain, keras.Sequential([layers.Input((2,)), layers.Dense(2)])) is plain
 
 
+def test_dropped_tokens_of_rows_that_an_objective_sees_in_a_condition():
+    """As in an evaluation that cuts off the padding of a last batch."""
+    model = keras.Sequential([layers.Input((2, 1)), layers.Identity(name="block_00_router_dropped")])
+
+    def of_tokens(outputs, y, w):
+        losses = tf.reshape(outputs, [-1])
+        return Scores(losses, tf.ones_like(losses), {})
+
+    objective = with_dropped(of_tokens, model)
+
+    @tf.function(autograph=False)
+    def score(x, count):
+        outputs = model(x)
+        return tf.cond(
+            count > 0,
+            lambda: objective(outputs[:count], None, tf.ones([count])).metrics["dropped_fraction"],
+            lambda: tf.zeros([0]),
+        )
+
+    dropped = np.arange(6, dtype="float32").reshape(3, 2, 1)
+    np.testing.assert_allclose(score(dropped, tf.constant(2)), [0, 1, 2, 3])
+
+
 def test_a_position_sees_no_later_one_although_places_are_few():
     keras.utils.set_random_seed(0)
     model = transformer(

@@ -57,6 +57,16 @@ def counted():
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.parametrize(
+    ("path", "experts"),
+    [("block_00_experts_up/kernel", {8}), ("mine/block_11_experts_down/bias", {8}), ("expert_0/kernel", set())],
+)
+def test_only_experts_that_training_spreads_are_experts(path, experts):
+    part = {"name": "all", "weights": [(path, (8, 4))], "saved": [4.0]}
+    part |= dict.fromkeys(("constants", "flops", "fixed", "output"), 0.0) | {"is_counted": True}
+    assert shapes.from_json({"name": "mine", "tokens": 1, "parts": [part]}).experts == experts
+
+
 @pytest.mark.parametrize("name", slow_but(MODELS, "mlp"))
 def test_formula_and_graph_agree(name, counted):
     config = flags.parse(MODELS[name]).config

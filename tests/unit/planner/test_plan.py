@@ -228,8 +228,9 @@ def test_tokens_are_those_of_sequences(capsys):
         ConfigError, match=r"--tokens=1e\+12, but the samples of --source=digits are no .*give --samples"
     ):
         main(["--tokens=1e12", "--", *train])
-    assert main(["--samples=6400", "--json=-", "--", *train, "--epochs=2"]) == 0
-    assert json.loads(capsys.readouterr().out)["samples"] == 12800
+    for of_run, samples in ((["--epochs=2"], 12800), ([], 6400), (["--steps=1000"], 64000)):
+        assert main(["--samples=6400", "--json=-", "--", *train, *of_run]) == 0
+        assert json.loads(capsys.readouterr().out)["samples"] == samples
 
 
 def test_options_of_the_model_are_checked():

@@ -153,3 +153,9 @@ def test_events_name_the_phases_so():
         "evaluation",
     )
     assert [PHASES[phase] for phase in Phase] == list(PHASES) and set(IN_CALL) < set(Phase)
+
+
+def test_more_accumulation_does_not_help_where_communication_is_slow():
+    """The same global batch in more pieces sends as much, and with ZeRO from stage 2 on more."""
+    said = judge(ranks({"forward": 0.2, "backward": 0.4}, {"forward": 0.2, "backward": 0.3})).sentence(None)
+    assert "Raise --global_batch" in said and "--accumulation" not in said

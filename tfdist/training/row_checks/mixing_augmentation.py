@@ -37,6 +37,8 @@ from tfdist.training.row_checks.trial_values import ROUNDED, TOLERANCE, any_diff
 
 _ROWS = 8  # samples in the first trial, and the most of them that are looked at one by one
 _SLOW_S = 5.0  # after a trial as long as that, one with more samples is not made: each worker would start late
+# What happens to one batch of fifty shows in 200 draws with a chance of 98 %. No more are made than this time allows.
+_DRAWS, _DRAWS_S = 200, 0.3
 
 Outputs = Callable[[Sequence[int], int], list[np.ndarray]]
 
@@ -90,15 +92,22 @@ def _mixes_samples(function: augment.Augmentation | None, samples: Any, seed: in
         if draw not in traced or not stateless:
             keras.utils.set_random_seed(draw)
             traced[draw] = always_traced(function)
-        values = tf.nest.flatten(traced[draw](*take_rows(given, places)))
-        return [tf.cast(value, tf.float64).numpy() for value in values if value.dtype.is_numeric or value.dtype.is_bool]
+        return _numbers(traced[draw](*take_rows(given, places)))
 
     stateless, every = False, range(number)
     together = outputs(every, 0)
     stateless = not any_differ(together, outputs(every, 1), TOLERANCE)
-    return _depends_on_others(outputs, together, number) or (
-        stateless and _depends_on_its_place(outputs, together, number)
+    if _depends_on_others(outputs, together, number):
+        return True
+    return stateless and (
+        _depends_on_its_place(outputs, together, number)
+        or (number == _ROWS and _mixes_now_and_then(traced[0], samples, seed))
     )
+
+
+def _numbers(augmented: Any) -> list[np.ndarray]:
+    values = tf.nest.flatten(augmented)
+    return [tf.cast(value, tf.float64).numpy() for value in values if value.dtype.is_numeric or value.dtype.is_bool]
 
 
 def _depends_on_others(outputs: Outputs, together: Sequence[np.ndarray], number: int) -> bool:
@@ -116,3 +125,29 @@ def _depends_on_its_place(outputs: Outputs, together: Sequence[np.ndarray], numb
     place."""
     places = [number - 1, 1, 0]
     return any(differ(whole[places], moved, ROUNDED) for whole, moved in zip(together, outputs(places, 0), strict=True))
+
+
+def _mixes_now_and_then(augmented: Callable[..., Any], samples: Any, seed: int) -> bool:
+    """Returns whether the first _ROWS samples are mixed with the seeds of other positions: a coin, tossed with one of
+    these seeds, may decide whether a batch is mixed. Compares a sample among the others with the same sample, and the
+    same seed, among copies of itself."""
+    turns = _DRAWS // _ROWS
+    positions = tf.range(turns * _ROWS * _ROWS, dtype=tf.int64)
+    seeds = order.element_seeds(positions, seed).numpy().reshape(turns, _ROWS, _ROWS, 2)
+    begun = time.monotonic()
+    for turn in range(turns):
+        place = turn % _ROWS
+        # In one call: a seed that the sample has in each draw of this turn.
+        copies = _numbers(augmented(*take_rows(samples, [place] * _ROWS), tf.constant(seeds[turn, :, place])))
+        for draw in range(_ROWS):
+            given = (*samples, tf.constant(seeds[turn, draw]))
+            one, alone = _row(augmented(*given), place), [copy[draw] for copy in copies]
+            if any_differ(one, alone, ROUNDED) and not any_differ(one, _row(augmented(*given), place), TOLERANCE):
+                return True
+            if time.monotonic() - begun > _DRAWS_S:
+                return False
+    return False
+
+
+def _row(augmented: Any, place: int) -> list[np.ndarray]:
+    return [values[0] for values in _numbers(take_rows(augmented, [place]))]

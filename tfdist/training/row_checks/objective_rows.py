@@ -8,8 +8,10 @@ process. So do losses that divide by the largest of all samples, or by their num
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -34,6 +36,7 @@ _TOLERANCE = 1e-4  # relative to the largest number of the sample itself
 # Relative changes of outputs, to see how a result is rounded, and by how much more a difference must exceed that.
 _CHANGES, _BEYOND_ROUNDING = (1e-6, -1e-6, 2e-6, 3e-6), 10
 _MOST_NUMBERS = 100_000_000  # in the outputs of a trial, if that is more than ROWS rows: some copies are on the host
+_READING_S = 0.3  # time for reading targets and weights of more than ROWS samples; then those that are read repeat
 # Largest scales of the outputs; the smallest is 1 over it, so that a limit of the objective lies between two samples.
 _LARGEST_SCALES = (1.0, 1e2)
 
@@ -43,19 +46,22 @@ def refuse(
     name: str,
     objective: Callable[..., Scores],
     model: keras.Model,
-    batch: Callable[[], Any],
+    read: Callable[[], tuple[Any, Iterator[Any]]],
     proofs: Proofs,
     reason: str,
 ) -> None:
-    """Raises ConfigError on all workers if one finds that the objective called `name` mixes the samples of (x, y, w) =
-    `batch()`. A collective call. proofs: of the model. reason: why mixing is not allowed, one of the reasons in
-    row_mixing.py.
+    """Raises ConfigError on all workers if one finds that the objective called `name` mixes samples. A collective call.
+
+    Args:
+      read: returns the first samples (x, y, w), ROWS of them, and an iterator over further ROWS of them.
+      proofs: of the model.
+      reason: why mixing is not allowed, one of the reasons in row_mixing.py.
 
     An objective that cannot be tried is not refused: the step itself will report why it fails.
     """
     found = False
     with generators_kept(), contextlib.suppress(Exception):  # user code may raise anything
-        found = mixes(objective, model, batch(), proofs)
+        found = mixes(objective, model, *read(), proofs)
     if any_worker(runtime, found):
         raise ConfigError(
             f"--objective={name}: its result for a sample depends on the other samples of its batch (in-batch"
@@ -66,12 +72,14 @@ def refuse(
         )
 
 
-def mixes(objective: Callable[..., Scores], model: keras.Model, batch: Any, proofs: Proofs) -> bool:
+def mixes(
+    objective: Callable[..., Scores], model: keras.Model, first: Any, further: Iterator[Any], proofs: Proofs
+) -> bool:
     """Returns whether the scores of a sample change with the other samples: of a few, of as many as the objective sees
-    at a time in training, and of more (the hardest 8 of all samples are all of them, if these are few). Samples of the
-    batch may be repeated, as each gets outputs of its own. Does not change the model."""
-    first: Any = keras.tree.map_structure(lambda leaf: leaf[:ROWS], batch)
-    x, y, w = first
+    at a time in training, and of more (the hardest 8 of all samples are all of them, if these are few). If reading
+    takes long, samples are repeated, but each gets outputs of its own. Does not change the model. first, further: as
+    `read` of `refuse` returns them."""
+    x, *targets = first
     with writes_undone(), batch_norm.each_alone():
         like = model(x, training=False)
     width = sum(math.prod(known_dims(leaf.shape)[1:]) for leaf in keras.tree.flatten(like))
@@ -79,24 +87,40 @@ def mixes(objective: Callable[..., Scores], model: keras.Model, batch: Any, proo
     # draws different random numbers when it runs again.
     traced = always_traced(objective)
     part = min(proofs.part, max(ROWS, _MOST_NUMBERS // max(width, 1)))
-    for number in dict.fromkeys((ROWS, part, rows_tried(proofs.many, part, width))):
+    numbers = dict.fromkeys((ROWS, part, rows_tried(proofs.many, part, width)))
+    targets = _with_more(targets, further, max(numbers))
+    for number in numbers:
         with contextlib.suppress(Exception):  # user code may raise anything, also because there are few samples
-            places = [place % ROWS for place in range(number)]
-            drawn, given = _drawn(like, places), take_rows((y, w), places)
+            drawn, given = _drawn(like, number), _repeated(targets, number)
             if any(_mixes(traced, _of_scales(drawn, largest, number), *given) for largest in _LARGEST_SCALES):
                 return True
     return False
 
 
-def _drawn(like: Any, places: Sequence[int]) -> Any:
-    """Returns random outputs for samples at these places, in the shapes of a model's, different for each sample,
-    whatever the model's weights are now."""
+def _with_more(targets: Any, further: Iterator[Any], number: int) -> Any:
+    """Returns the targets and weights with those of further samples, `number` in all if these are read in time."""
+    found, begun = [targets], time.monotonic()
+    for _, *more in itertools.islice(further, math.ceil(number / ROWS) - 1):
+        found.append(more)
+        if time.monotonic() - begun > _READING_S:
+            break
+    return keras.tree.map_structure(lambda *leaves: tf.concat(leaves, 0), *found)
+
+
+def _repeated(rows: Any, number: int) -> Any:
+    """Returns the first `number` rows; once there are no more, they repeat."""
+    return keras.tree.map_structure(lambda leaf: tf.gather(leaf, np.arange(number) % leaf.shape[0]), rows)
+
+
+def _drawn(like: Any, number: int) -> Any:
+    """Returns random outputs for that many samples, in the shapes of a model's, different for each sample, whatever the
+    model's weights are now."""
     random = np.random.default_rng(3)
 
     def of(leaf: tf.Tensor) -> tf.Tensor:
         if not leaf.dtype.is_floating:
-            return take_rows(leaf, places)
-        shape = (len(places), *known_dims(leaf.shape)[1:])
+            return _repeated(leaf, number)
+        shape = (number, *known_dims(leaf.shape)[1:])
         return tf.cast(random.standard_normal(shape, np.float32), leaf.dtype)
 
     return keras.tree.map_structure(of, like)

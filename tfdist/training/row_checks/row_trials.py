@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -30,17 +31,22 @@ def check_rows(
     model: keras.Model,
     objective: Objective,
     plan: BatchPlan,
-    batch: Callable[[int], Any],
+    batches: Callable[[int], Iterator[Any]],
 ) -> SumsAsMeans:
     """Returns the `SumsAsMeans` with which sums over rows that layers add count correctly if the model sees only a part
     of the rows. Raises ConfigError if an added loss is neither a sum nor a mean, or if a user's model or objective
-    mixes rows. batch: (number) -> that many samples (x, y, w), always the same.
+    mixes rows. batches: (number) -> samples (x, y, w), that many at a time, always the same.
     """
     in_parts = come_in_parts(config, runtime, plan)
     proofs = Proofs(model, plan.global_batch, plan.micro_batch)
 
+    @functools.cache
+    def read() -> tuple[Any, Iterator[Any]]:
+        further = batches(ROWS)
+        return next(further), further
+
     def rows() -> Any:
-        return batch(ROWS)[0]
+        return read()[0][0]
 
     # Several workers that share one replica train on whole batches, but pad the last batch of an evaluation.
     if (in_parts or runtime.size > 1) and config.model.row_mixing == "refuse":
@@ -49,5 +55,5 @@ def check_rows(
             row_mixing.refuse(runtime, model, rows, proofs, reason)
         if ":" in config.model.objective:
             name = config.model.objective
-            objective_rows.refuse(runtime, name, objective, model, lambda: batch(ROWS), proofs, reason)
+            objective_rows.refuse(runtime, name, objective, model, read, proofs, reason)
     return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())

@@ -127,6 +127,11 @@ MODELS = {
     "training": sequential(lambda: layers.Dense(4), lambda: Scaled(Louder()), lambda: layers.Dense(2)),
     "dropout": sequential(lambda: Scaled(layers.Dropout(0.5, seed=1)), lambda: layers.Dense(2)),
     "weights inside": sequential(lambda: Scaled(layers.Dense(4)), lambda: Scaled(layers.BatchNormalization())),
+    "a model inside": sequential(
+        lambda: Scaled(
+            Scaled(keras.Sequential([layers.BatchNormalization(), layers.Dropout(0.5, seed=1), layers.Dense(4)]))
+        )
+    ),
     "twice inside": sequential(lambda: Scaled(Scaled(layers.LSTM(3, dropout=0.5, seed=1)))),
     "mask inside": sequential(
         lambda: layers.Masking(-1.0),
@@ -157,7 +162,7 @@ def entropy(outputs):
 
 
 def found(make, gathered, loss_of=squares):
-    """(loss, gradients) in training."""
+    """(loss, gradients and what layers keep beside their weights) in training."""
     keras.utils.set_random_seed(3)
     model = make()
     x = np.random.default_rng(1).normal(size=(3, 5, 4)).astype("float32")
@@ -176,7 +181,8 @@ def found(make, gathered, loss_of=squares):
         return loss, tape.gradient(loss, [variable.value for variable in sources])
 
     loss, gradients = run()
-    return loss.numpy(), [np.ravel(gradient) for gradient in gradients]
+    state = [variable.numpy() for variable in model.non_trainable_variables]
+    return loss.numpy(), [*map(np.ravel, gradients), *state]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -34,6 +34,10 @@ def sometimes(x, y, seeds):
     return tf.cond(order.uniform(seeds, 0)[0] < 0.5, lambda: roll(x, y, seeds), lambda: (x, y))
 
 
+def rarely(x, y, seeds):
+    return tf.cond(order.uniform(seeds, 0)[0] < 0.1, lambda: roll(x, y, seeds), lambda: (x, y))
+
+
 def by_count(x, y, seeds):
     return x / tf.cast(tf.shape(x)[0], tf.float32), y
 
@@ -87,7 +91,7 @@ def counted(x, y, seeds):
     return x, y
 
 
-MIXING = (roll, centred, sometimes, by_count, drawn_by_place, rolled_and_drawn)
+MIXING = (roll, centred, sometimes, rarely, by_count, drawn_by_place, rolled_and_drawn)
 
 
 def config(function, **changes):

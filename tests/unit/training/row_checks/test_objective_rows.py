@@ -10,13 +10,23 @@ import tensorflow as tf
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.own_objective import own_objective
 from tfdist.training.row_checks import objective_rows, row_mixing, row_proof
+from tfdist.training.row_checks.model_probe import ROWS
 from tfdist.training.row_checks.row_proof import Proofs
 from tfdist.training.scores import Scores
 
 RANDOM = np.random.default_rng(0)
-X = RANDOM.normal(size=(6, 5)).astype("float32")
-Y = RANDOM.normal(size=(6, 3)).astype("float32")
-W = np.ones(6, "float32")
+X = RANDOM.normal(size=(40, 5)).astype("float32")
+Y = RANDOM.normal(size=(40, 3)).astype("float32")
+Y[30, 0] = 9
+W = np.ones(40, "float32")
+
+
+def read():
+    """The first samples, and an iterator over more of them."""
+    batches = (
+        (X[first : first + ROWS], Y[first : first + ROWS], W[first : first + ROWS]) for first in range(0, 40, ROWS)
+    )
+    return next(batches), batches
 
 
 def squares(outputs, y):
@@ -66,7 +76,13 @@ def above_16(outputs, y, w):
     return of_the_hardest(outputs, y, w) if outputs.shape[0] > 16 else Scores(squares(outputs, y), w, {})
 
 
-MIXING_MANY = {"hardest": of_the_hardest, "exactly 8": of_exactly_8, "above 16": above_16}
+def balanced(outputs, y, w):
+    """Classes of which one is rare."""
+    rare = tf.reduce_mean(tf.cast(y[:, 0] > 8, tf.float32))
+    return Scores(squares(outputs, y), w * tf.where(y[:, 0] > 8, 0.5 / rare, 0.5 / (1 - rare)), {})
+
+
+MIXING_MANY = {"hardest": of_the_hardest, "exactly 8": of_exactly_8, "above 16": above_16, "balanced": balanced}
 APART = {
     "squares": lambda outputs, y, w: Scores(squares(outputs, y), w, {"error": tf.abs(outputs - y)[:, 0]}),
     "weighted": lambda outputs, y, w: Scores(squares(outputs, y), tf.abs(y[:, 0]), {}),
@@ -85,7 +101,7 @@ def nearly_cancelling(outputs, y, w):
 @pytest.mark.parametrize("part", [2, 3, 8, 33])
 def test_what_is_rounded_otherwise_is_not_refused(part):
     proofs = Proofs(wide := keras.Sequential([keras.Input((5,)), keras.layers.Dense(64)]), 4 * part, part)
-    assert not objective_rows.mixes(own_objective("mine:loss", nearly_cancelling), wide, (X, Y, W), proofs)
+    assert not objective_rows.mixes(own_objective("mine:loss", nearly_cancelling), wide, *read(), proofs)
 
 
 def test_a_trial_has_memory_for_some_rows_only(monkeypatch):
@@ -112,7 +128,7 @@ def refuse(function, other=False, many=4, part=4):
     objective = own_objective("mine:loss", function)
     net = model()
     proofs = Proofs(net, many, part)
-    objective_rows.refuse(runtime, "mine:loss", objective, net, lambda: (X, Y, W), proofs, row_mixing.IN_PARTS)
+    objective_rows.refuse(runtime, "mine:loss", objective, net, read, proofs, row_mixing.IN_PARTS)
 
 
 @pytest.mark.parametrize("name", MIXING)

@@ -640,7 +640,12 @@ def test_the_sentence_says_where_rows_are_not_those_of_one_process(accumulation,
     runtime = SimpleNamespace(rank=0, size=2, compute_workers=2, all_gather=lambda found: np.stack([found, found]))
     with pytest.raises(ConfigError, match=words):
         check_rows(
-            config, runtime, model_of(Own(MIXING["centered"])), None, BatchPlan(8, accumulation, 1), lambda _: (X,)
+            config,
+            runtime,
+            model_of(Own(MIXING["centered"])),
+            None,
+            BatchPlan(8, accumulation, 1),
+            lambda _: iter([(X,)]),
         )
 
 
