@@ -166,14 +166,9 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
     idle = connected.unconnected(config, runtime, model, objective, spec)
     mesh_parts = None
     if on_mesh(runtime):
-<<<<<<< HEAD
-        mesh_parts = compose_mesh(config, runtime, model, optimizer, objective, plan, lambda number: rows(number)[0])
-    if not mesh_parts:
-=======
         rows = functools.cache(lambda number: next(batches(number))[0])
-        on_axes = compose_mesh(config, runtime, model, optimizer, objective, plan, rows)
-    if not on_axes:
->>>>>>> 32943fd60c5ee0ea39350c63fc3daf0ac384c676
+        mesh_parts = compose_mesh(config, runtime, model, optimizer, objective, plan, rows)
+    if not mesh_parts:
         _build_whole(config, runtime, model, optimizer)
     objective = with_dropped(mesh_parts.objective if mesh_parts else objective, model)
     step = (MeasuredStep if config.telemetry.phase_every else TrainStep)(

@@ -12,6 +12,7 @@ from keras import layers, ops
 import tfdist
 from tests.parity.fit_cases import case, dense, samples, tokens
 from tfdist.control.exit_codes import ConfigError
+from tfdist.models.blocks import positions
 
 
 def weights(*models):
@@ -337,7 +338,7 @@ def dropout_leaves_one_state(fit, evaluate, predict, folder):
 class Positions(layers.Layer):
     """As in Keras' own example of a transformer: token and position embeddings.
 
-    `kinds`: the lookups that do not depend on the batch.
+    `kinds`: the lookups that do not depend on the batch, and those that have each row once.
     """
 
     def __init__(self, kinds):
@@ -363,6 +364,13 @@ class Positions(layers.Layer):
                 + self.positions(ops.broadcast_to(ops.arange(12), ops.shape(ids)))
                 + self.positions(ops.zeros_like(ids))
             )
+        if "zeros" in self.kinds:
+            x = x + self.positions(positions(ids))
+        if "unique" in self.kinds:
+            unique, places = tf.unique(tf.reshape(ids, [-1]))
+            x = x * tf.reshape(tf.gather(self.tokens(unique), places), tf.shape(x))
+        if "sparse" in self.kinds:
+            x = x + self.tokens(tf.sparse.from_dense(ids))
         if "tensorflow" in self.kinds:
             x = x + tf.gather(self.positions.embeddings.value, tf.range(12))
         return ops.mean(ops.tanh(x), axis=1)
@@ -385,9 +393,9 @@ class WithPositions(keras.Model):
 
 
 KINDS = {
-    "positions": ["positions"],
+    "positions": ["positions", "zeros"],
     "duplicates": ["positions", "duplicates"],
-    "both": ["both", "positions"],
+    "both": ["both", "positions", "unique", "sparse"],
     "rows": ["rows", "positions", "tensorflow"],
 }
 # The gradient of a lookup is made before any setting applies to it, so not every kind needs every setting.

@@ -37,12 +37,13 @@ def _with_rows_as_rows(add: Any) -> Any:
 
 def _may_be_rows_like_a_bias(other: Any, x: Any) -> bool:
     """Whether `other` has a single dim above 1, as a bias, but may have the rows of the batch in its first dim. Where
-    their number is unknown, Keras takes nothing with rows for a bias."""
+    their number is unknown, Keras takes nothing with rows for a bias, and it adds none to an x of one dim or a number
+    (whose type would be lost in a tensor)."""
     shapes: list[Any] = [getattr(each, "shape", ()) for each in (other, x)]
     if any(getattr(shape, "rank", 0) is None for shape in shapes):
         return False
     shape, of_x = map(tuple, shapes)
-    if len([size for size in shape if size is None or size > 1]) != 1 or len(shape) < max(len(of_x), 2):
+    if len([size for size in shape if size is None or size > 1]) != 1 or not 2 <= len(of_x) <= len(shape):
         return False
     is_one_for_all_rows = len(shape) == len(of_x) and shape[0] == 1 and of_x[0] != 1
     return not is_one_for_all_rows and not _is_made_of_weights(other)

@@ -183,8 +183,7 @@ class EpochBackup(FitCallback):
         keras_trainer.begin_at(self.fitted, self.epochs if backup.stopped else self.epoch)
         if self._runtime.rank == 0:
             say(f"resumed after epoch {self.epoch} from {self._place.name}.")
-        if not backup.stopped:
-            self._find_the_place_in_the_data(backup)
+        self._find_the_place_in_the_data(backup)
         if made is not None:  # not earlier: data that are read again may draw from it
             made.state.assign(drawn)
 
@@ -203,7 +202,8 @@ class EpochBackup(FitCallback):
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
         generators = GeneratorsAgain(backup.generators)
         generators.before_reading()
-        if RunningFit.of(self.fitted).go_to(self.epoch, backup.ends) and self._runtime.rank == 0:
+        reads = not backup.stopped  # but a later fit of the program may draw from the generators
+        if reads and RunningFit.of(self.fitted).go_to(self.epoch, backup.ends) and self._runtime.rank == 0:
             say(
                 "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
                 " PyDataset, a generator)."

@@ -37,6 +37,7 @@ from tfdist.keras_fit.rows import every_row, total
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.scopes import Once, ThreadScope
 from tfdist.training.dtypes import Gradient, at_least_float32, scaled
+from tfdist.training.table_rows import rows_once
 
 if TYPE_CHECKING:
     from tfdist.keras_fit.forward import DistributedCall
@@ -190,13 +191,15 @@ class Gradients:
         self, gradient: tf.IndexedSlices, parts: Sequence[Lookup], sums: Iterator[tf.Tensor]
     ) -> tf.IndexedSlices:
         """Returns the rows of all workers. `sums`: for the rows that all workers have looked up alike."""
-        found = [
-            every_row(self._runtime, [lookup.values, lookup.numbers])
-            if lookup.is_worker_dependent
-            else [next(sums), lookup.numbers]
-            for lookup in parts
-        ]
-        values, numbers = _joined([rows[0] for rows in found]), _joined([rows[1] for rows in found])
+        found = []
+        for lookup in parts:
+            rows = tf.IndexedSlices(
+                *every_row(self._runtime, [lookup.values, lookup.numbers])
+                if lookup.is_worker_dependent
+                else (next(sums), lookup.numbers)
+            )
+            found.append(rows_once(rows) if lookup.has_each_row_once else rows)
+        values, numbers = _joined([rows.values for rows in found]), _joined([rows.indices for rows in found])
         return tf.IndexedSlices(values, numbers, gradient.dense_shape)
 
     def _judged(self, lookup: Lookup, table: keras.Variable | tf.Variable) -> Lookup:
@@ -207,7 +210,10 @@ class Gradients:
         for call in self.calls:
             name = call.shared_lookups().get(id(table.handle))
             if name:
-                raise _not_told_apart(f"looks up rows of {table.name} whatever the batch is ({name}), as for positions")
+                raise _not_told_apart(
+                    f"looks up rows of {table.name} whatever the batch is, as for positions, or each of them once, as"
+                    f" after tf.unique ({name})"
+                )
         counts = [count for call in self.calls for count in call.rows_looked_up(table.handle)]
         all_rows = lookup.numbers.shape[0]
         known = [count for count in counts if count is not None]

@@ -3,12 +3,14 @@
 The gradient of a table is a list of rows, one for each lookup. Optimizers treat a row that is there twice differently
 from one that is there once with the sum (Adam squares each, a norm adds up the squares). So the workers together must
 hold the rows that one process would hold. Rows that the batch looked up are there once, on the worker that holds that
-part of the batch: together all workers have them. But rows that are looked up whatever the batch are there on each
-worker, with a part of their gradient: these parts must be added up.
+part of the batch: together all workers have them. But a row that one process looks up once, several workers look up,
+and each has a part of its gradient: these parts must be added up. There are two such kinds: rows that are looked up
+whatever the batch, by all workers; and those that the batch looked up, each once (tf.unique, sparse lookups), by the
+workers that have any of its samples.
 
-The graph tells the two kinds apart: by whether the row numbers depend on the own rows of the batch, on their count, or
-on random numbers of the worker. What was gathered from all workers, and what is drawn outside of the forward pass over
-own rows, is the same on all.
+The graph tells the kinds apart: by whether the row numbers depend on the own rows of the batch, on their count, or on
+random numbers of the worker, and by the operation that made them. What was gathered from all workers, and what is drawn
+outside of the forward pass over own rows, is the same on all.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ _READS = (
     "ResourceGatherNd",
 )  # of variables: the same on all workers
 _LOOKUPS = ("GatherV2", "ResourceGather")
+_PASS_ON = ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze", "Placeholder")  # the same row numbers
 # Their gradients leave the rows of a table rows.
 _COPIES = ("ReadVariableOp", "Identity", "Cast", "Neg")
 # Beside functions: look up a number of rows that is unknown, or give them the gradient of such a lookup.
@@ -69,18 +72,44 @@ def stateful_operations_marked() -> Iterator[None]:
 
 def is_worker_dependent(tensor: tf.Tensor) -> bool:
     """Whether the values or the shape of a tensor in a graph differ between workers."""
-    marked = _marked.get(tensor.graph, {})
-    waiting, seen = [tensor.op], set()
+    waiting, seen = [tensor], set()
     while waiting:
-        op = waiting.pop()
-        if op.name in seen or _is_length_of_a_row(op):
+        tensor = waiting.pop()
+        op = tensor.op
+        if (op.graph, op.name) in seen or _is_length_of_a_row(op) or _are_zeros_alike(tensor):
             continue
-        seen.add(op.name)
-        if op.name not in marked:
-            waiting += [tensor.op for tensor in op.inputs]
-        elif marked[op.name]:
+        seen.add((op.graph, op.name))
+        differs = _marked.get(op.graph, {}).get(op.name)
+        if differs:
             return True
+        if differs is None:
+            waiting += _made_of(op)
     return False
+
+
+def _made_of(op: tf.Operation) -> list[tf.Tensor]:
+    """The tensors of which an operation makes its results, as far as graphs tell. What a branch takes from the graph
+    outside is a placeholder in it."""
+    if op.type != "Placeholder" or op.outputs[0].dtype == tf.resource:
+        return list(op.inputs)
+    captures = getattr(op.graph, "captures", ())
+    return [outside for outside, inside in captures if inside is op.outputs[0] and hasattr(outside, "graph")]
+
+
+def _are_zeros_alike(tensor: tf.Tensor) -> bool:
+    """Whether the tensor holds zeros, equally many on all workers: of a known shape, or added up over rows. Those that
+    are made like own rows depend on nothing else; positions may be made of such a sum."""
+    op = tensor.op
+    if not tensor.shape.is_fully_defined() and not _is_sum_over_rows(op):
+        return False
+    while op.type in ("Cast", "Sum"):
+        op = op.inputs[0].op
+    return op.type == "ZerosLike" or (op.type == "Fill" and tf.get_static_value(op.inputs[1]) == 0)
+
+
+def _is_sum_over_rows(op: tf.Operation) -> bool:
+    axes = tf.get_static_value(op.inputs[1]) if op.type == "Sum" and op.get_attr("keep_dims") else None
+    return axes is not None and 0 in axes.ravel()
 
 
 def _is_length_of_a_row(op: tf.Operation) -> bool:
@@ -98,6 +127,7 @@ class Lookup:
     values: tf.Tensor
     numbers: tf.Tensor
     is_worker_dependent: bool | None  # the numbers depend on the own rows of the batch; None: not visible
+    has_each_row_once: bool = False  # in one process, whatever rows the batch has
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
@@ -111,14 +141,34 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
     for part, row_numbers in zip(values, numbers, strict=True):
         part.set_shape([row_numbers.shape[0], *slices.values.shape[1:]])
     return [
-        Lookup(part, row_numbers, None if _is_hidden(row_numbers.op) else is_worker_dependent(row_numbers))
+        Lookup(
+            part,
+            row_numbers,
+            None if _is_hidden(row_numbers.op) else is_worker_dependent(row_numbers),
+            _has_each_once(row_numbers),
+        )
         for part, row_numbers in zip(values, numbers, strict=True)
     ]
 
 
+def _has_each_once(numbers: tf.Tensor) -> bool:
+    """Whether the row numbers were made so that none is there twice."""
+    while passed_on := _passed_on(numbers.op):
+        [numbers] = passed_on
+    maker = {0: "Unique", 1: "SparseSegment"}.get(numbers.value_index)  # the latter: gradient of SparseSegmentSum, Mean
+    return maker is not None and numbers.op.type.startswith(maker)
+
+
+def _passed_on(op: tf.Operation) -> list[tf.Tensor]:
+    """The row numbers that an operation passes on, if it does no more."""
+    if op.type == "SelectV2" and op.inputs[1].op.type == "AddV2" and op.inputs[1].op.inputs[0] is op.inputs[2]:
+        return [op.inputs[2]]  # Keras' lookups count negative numbers from the end
+    return _made_of(op)[:1] if op.type in _PASS_ON else []
+
+
 def _is_hidden(op: tf.Operation) -> bool:
     """Whether nothing in this graph tells of what the operation makes its results."""
-    return op.type == "Placeholder" or _calls_functions(op)
+    return (op.type == "Placeholder" and not _made_of(op)) or _calls_functions(op)
 
 
 def _calls_functions(op: tf.Operation) -> bool:
@@ -141,10 +191,10 @@ def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
 class LookupFacts:
     """Facts about a forward pass, read from a trace.
 
-    Attributes: shared, the lookups that do not depend on the batch: id of the table's handle -> name; rows, for each
-    variable that it uses: id of the handle -> the number of rows of each lookup, None where it is unknown; branches,
-    whether it has loops (of RNNs, tf.map_fn) or tf.cond, whose gradients XLA can take only if it compiles these
-    gradients, too.
+    Attributes: shared, the lookups of rows that several workers share, because they do not depend on the batch, or as
+    each is looked up once: id of the table's handle -> name; rows, for each variable that it uses: id of the handle ->
+    the number of rows of each lookup, None where it is unknown; branches, whether it has loops (of RNNs, tf.map_fn) or
+    tf.cond, whose gradients XLA can take only if it compiles these gradients, too.
     """
 
     shared: dict[int, str]
@@ -169,7 +219,7 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
         known = [op for op in uses if op.type in _LOOKUPS and op.outputs[0].dtype.is_floating]
         unknown = [op for op in uses if _may_look_up(op)]
         rows[id(table)] = [*(op.inputs[1].shape.num_elements() for op in known), *(None for _ in unknown)]
-        shared |= {id(table): op.name for op in known if not is_worker_dependent(op.inputs[1])}
+        shared |= {id(table): op.name for op in uses if _looks_up_shared_rows(op)}
     definition = graph.as_graph_def()
     nodes = itertools.chain(definition.node, *(inner.node_def for inner in definition.library.function))
     return LookupFacts(shared, rows, any(node.op in _BRANCHES for node in nodes))
@@ -182,6 +232,14 @@ def _uses(table: tf.Tensor) -> Iterator[tf.Operation]:
             yield from _uses(op.outputs[0])
         else:
             yield op
+
+
+def _looks_up_shared_rows(op: tf.Operation) -> bool:
+    """Whether an operation that takes a table looks up rows that several workers share."""
+    if op.type.startswith("SparseSegment"):
+        return op.get_attr("sparse_gradient")  # which has each row once
+    is_lookup = op.type in _LOOKUPS and op.outputs[0].dtype.is_floating
+    return is_lookup and (_has_each_once(op.inputs[1]) or not is_worker_dependent(op.inputs[1]))
 
 
 def _may_look_up(op: tf.Operation) -> bool:

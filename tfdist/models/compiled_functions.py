@@ -147,7 +147,8 @@ def _normalization_where_possible(of_keras: Callable) -> Callable:
         x: Any, gamma: Any = None, beta: Any = None, axis: Any = -1, epsilon: Any = None, rms_scaling: bool = False
     ) -> Any:
         suits = isinstance(epsilon, float) and not rms_scaling and _suits(x) and _is_the_last(axis, x.shape.rank)
-        if gamma is None or beta is None or not suits:
+        # Others may have a value for each row, or have to be broadcast.
+        if not suits or any(x.shape[-1:] != getattr(weight, "shape", None) for weight in (gamma, beta)):
             return of_keras(x, gamma, beta, axis, epsilon, rms_scaling)
         gamma_D, beta_D = (tf.cast(tf.convert_to_tensor(weight), x.dtype) for weight in (gamma, beta))
         x_ND = tf.reshape(x, [-1, x.shape[-1]])

@@ -81,6 +81,17 @@ def test_a_bias_is_still_added_as_one():
         assert "BiasAdd" in {operation.type for operation in traced.graph.get_operations()}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])
+def test_a_number_takes_the_type_of_the_rows(dtype):
+    add_rows_to_rows()
+    number = 1 if dtype == "int8" else 0.1
+    for known in (4, None):
+        added = tf.function(lambda x: (keras.ops.add(number, x), keras.ops.add(x, number)), autograph=False)
+        graph = added.get_concrete_function(tf.TensorSpec([known, 1], dtype))
+        for found in graph(tf.zeros([4, 1], dtype)):
+            assert found.dtype == dtype and np.all(found == tf.constant(number, dtype))
+
+
 def test_tensors_of_unknown_rank():
     add_rows_to_rows()
     added = tf.function(lambda x: keras.ops.add(x, 1.0), input_signature=[tf.TensorSpec(None)])

@@ -305,6 +305,23 @@ def test_backups_that_are_kept_are_gone_on_from(tmp_path):
         assert fitted_in_turn(tmp_path, epochs, delete_checkpoint=False) == trained
 
 
+def test_generators_go_on_where_a_fit_that_was_stopped_had_left_them(tmp_path):
+    """A later fit of the program may draw from them."""
+
+    def draw(epoch, logs=None):
+        np.random.random()
+        random.random()
+        stopping.model.stop_training = epoch == 1
+
+    stopping, found = keras.callbacks.LambdaCallback(on_epoch_end=draw), []
+    for _ in range(2):  # the second has no epoch left
+        keras.utils.set_random_seed(1)
+        assert fitted_in_turn(tmp_path, 4, others=[stopping], delete_checkpoint=False) == [0, 1]
+        found.append((np.random.random(), random.random()))
+        backup_checks._ended.clear()  # as in a new process
+    assert found[0] == found[1]
+
+
 def test_a_resumed_fit_that_fails_leaves_no_epoch_at_which_later_ones_begin(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -18,6 +18,7 @@ from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.random_numbers import RandomNumbers
+from tfdist.models.blocks import positions
 
 
 class Mirror:
@@ -154,35 +155,53 @@ def test_an_input_whose_rows_tracing_does_not_know(distribute):
     assert call.of_the_batch(((inputs,), {})) == [True, True]
 
 
-def test_which_lookups_depend_on_the_rows():
+@pytest.mark.parametrize("in_a_branch", [False, True])
+def test_which_lookups_depend_on_the_rows(in_a_branch):
     table = tf.Variable(tf.ones([9, 2]))
-    found = {}
+    found, once = {}, {}
 
-    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int64)])
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int64)], autograph=False)
     def trace(ids):
         own = lookups.mark_worker_dependent(ids[:2])
+        unique, places = tf.unique(tf.reshape(own, [-1]))
         kinds = {
             "own": own,
             "length of a row": tf.range(tf.shape(own)[1]),
             "last": tf.range(tf.shape(own)[-1]),
             "rows": tf.range(tf.shape(own)[0]),
             "zeros": tf.zeros_like(own),
+            "zeros of columns": tf.zeros_like(tf.transpose(tf.ensure_shape(own, [None, 3]))),
+            "sum of zeros": tf.reduce_sum(tf.zeros_like(tf.ensure_shape(own, [None, 3])), 0),
+            "positions": tf.cumsum(1 + tf.reduce_sum(tf.zeros_like(own, tf.int32), 0, keepdims=True), 1) - 1,
+            "a row of own": own[:1],
             "whole": ids[0],
             "constant": tf.constant([1, 1, 2]),
             "random, outside of the pass": tf.random.uniform([3], maxval=9, dtype=tf.int32),
             "gathered": tf.argmax(rows.every_row(Mirror(), [tf.one_hot(own[:, 0], 9)])[0], -1),
             "read": tf.cast(table[0], tf.int32),
+            "unique": unique,
+            "unique, by Keras": unique,
+            "unique, or 0": tf.where(unique > 5, tf.zeros_like(unique), unique),
+            "unique, again": tf.gather(unique, places),
+            "third output": tf.split(own, 3, axis=1)[2],
         }
         with lookups.stateful_operations_marked():
             kinds["random"] = tf.random.uniform([3], maxval=9, dtype=tf.int32)
-        for name, numbers in kinds.items():
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(tf.gather(table, numbers))
-            found[name] = [lookup.is_worker_dependent for lookup in lookups.lookups(tape.gradient(loss, table))]
-        with tf.GradientTape() as tape:
-            loss = sum(tf.reduce_sum(tf.gather(table, kinds[name])) for name in ("own", "constant", "zeros"))
-        found["together"] = sorted(lookup.is_worker_dependent for lookup in lookups.lookups(tape.gradient(loss, table)))
-        return loss
+        with tf.GradientTape(persistent=True) as tape:
+            losses = {name: tf.reduce_sum(tf.gather(table, numbers)) for name, numbers in kinds.items()}
+            losses["unique, by Keras"] = tf.reduce_sum(keras.ops.take(table, unique, axis=0))
+            bags = tf.nn.embedding_lookup_sparse(tf.identity(table), tf.sparse.from_dense(own), None)
+            losses["sparse"] = tf.reduce_sum(bags)
+            losses["together"] = sum(tf.reduce_sum(tf.gather(table, kinds[name])) for name in TOGETHER)
+
+        def look():
+            for name, loss in losses.items():
+                parts = lookups.lookups(tape.gradient(loss, table))
+                found[name] = sorted(lookup.is_worker_dependent for lookup in parts)
+                once[name] = any(lookup.has_each_row_once for lookup in parts)
+            return 0
+
+        return tf.cond(losses["own"] > 0, look, lambda: 1) if in_a_branch else look()
 
     trace.get_concrete_function()
     assert found == {
@@ -191,14 +210,76 @@ def test_which_lookups_depend_on_the_rows():
         "last": [False],
         "rows": [True],
         "zeros": [True],
+        "zeros of columns": [True],
+        "sum of zeros": [False],
+        "positions": [False],
+        "a row of own": [True],
         "whole": [False],
         "constant": [False],
         "random": [True],
         "random, outside of the pass": [False],
         "gathered": [False],
         "read": [False],
+        "unique": [True],
+        "unique, by Keras": [True],
+        "unique, or 0": [True],
+        "unique, again": [True],
+        "third output": [True],
+        "sparse": [True],
         "together": [False, True, True],
     }
+    assert {name for name in once if once[name]} == {"unique", "unique, by Keras", "sparse"}
+
+
+TOGETHER = ("own", "constant", "zeros")
+
+
+class Unique(keras.layers.Embedding):
+    """Looks up each row once: by tf.unique, and by a sparse tensor."""
+
+    def call(self, ids):
+        unique, places = tf.unique(tf.reshape(ids, [-1]))
+        found = tf.reshape(tf.gather(super().call(unique), places), [-1, 4, self.output_dim])
+        table = tf.convert_to_tensor(self.embeddings)
+        return found + tf.nn.safe_embedding_lookup_sparse(table, tf.sparse.from_dense(ids))[:, None]
+
+
+class Positions(keras.layers.Embedding):
+    def call(self, ids):
+        return super().call(ids) + super().call(positions(ids))
+
+
+@pytest.mark.parametrize("in_a_branch", [False, True])
+@pytest.mark.parametrize("kind", [keras.layers.Embedding, Unique, Positions])
+def test_the_gradient_of_a_table_has_the_rows_that_it_has_in_one_process(distribute, kind, in_a_branch):
+    ids = keras.Input((4,), dtype="int32")
+    model = keras.Model(ids, kind(9, 3)(ids))
+    table = model.trainable_variables[0]
+
+    def step(batch):
+        with tf.GradientTape(persistent=True) as tape:  # both branches are traced
+            loss = tf.reduce_mean(tf.square(model(batch)))
+
+        def update():
+            gradient = tape.gradient(loss, table)
+            return gradient.indices, gradient.values
+
+        return tf.cond(loss > 0, update, update) if in_a_branch else update()
+
+    def run():
+        spec = tf.TensorSpec([None, 4], tf.int32)
+        numbers, values = tf.function(step, autograph=False, input_signature=[spec])(BATCH)
+        return sorted((int(number), *np.round(value, 6)) for number, value in zip(numbers, values.numpy(), strict=True))
+
+    wanted = run()
+    distribute(model)
+    np.testing.assert_allclose(run(), wanted, atol=2e-6)
+    if kind is not keras.layers.Embedding and not in_a_branch:
+        with pytest.raises(ConfigError, match="without run_eagerly=True"):
+            step(tf.constant(BATCH))
+
+
+BATCH = np.array([[1, 2, 3, 1], [2, 2, 0, 5]] * 2, np.int32)
 
 
 def test_what_layers_have_added_outlives_a_look_at_the_model(distribute):

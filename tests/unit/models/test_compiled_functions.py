@@ -1,6 +1,7 @@
 """LayerNormalization and GELU that XLA compiles in steps on CPUs, against Keras' own in float64."""
 
 import contextlib
+import types
 
 import keras
 import numpy as np
@@ -80,6 +81,20 @@ def test_gelu_of_what_is_no_usual_number_is_kerass(approximate):
     )
     for one, other in zip(found(x, tf.ones(SHAPE))[:2], expected(x, tf.ones(SHAPE))[:2], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=5e-7)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (SHAPE[0], 1, SHAPE[-1]), (1, SHAPE[-1])])
+def test_a_layer_normalization_with_weights_of_another_shape_is_kerass(shape):
+    """Such as one that is made of another input, with values for each row."""
+    weights = [tf.Variable(np.random.default_rng(2).normal(size=shape), dtype=tf.float32) for _ in range(2)]
+
+    def normalized(x):
+        return keras.ops.layer_normalization(x, *(2.0 * weight for weight in weights), epsilon=1e-5)
+
+    normalized.trainable_variables = [types.SimpleNamespace(value=weight) for weight in weights]
+    results = [traced(normalized, inside)[0](*numbers()) for inside in (True, False)]
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_elsewhere_it_is_kerass_own():
