@@ -38,6 +38,7 @@ from tfdist.control.terminal import say
 
 _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
+_OF_EPOCH = "generators_of_epoch"
 _SLOW_SECONDS = 1.0
 _FIT_STATE = "fit_state"  # an array of bytes: of FitState, and the history
 
@@ -140,7 +141,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
         self._assign_again()
         self._epoch = snapshot.manifest["epoch"]
-        self.generators = GeneratorsAgain(snapshot.manifest["generators"])
+        self.generators = GeneratorsAgain(snapshot.manifest["generators"], snapshot.manifest.get(_OF_EPOCH))
         self.generators.before_reading()
         if fit.go_to(self._epoch, snapshot.manifest["ends"]):
             self._assign_again()  # reading may have drawn from Keras' global generator
@@ -243,7 +244,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return {**self._fit_state.fields(self._trained), **held}
 
     def _save(self, epoch: int, batch: int) -> None:
-        self._since = 0
+        self._since, fit = 0, RunningFit.of(self._trained)
         begun = time.monotonic()
         held = np.frombuffer(backup_file.to_bytes(self._fit_fields()), np.uint8)
         if (seconds := time.monotonic() - begun) > _SLOW_SECONDS and not self._is_slow:
@@ -262,7 +263,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 **self._optimizers.fields(),
                 "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),
-                "ends": RunningFit.of(self._trained).ends(),
+                **({_OF_EPOCH: self._others.generators_of_epoch} if batch and not fit.iterator.steps_per_epoch else {}),
+                "ends": fit.ends(),
             },
         )
         writer = self._backups.writer

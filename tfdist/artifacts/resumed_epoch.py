@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts import state
 from tfdist.artifacts.generators_again import GeneratorsAgain
 from tfdist.compat import keras_epochs, keras_trainer
 
@@ -36,6 +37,7 @@ class AfterOthers(keras.callbacks.Callback):
         super().__init__()
         self._backup, self._all = backup, keras.callbacks.CallbackList()
         self.has_restored = False
+        self.generators_of_epoch: Mapping[str, Any] = {}  # their states when the present epoch began
         self._begin_passing: Callable[[], None] = lambda: None
 
     def join(self, callbacks: keras.callbacks.CallbackList) -> bool:
@@ -75,7 +77,7 @@ class AfterOthers(keras.callbacks.Callback):
         self._mute(count)
 
         def begin() -> None:
-            self._backup.generators.before_reading()
+            self._backup.generators.begin_epoch()
             pass_over(self.model, count, metrics)
 
         self._begin_passing = begin
@@ -105,6 +107,7 @@ class AfterOthers(keras.callbacks.Callback):
         # No earlier: if another callback fails before, later fits of the model would pass over their batches.
         self._begin_passing()
         self._begin_passing = lambda: None
+        self.generators_of_epoch = state.generator_states()
 
     def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
         self._backup.after_batch(batch)
