@@ -155,7 +155,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         keras_trainer.begin_at(model, self._epoch)
         if count := snapshot.manifest["batch"]:
             self._to_skip = count
-            self._others.pass_over(count, metrics)
+            check = functools.partial(backup_checks.refuse_other_metrics, self.backup_dir, snapshot.manifest, model)
+            self._others.pass_over(count, metrics, check)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0
@@ -260,6 +261,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "epoch": epoch,
                 "batch": batch,
                 "shuffled_by": self._shuffled_by,
+                "metric_variables": backup_checks.metrics_of(self._trained),
                 **self._optimizers.fields(),
                 "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),

@@ -71,14 +71,14 @@ class AfterOthers(keras.callbacks.Callback):
 
         setattr(self._all, "on_epoch_begin", on_epoch_begin)  # noqa: B010 - it replaces a method
 
-    def pass_over(self, count: int, metrics: Sequence[np.ndarray]) -> None:
+    def pass_over(self, count: int, metrics: Sequence[np.ndarray], check: Callable[[], None]) -> None:
         """Lets the first epoch begin with its batch number `count`; callbacks do not see the batches before it.
-        metrics: see the function `pass_over`."""
+        metrics, check: see the function `pass_over`."""
         self._mute(count)
 
         def begin() -> None:
             self._backup.generators.begin_epoch()
-            pass_over(self.model, count, metrics)
+            pass_over(self.model, count, metrics, check)
 
         self._begin_passing = begin
 
@@ -121,9 +121,9 @@ class AfterOthers(keras.callbacks.Callback):
         self._backup.after_all()
 
 
-def pass_over(model: Any, count: int, metrics: Sequence[np.ndarray]) -> None:
+def pass_over(model: Any, count: int, metrics: Sequence[np.ndarray], check: Callable[[], None]) -> None:
     """Lets the model read its next `count` batches without training on them. metrics: the values of its metrics after
-    these batches."""
+    these batches. check: raises an error if they are those of other metrics."""
     train_function, left = model.train_function, count
 
     def passing(iterator: Any) -> Mapping[str, float]:
@@ -140,6 +140,7 @@ def pass_over(model: Any, count: int, metrics: Sequence[np.ndarray]) -> None:
             if left == count:
                 batch = keras.tree.map_structure(keras_epochs.none_for_placeholder, batch)
                 keras_trainer.build_for(model, batch)  # Keras creates the metrics' variables at the first batch
+                check()
                 for variable, value in zip(model.metrics_variables, metrics, strict=True):
                     variable.assign(value)
             left -= 1

@@ -757,6 +757,25 @@ class Ever(keras.metrics.AUC):
         return self.seen + 0.0
 
 
+def test_a_backup_within_an_epoch_is_not_taken_with_other_metrics(tmp_path):
+    """Their variables may have the same shapes. Metrics that Keras has numbered are the same."""
+
+    def trained(metrics, *others):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile("sgd", "mse", metrics=metrics, run_eagerly=True)
+        two_epochs(model, tmp_path, *others, y=ROWS > 5)
+
+    with pytest.raises(Killed):
+        trained([keras.metrics.AUC(name="auc_3"), "accuracy"], Counter([], die_after=2))
+    auc = keras.metrics.AUC(name="auc_4")
+    for other in ([auc, "mae"], [auc], [auc, "accuracy", "mae"], [keras.metrics.AUC(3, name="auc"), "accuracy"]):
+        with pytest.raises(
+            CheckpointError, match=rf"^{tmp_path} was saved after 2 batches .*metrics .*accuracy.* now .*: compile"
+        ):
+            trained(other)
+    trained([auc, "accuracy"])
+
+
 class Slow(keras.optimizers.SGD):
     """Holds variables that Keras does not know of, made with the others."""
 
