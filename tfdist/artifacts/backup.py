@@ -38,6 +38,7 @@ from tfdist.control.terminal import say
 
 _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
+_OF_EPOCH = "generators_of_epoch"
 _SLOW_SECONDS = 1.0
 _FIT_STATE = "fit_state"  # an array of bytes: of FitState, and the history
 
@@ -140,7 +141,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
         self._assign_again()
         self._epoch = snapshot.manifest["epoch"]
-        self.generators = GeneratorsAgain(snapshot.manifest["generators"])
+        self.generators = GeneratorsAgain(snapshot.manifest["generators"], snapshot.manifest.get(_OF_EPOCH))
         self.generators.before_reading()
         if fit.go_to(self._epoch, snapshot.manifest["ends"]):
             self._assign_again()  # reading may have drawn from Keras' global generator
@@ -154,7 +155,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         keras_trainer.begin_at(model, self._epoch)
         if count := snapshot.manifest["batch"]:
             self._to_skip = count
-            self._others.pass_over(count, metrics)
+            check = functools.partial(backup_checks.refuse_other_metrics, self.backup_dir, snapshot.manifest, model)
+            self._others.pass_over(count, metrics, check)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch, self._seen, self._to_skip = epoch, self._to_skip, 0
@@ -243,7 +245,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return {**self._fit_state.fields(self._trained), **held}
 
     def _save(self, epoch: int, batch: int) -> None:
-        self._since = 0
+        self._since, fit = 0, RunningFit.of(self._trained)
         begun = time.monotonic()
         held = np.frombuffer(backup_file.to_bytes(self._fit_fields()), np.uint8)
         if (seconds := time.monotonic() - begun) > _SLOW_SECONDS and not self._is_slow:
@@ -259,10 +261,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 "epoch": epoch,
                 "batch": batch,
                 "shuffled_by": self._shuffled_by,
+                "metric_variables": backup_checks.metrics_of(self._trained),
                 **self._optimizers.fields(),
                 "fit": backup_checks.number(self.backup_dir),
                 "generators": state.generator_states(),
-                "ends": RunningFit.of(self._trained).ends(),
+                **({_OF_EPOCH: self._others.generators_of_epoch} if batch and not fit.iterator.steps_per_epoch else {}),
+                "ends": fit.ends(),
             },
         )
         writer = self._backups.writer

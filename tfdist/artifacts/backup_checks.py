@@ -8,6 +8,7 @@ would find the backup of the second. If backups are kept, this is intended: each
 from __future__ import annotations
 
 import collections
+import re
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -123,6 +124,28 @@ def refuse_another_order(backup: str, order: NoOrder, batch: int) -> None:
         f"{backup} was saved after {batch} batches of an epoch, but the data {order.why}, so the other batches of it"
         f" cannot be found again: {again}remove the backup to start from the beginning."
     )
+
+
+def metrics_of(model: keras.Model) -> list[list[Any]]:
+    """What tells the variables of the model's metrics from those of others: name and shape, as JSON to be saved. Keras
+    numbers names by what the process has made before: they count without numbers."""
+    return [[re.sub(r"_\d+", "", name_of(each)), list(tf_variable(each).shape)] for each in model.metrics_variables]
+
+
+def refuse_other_metrics(backup: str, manifest: Mapping[str, Any], model: keras.Model) -> None:
+    """Raises CheckpointError if the backup, saved within an epoch, is of other metrics: the sums of one would count as
+    those of another. Call when the metrics have their variables."""
+    before, now = manifest.get("metric_variables"), metrics_of(model)  # an earlier version did not write them
+    if before not in (None, now):
+        raise CheckpointError(
+            f"{backup} was saved after {manifest['batch']} batches of an epoch, with other metrics (their variables"
+            f" were {_in_text(before)}, and now are {_in_text(now)}): compile the model with the same metrics, or"
+            " remove the backup to start from the beginning."
+        )
+
+
+def _in_text(metrics: Iterable[Any]) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" if shape else name for name, shape in metrics)
 
 
 def refuse_data_in_use(backup: str, fit: RunningFit, resumes: bool, is_within_a_pass: bool) -> None:

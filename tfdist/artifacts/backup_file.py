@@ -31,6 +31,7 @@ _OF_ITEMS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _OF_PAIRS: dict[str, Any] = {"counter": collections.Counter, "ordered": collections.OrderedDict, "dict": dict}
 CONTAINERS = (list, dict, collections.deque, *_OF_ITEMS.values())
 _OF_JSON = {type(None), bool, int, float, str}
+_PLAIN = {*_OF_JSON, np.str_, complex, bytes, range}  # not classes derived from them, such as enums
 
 
 def is_storable(value: Any) -> bool:
@@ -57,8 +58,7 @@ def _is_storable(value: Any) -> bool:
         return (type(value) is np.ndarray or isinstance(value, np.generic)) and _has_numbers(value.dtype)
     if isinstance(value, tf.Tensor):
         return hasattr(value, "numpy") and _has_numbers(np.dtype(value.dtype.as_numpy_dtype))
-    is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes, range))
-    return is_plain or _comparison(value) is not None
+    return type(value) in _PLAIN or _comparison(value) is not None
 
 
 def parts_of(value: Any) -> tuple[bytes, ...]:

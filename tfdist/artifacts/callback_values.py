@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import io
 import os
 import random
@@ -20,9 +21,10 @@ from tfdist.compat.code_origin import package_of
 _VARIABLES = (keras.Variable, tf.Variable)
 # Types of Keras and TensorFlow that change during training and are not part of the model.
 _DATA = (*_VARIABLES, tf.Tensor, tf.data.Iterator, keras.metrics.Metric)
-# Not missed if they start over: types, and the packages of other types.
+# Not missed if they start over: types without those derived from them, types with those, and the packages of others.
+_PLAIN = {type(None), bool, str}
 _NO_DATA = (
-    *(type(None), bool, str, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+    *(type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
     *(keras.Layer, keras.Optimizer, keras.Loss, keras.callbacks.Callback, tf.Module, io.IOBase, os.PathLike),
 )
 _NO_DATA_OF = (
@@ -31,6 +33,7 @@ _NO_DATA_OF = (
 )
 OBJECTS = (list, dict, set, collections.deque, np.ndarray)  # several may share one, and each may change it
 _LISTS = (list, set, collections.deque)
+_NUMBERS_AND_TEXTS = (int, float, str, bytes)  # as the members of IntEnum and StrEnum
 
 
 class _Kind(NamedTuple):
@@ -69,6 +72,17 @@ def _plain(kind: type) -> Callable[[Any], Any]:
     return lambda held: held if backup_file.is_storable(held) else kind(held)
 
 
+def _value_of(held: enum.Enum) -> Any:
+    """The value of a member that equals it. Others stay members, which no backup holds: where the new attribute is None
+    at first, nothing would tell of which class they were."""
+    return held.value if isinstance(held.value, _NUMBERS_AND_TEXTS) and held == held.value else held
+
+
+def _member(held: enum.Enum, value: Any) -> Any:
+    members: Any = type(held)
+    return next((member for member in members if member == value), value)
+
+
 def _array_from_plain(held: np.ndarray, value: Any) -> Any:
     fits = held.shape == value.shape and held.dtype == value.dtype
     if not fits or not held.flags.writeable:
@@ -78,6 +92,7 @@ def _array_from_plain(held: np.ndarray, value: Any) -> Any:
 
 
 _KINDS: dict[type | tuple[type, ...], _Kind] = {
+    enum.Enum: _Kind(_value_of, _member, _NUMBERS_AND_TEXTS),
     _VARIABLES: _Kind(_array, _set(lambda held, value: held.assign(value)), np.ndarray),
     keras.random.SeedGenerator: _of_state(),
     tf.random.Generator: _of_state(),
@@ -123,4 +138,5 @@ def is_data(value: Any) -> bool:
         except RecursionError:  # a list that contains itself
             return True
     comes_from = package_of(type(value).__module__).lstrip("_")
-    return isinstance(value, _DATA) or not (isinstance(value, _NO_DATA) or comes_from in _NO_DATA_OF)
+    no_data = type(value) in _PLAIN or isinstance(value, _NO_DATA) or comes_from in _NO_DATA_OF
+    return isinstance(value, _DATA) or not no_data

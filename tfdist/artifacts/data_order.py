@@ -36,9 +36,9 @@ def no_order(adapter: Any) -> NoOrder | None:
     """Why the data come in another order in another process, as far as this can be seen; None if they come in the same
     one. adapter: Keras' of the data."""
     if (read := keras_epochs.dataset_of(adapter)) is not None:
-        parts = list(tensorflow_data.with_inputs(read))
-        if any(map(tensorflow_data.shuffles_without_a_seed, parts)):
+        if [0, 0] in tensorflow_data.seeds_of_order(read):
             return _NO_SEED
+        parts = tensorflow_data.with_inputs(read)
         not_deterministic = read.options().deterministic is False or any(map(tensorflow_data.in_any_order, parts))
         return _NOT_DETERMINISTIC if not_deterministic else None
     seed = tensorflow_random.users_seed()
@@ -61,7 +61,7 @@ def shuffled_by(adapter: Any) -> list:
     """The seeds by which the data are shuffled, as far as they can be seen; JSON to be saved. By the same ones another
     process draws the same order."""
     if (read := keras_epochs.dataset_of(adapter)) is not None:
-        return [seeds for each in tensorflow_data.with_inputs(read) if (seeds := tensorflow_data.seeds_of(each))]
+        return tensorflow_data.seeds_of_order(read)
     if keras_epochs.shuffles_arrays(adapter):
         seed = tensorflow_random.global_seed()
         return [None if seed is None else int(seed)]  # NumPy's are no JSON

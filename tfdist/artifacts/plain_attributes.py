@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.artifacts import backup_file
+from tfdist.artifacts import backup_file, callback_values
 from tfdist.compat import keras_layers
 
 Values = list[dict[str, Any]]  # for each holder: name of an attribute -> value
@@ -26,7 +26,7 @@ def values_of(model: keras.Model) -> Values:
     """The plain public attributes of the model, of all of its layers and of its losses."""
     return [
         {
-            name: value
+            name: callback_values.to_plain(value)
             for name, value in vars(holder).items()
             if not name.startswith("_") and name not in _OF_KERAS and _is_plain(value)
         }
@@ -75,7 +75,8 @@ def restore(model: keras.Model, values: Changed) -> None:
     for place, held in values.items():
         if int(place) < len(holders):
             for name, value in held.items():
-                setattr(holders[int(place)], name, value)
+                present = getattr(holders[int(place)], name, None)
+                setattr(holders[int(place)], name, callback_values.from_plain(present, value))
 
 
 def _holders(model: keras.Model) -> Sequence[Any]:
@@ -84,4 +85,4 @@ def _holders(model: keras.Model) -> Sequence[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or (isinstance(value, _PLAIN) and backup_file.is_storable(value))
+    return value is None or (isinstance(value, _PLAIN) and backup_file.is_storable(callback_values.to_plain(value)))

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts import state
 from tfdist.artifacts.generators_again import GeneratorsAgain
 from tfdist.compat import keras_epochs, keras_trainer
 
@@ -36,6 +37,7 @@ class AfterOthers(keras.callbacks.Callback):
         super().__init__()
         self._backup, self._all = backup, keras.callbacks.CallbackList()
         self.has_restored = False
+        self.generators_of_epoch: Mapping[str, Any] = {}  # their states when the present epoch began
         self._begin_passing: Callable[[], None] = lambda: None
 
     def join(self, callbacks: keras.callbacks.CallbackList) -> bool:
@@ -69,14 +71,14 @@ class AfterOthers(keras.callbacks.Callback):
 
         setattr(self._all, "on_epoch_begin", on_epoch_begin)  # noqa: B010 - it replaces a method
 
-    def pass_over(self, count: int, metrics: Sequence[np.ndarray]) -> None:
+    def pass_over(self, count: int, metrics: Sequence[np.ndarray], check: Callable[[], None]) -> None:
         """Lets the first epoch begin with its batch number `count`; callbacks do not see the batches before it.
-        metrics: see the function `pass_over`."""
+        metrics, check: see the function `pass_over`."""
         self._mute(count)
 
         def begin() -> None:
-            self._backup.generators.before_reading()
-            pass_over(self.model, count, metrics)
+            self._backup.generators.begin_epoch()
+            pass_over(self.model, count, metrics, check)
 
         self._begin_passing = begin
 
@@ -105,6 +107,7 @@ class AfterOthers(keras.callbacks.Callback):
         # No earlier: if another callback fails before, later fits of the model would pass over their batches.
         self._begin_passing()
         self._begin_passing = lambda: None
+        self.generators_of_epoch = state.generator_states()
 
     def on_train_batch_end(self, batch: int, logs: Mapping | None = None) -> None:
         self._backup.after_batch(batch)
@@ -118,9 +121,9 @@ class AfterOthers(keras.callbacks.Callback):
         self._backup.after_all()
 
 
-def pass_over(model: Any, count: int, metrics: Sequence[np.ndarray]) -> None:
+def pass_over(model: Any, count: int, metrics: Sequence[np.ndarray], check: Callable[[], None]) -> None:
     """Lets the model read its next `count` batches without training on them. metrics: the values of its metrics after
-    these batches."""
+    these batches. check: raises an error if they are those of other metrics."""
     train_function, left = model.train_function, count
 
     def passing(iterator: Any) -> Mapping[str, float]:
@@ -137,6 +140,7 @@ def pass_over(model: Any, count: int, metrics: Sequence[np.ndarray]) -> None:
             if left == count:
                 batch = keras.tree.map_structure(keras_epochs.none_for_placeholder, batch)
                 keras_trainer.build_for(model, batch)  # Keras creates the metrics' variables at the first batch
+                check()
                 for variable, value in zip(model.metrics_variables, metrics, strict=True):
                     variable.assign(value)
             left -= 1

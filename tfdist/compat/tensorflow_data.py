@@ -55,6 +55,48 @@ def shuffles_without_a_seed(dataset: tf.data.Dataset) -> bool:
     return seeds_of(dataset) == [0, 0]
 
 
+# Operations that draw an order, and the place of `seed` among their inputs; `seed2` comes next.
+_SEEDS_AT = {"ShuffleDataset": 2, "ShuffleDatasetV3": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
+_OF_DATASETS = {"FlatMapDataset", "InterleaveDataset", "ParallelInterleaveDataset"}  # their functions make datasets
+
+
+def seeds_of_order(dataset: tf.data.Dataset, is_unbatched: bool = False) -> list[list[int | None]]:
+    """The two seeds of all that draws the order of a dataset: shuffles, random numbers that choose (as in
+    `sample_from_datasets`), both also in functions, and `tf.random.shuffle` of rows that become elements. [0, 0]:
+    without a seed; None: computed in a function. Not seen in datasets that functions have captured.
+
+    is_unbatched: whether rows of its elements become elements. Relies on `_seed` and `_seed2` of tensorflow.python's
+    datasets, and on `Dataset._inputs`; without them a fit may resume within an epoch in another order.
+    """
+    found: list[list[int | None]] = []
+    if kind(dataset) in _SEEDS_AT:
+        found.append([int(dataset._seed), int(dataset._seed2)])
+    for used in functions(dataset):
+        graph = used.function.graph.as_graph_def()
+        for nodes in (graph.node, *(called.node_def for called in graph.library.function)):
+            found += _seeds_among(nodes)
+        # Not those of other functions, also of maps in functions: they change a sample, not the order.
+        ordering = nodes_of(graph) if is_unbatched else graph.node if kind(dataset) in _OF_DATASETS else ()
+        found += [[node.attr["seed"].i, node.attr["seed2"].i] for node in ordering if node.op == "RandomShuffle"]
+    is_unbatched |= kind(dataset) == "UnbatchDataset"
+    return [*found, *(seeds for source in dataset._inputs() for seeds in seeds_of_order(source, is_unbatched))]
+
+
+def _seeds_among(nodes: Any) -> list[list[int | None]]:
+    """The seeds of the datasets that a function makes."""
+    named = {node.name: node for node in nodes}
+
+    def value(name: str) -> int | None:
+        node = named.get(name.split(":")[0])
+        if node is None or node.op not in ("Const", "SelectV2"):
+            return None
+        # A seed2 may be selected: if both seeds are 0, TensorFlow takes another one.
+        return value(node.input[2]) if node.op == "SelectV2" else int(tf.make_ndarray(node.attr["value"].tensor))
+
+    places = [(node, _SEEDS_AT[node.op]) for node in nodes if node.op in _SEEDS_AT]
+    return [[value(node.input[at]), value(node.input[at + 1])] for node, at in places]
+
+
 def shuffles_anew(dataset: tf.data.Dataset) -> bool:
     """Whether the dataset comes in another order at each pass, seeded or not. Relies on
     `_ShuffleDataset._reshuffle_each_iteration`; without it some shuffled data would be noticed only by their samples.

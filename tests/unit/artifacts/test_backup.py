@@ -640,18 +640,55 @@ class DrawnPages(Pages):
 
 
 @pytest.mark.parametrize("killed", [2, 5])
-def test_data_that_draw_go_on(killed, tmp_path):
+@pytest.mark.parametrize("given", [{"x": DrawnPages()}, {"x": DrawnPages(None), "steps_per_epoch": 3}])
+def test_data_that_draw_go_on(given, killed, tmp_path):
     def losses(folder, *others):
         keras.utils.set_random_seed(1)
         history = []
         note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: history.append(logs["loss"]))
-        unseeded_fit({"x": DrawnPages(), "shuffle": False}, folder, 1, note, *others)
+        unseeded_fit({**given, "shuffle": False}, folder, 1, note, *others)
         return history
 
     expected = losses(tmp_path / "undisturbed")
     with pytest.raises(Killed):
         losses(tmp_path / "killed", Counter([], die_after=killed))
     assert losses(tmp_path / "killed") == expected[killed:]
+
+
+class NumberedPages(Pages):
+    def __init__(self, workers):
+        super().__init__(6)
+        self.workers = workers
+
+    def __getitem__(self, index):
+        return np.full((4, 1), index, "float32"), np.ones((4, 1))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_that_keras_shuffles_come_once_beside_callbacks_that_draw(workers, tmp_path):
+    """Keras draws their order with Python's random numbers, as the callback does. What NumPy's draw goes on."""
+    seen = []
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            seen.append(int(data[0][0, 0]))
+            return super().train_step(data)
+
+    def drawn_in(folder, *others):
+        keras.utils.set_random_seed(1)
+        model, drawn = Model([keras.Input((1,)), keras.layers.Dense(1)]), {}
+        model.compile("sgd", "mse", run_eagerly=True)
+        callbacks = [BackupAndRestore(folder, save_freq=2), Draws(drawn), *others]
+        model.fit(NumberedPages(workers), epochs=2, verbose=0, callbacks=callbacks)
+        return {place: of_numpy for place, (of_numpy, _) in drawn.items()}
+
+    expected = drawn_in(tmp_path / "undisturbed")
+    undisturbed, seen[:] = list(seen), []
+    with pytest.raises(Killed):
+        drawn_in(tmp_path / "killed", Counter([], die_after=10))
+    drawn = drawn_in(tmp_path / "killed")
+    assert len(drawn) == 2 and drawn == {place: expected[place] for place in drawn}
+    assert seen == undisturbed
 
 
 class First(keras.callbacks.Callback):
@@ -726,6 +763,25 @@ class Ever(keras.metrics.AUC):
 
     def result(self):
         return self.seen + 0.0
+
+
+def test_a_backup_within_an_epoch_is_not_taken_with_other_metrics(tmp_path):
+    """Their variables may have the same shapes. Metrics that Keras has numbered are the same."""
+
+    def trained(metrics, *others):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile("sgd", "mse", metrics=metrics, run_eagerly=True)
+        two_epochs(model, tmp_path, *others, y=ROWS > 5)
+
+    with pytest.raises(Killed):
+        trained([keras.metrics.AUC(name="auc_3"), "accuracy"], Counter([], die_after=2))
+    auc = keras.metrics.AUC(name="auc_4")
+    for other in ([auc, "mae"], [auc], [auc, "accuracy", "mae"], [keras.metrics.AUC(3, name="auc"), "accuracy"]):
+        with pytest.raises(
+            CheckpointError, match=rf"^{tmp_path} was saved after 2 batches .*metrics .*accuracy.* now .*: compile"
+        ):
+            trained(other)
+    trained([auc, "accuracy"])
 
 
 class Slow(keras.optimizers.SGD):

@@ -76,3 +76,49 @@ def test_shuffles_that_draw_the_next_order_for_each_iterator():
     for dataset, found in ((once, []), (anew, [anew]), (without_a_seed, []), (anew.map(lambda x: x).repeat(), [anew])):
         assert seeded_shuffles(read(dataset)) == found
     assert seeded_shuffles(read(np.ones((4, 1)))) == []
+
+
+def permuted(number):
+    return tf.data.Dataset.from_tensor_slices(tf.random.shuffle([number, 7, 8]))
+
+
+# Orders that are not drawn by a shuffle of the data themselves.
+DRAWN = {
+    "shuffle in interleave": lambda: NUMBERS.interleave(lambda _: NUMBERS.shuffle(7), num_parallel_calls=2),
+    "shuffle in flat_map": lambda: NUMBERS.flat_map(lambda _: NUMBERS.flat_map(lambda _: NUMBERS.shuffle(7))),
+    "sample": lambda: tf.data.Dataset.sample_from_datasets([NUMBERS, NUMBERS]).batch(2),
+    "random in flat_map": lambda: NUMBERS.flat_map(lambda _: tf.data.Dataset.random().take(2)),
+    "rows of a batch": lambda: NUMBERS.batch(7).map(lambda x: tf.random.shuffle(x)).unbatch(),
+    "rows in flat_map": lambda: NUMBERS.unbatch().flat_map(lambda x: permuted(x)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_orders_that_functions_and_samples_draw_need_a_seed(name):
+    assert no_order(read(DRAWN[name]())).why == "are shuffled without a seed"
+    seeds = []
+    for seed in (1, 1, 2):
+        tf.random.set_seed(seed)
+        data = read(DRAWN[name]())
+        assert no_order(data) is None
+        seeds.append(json.loads(json.dumps(shuffled_by(data))))
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_what_functions_draw_for_a_sample_is_no_order():
+    def augmented(x):
+        return tf.random.shuffle([x, x]) + tf.random.uniform([], maxval=7, dtype=tf.int64)
+
+    files = tf.data.Dataset.range(2)
+    for data in (
+        NUMBERS.map(augmented),
+        NUMBERS.unbatch().map(augmented),
+        files.interleave(lambda _: NUMBERS.map(augmented)),
+    ):
+        assert no_order(read(data)) is None and shuffled_by(read(data)) == []
+
+
+def test_a_seed_of_a_shuffle_in_a_function_is_enough():
+    """Also one that is computed."""
+    assert no_order(read(NUMBERS.interleave(lambda _: NUMBERS.shuffle(7, seed=3)))) is None
+    assert no_order(read(NUMBERS.unbatch().flat_map(lambda x: NUMBERS.shuffle(7, seed=x)))) is None

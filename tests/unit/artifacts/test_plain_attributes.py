@@ -1,12 +1,14 @@
 """Plain attributes of a model that a callback changes: a resumed fit continues with them."""
 
+import enum
+
 import keras
 import numpy as np
 import pytest
 
 import tfdist
 from tests.unit.keras_fit.test_resumed_data import Killed, KilledAfter
-from tfdist.artifacts import plain_attributes
+from tfdist.artifacts import backup_file, plain_attributes
 
 X = np.linspace(-1, 1, 64, dtype="float32").reshape(16, 4)
 
@@ -82,3 +84,21 @@ def test_what_keras_loop_sets_does_not_count():
     model.layers[1].rate = 0.5
     plain_attributes.restore(model, {**changed, "99": {"rate": 1.0}})
     assert model.layers[1].rate == 0.3
+
+
+class Mode(str, enum.Enum):  # noqa: UP042 - its str() is not its value
+    WARM = "warm"
+    MAIN = "main"
+
+
+def test_a_member_of_an_enum_comes_back_as_the_same_one():
+    model = keras.Sequential()
+    model.mode = Mode.WARM
+    first = plain_attributes.values_of(model)
+    model.mode = Mode.MAIN
+    changed = backup_file.parse(
+        backup_file.to_bytes(plain_attributes.changed(plain_attributes.values_of(model), first))
+    )
+    model.mode = Mode.WARM
+    plain_attributes.restore(model, changed)
+    assert model.mode is Mode.MAIN

@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import enum
 import io
 import itertools
 import logging
@@ -262,10 +263,34 @@ class Named(NamedTuple):
     at: int
 
 
+class Mode(str, enum.Enum):  # noqa: UP042 - its str() is not its value
+    WARM = "warm"
+    MAIN = "main"
+
+
+class Level(enum.IntEnum):
+    LOW = 0
+    HIGH = 1
+
+
+class State(enum.Enum):
+    IDLE = 0
+
+
 def test_what_would_come_back_as_another_type_is_not_held():
     callback = Remembering()
     callback.records, callback.by_name = [Named(1)], {"a": collections.defaultdict(lambda: 0)}
-    assert left_out(callback) == ["records", "by_name"]
+    callback.modes, callback.by_mode, callback.state = [Mode.MAIN], {Mode.MAIN: 1}, State.IDLE
+    assert left_out(callback) == ["records", "by_name", "modes", "by_mode", "state"]
+
+
+def test_a_member_of_an_enum_comes_back_as_the_same_one(tmp_path):
+    before, after = keras.callbacks.Callback(), keras.callbacks.Callback()
+    before.mode, before.level, before.later, before.gone = Mode.MAIN, Level.HIGH, Mode.MAIN, None
+    after.mode, after.level, after.later, after.gone = Mode.WARM, Level.LOW, None, Mode.WARM
+    gone_on_with([before], [after], tmp_path)
+    assert after.mode is Mode.MAIN and after.level is Level.HIGH
+    assert after.later == Mode.MAIN and after.gone is None  # where nothing tells the class, an equal value
 
 
 def fitted_in_turn(folder, epochs, end_at=-1, others=(), **options):

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import enum
 import hashlib
 import importlib
 import pickle
@@ -146,7 +147,9 @@ def test_a_backup_file_gives_back_what_was_written_and_executes_nothing(tmp_path
     backup_file.write(tmp_path / "other order", np.arange(3, dtype=">f4"))
     assert backup_file.parse((tmp_path / "other order").read_bytes()).tolist() == [0, 1, 2]
     records = np.zeros(2, [("epoch", "i4"), ("value", "f4")])
-    for other in (Bomb(), len, np.array(["a"]), {"a": [Bomb()]}, records, records[0], np.zeros(2, np.longdouble)):
+    others = (Bomb(), len, np.array(["a"]), {"a": [Bomb()]}, records, records[0], np.zeros(2, np.longdouble))
+    red = enum.IntEnum("Color", "RED").RED
+    for other in (*others, red, (red,), {red: 1}, type("Meters", (float,), {})(1.0)):
         assert not backup_file.is_storable(other)
     for foreign in (pickle.dumps(Bomb()), b"", data[:40], data.replace(b"less", b"exec")):
         with pytest.raises(ValueError):
