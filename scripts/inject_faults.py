@@ -977,9 +977,30 @@ FAULTS: dict[str, Fault] = {
     "recomputed functions": Fault(
         "a function of a layer uses the weights of the forward pass where it is recomputed",
         "training/parallel/recompute.py",
-        "            with functions_inline(), scope:",
-        "            with scope:",
+        "            with functions_inline(), again, scope:",
+        "            with again, scope:",
         ("tests/unit/training/test_recompute.py",),
+    ),
+    "training in the second pass": Fault(
+        "layers inside a recomputed layer take training for inference in the backward pass",
+        "training/parallel/recompute.py",
+        "self.call_again() if is_second else contextlib.nullcontext()",
+        "contextlib.nullcontext()",
+        ("tests/unit/training/parallel/test_gathered.py",),
+    ),
+    "kept for a block": Fault(
+        "a tensor that another layer has kept gets no gradient where a layer is recomputed",
+        "training/parallel/recompute.py",
+        "if id(tensor) not in known and is_made_of_variables(tensor):",
+        "if False:",
+        ("tests/unit/training/parallel/test_gathered.py",),
+    ),
+    "a fork's signal": Fault(
+        "a forked helper does not notice that it is asked to end, and the run waits for it for ever",
+        "control/signals.py",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, set())",
+        ("tests/unit/control/test_signals.py",),
     ),
     "functions keep a trial": Fault(
         "a function of a layer is called in training as a trial traced it: without dropout, with constants",
