@@ -233,6 +233,18 @@ class Resting(Around):
         return self.inner(x, training=False)
 
 
+class Scaled(Around):
+    """Has a weight of its own, and calls a layer with weights and one that computes something else in training."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+        self.dense = keras.layers.Dense(shape[-1], name="dense")
+        self.dense.build(shape)
+
+    def call(self, x):
+        return x + ops.tanh(self.inner(self.dense(self.scale * x)))
+
+
 class Idle(keras.layers.Layer):
     """Has a weight that nothing depends on, which is neither trained nor decayed."""
 

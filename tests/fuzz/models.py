@@ -82,6 +82,10 @@ BLOCKS: dict[str, tuple[str, str]] = {
         "rows grid steps",
         'x = own.Resting(own.Louder(name="{name}_inner"), name="{name}")(x)',
     ),
+    "scaled": (  # instead of resting
+        "rows grid steps",
+        'x = own.Scaled(own.Louder(name="{name}_inner"), name="{name}")(x)',
+    ),
     "running_mean": ("rows", 'x = own.RunningMean(name="{name}")(x)'),
     "keeps": ("rows", 'x = own.Keeps(name="{name}")(x)'),  # instead of running_mean
     "dropout": ("rows grid steps", 'x = layers.Dropout(0.3, name="{name}")(x)'),

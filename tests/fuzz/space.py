@@ -58,6 +58,7 @@ INSTEAD = {  # block -> another block, which is sometimes drawn in its place
     "running_mean": "keeps",
     "louder": "draws",
     "draws": "resting",
+    "resting": "scaled",
     "mean_loss": "sum_in_evaluation",
     "max_loss": "first_loss",
     "sum_loss": "rows_loss",
