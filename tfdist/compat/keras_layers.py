@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 from keras.src.models.functional import Functional
 from keras.src.ops.core import Cast
 from keras.src.ops.nn import Softmax
@@ -25,6 +26,12 @@ def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Laye
     has to be synchronized, cut, sharded or refused.
     """
     return model._flatten_layers(include_self=include_self)
+
+
+def holds_cells(layer: keras.Layer) -> bool:
+    """Whether the layer itself holds cells of an RNN that keep their dropout masks between calls. Relies on keras.src's
+    `DropoutRNNCell` and on `Layer._layers`; without them ZeRO-3 draws other masks in the backward pass."""
+    return any(isinstance(inner, DropoutRNNCell | keras.layers.StackedRNNCells) for inner in layer._layers)
 
 
 def all_built(model: keras.Layer) -> bool:

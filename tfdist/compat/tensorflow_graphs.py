@@ -103,7 +103,8 @@ def is_made_of_variables(tensor: tf.Tensor) -> bool:
         if id(operation) in seen or operation.type == "StopGradient":
             continue
         seen.add(id(operation))
-        waiting += [each.op for each in operation.inputs]
+        # Lists of tensors, as in loops, are variants.
+        waiting += [each.op for each in operation.inputs if each.dtype.is_floating or each.dtype == tf.variant]
     return False
 
 

@@ -2,8 +2,8 @@
 
 Each layer with trainable variables of its own gathers them when it is called, and frees them afterwards; in the
 backward pass it gathers them again, and its gradients are reduce-scattered into shards. Layers inside such a layer are
-gathered with it, as it is called as a whole in the backward pass, too. So are the cells of an RNN, which keeps their
-dropout masks from step to step. TensorFlow would start all
+gathered with it, as it is called as a whole in the backward pass, too. So are the cells of an RNN, which keep their
+dropout masks from step to step, by the layer that calls them. TensorFlow would start all
 gathers at once, as they depend on no data. So the gather of a layer waits for the input of the layer called before it:
 one layer's parameters are on the way while another's are in use, and no more are held. The backward pass does the same
 in reverse. There a gather also waits for the gradient shards of the layer before last, lest a pass that runs ahead of
@@ -12,7 +12,6 @@ the network fill memory with whole gradients.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ def gather_layers(
     }
     turns = _Turns(_Turn(), _Turn())
     for layer in keras_layers.all_layers(model):
-        if isinstance(layer, keras.layers.RNN) or _sharded_of([layer], sharded):
+        if keras_layers.holds_cells(layer) or _sharded_of([layer], sharded):
             _gather_when_called(layer, _sharded_of(keras_layers.all_layers(layer), sharded), turns)
     for variable in variables:
         forbid_use(
@@ -48,19 +47,18 @@ def gather_layers(
 
 
 class _Sharded(NamedTuple):
-    """A variable, what this worker holds of it, and the group that holds all of it; the compute type of its layer, if
-    that is an inner one."""
+    """A variable, what this worker holds of it, and the group that holds all of it."""
 
     variable: keras.Variable
     shard: keras.Variable
     group: Group
-    dtype: str | None = None
+    is_inside: bool = False  # whether it belongs to a layer inside the one that gathers it
 
 
 def _sharded_of(layers: Sequence[keras.Layer], sharded: Mapping[int, _Sharded]) -> list[_Sharded]:
     """The sharded variables of these layers, each once: of the first layer itself, then of those inside it."""
     found = {
-        id(variable): sharded[id(variable)]._replace(dtype=layer.compute_dtype if layer is not layers[0] else None)
+        id(variable): sharded[id(variable)]._replace(is_inside=layer is not layers[0])
         for layer in reversed(layers)
         for variable in keras_layers.own_trainable_variables(layer)
         if id(variable) in sharded
@@ -111,10 +109,10 @@ def _of_each_group(held: Sequence[_Sharded]) -> list[list[int]]:
 
 
 def _rounded(each: _Sharded, value: tf.Tensor) -> tf.Tensor:
-    """In the compute type of its layer: half as many bytes travel, and the layer would round to it anyway."""
-    around = contextlib.nullcontext() if each.dtype is None else keras_variables.autocast_to(each.dtype)
-    with around:
-        return keras_variables.autocast(each.variable, value)
+    """In the layer's compute type: half as many bytes travel, and the layer would round to it anyway. Not for layers
+    inside: their types may differ, and if they are called in a loop, gradients must not be added up in half precision.
+    """
+    return value if each.is_inside else keras_variables.autocast(each.variable, value)
 
 
 class _Turn:

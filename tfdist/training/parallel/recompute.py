@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras_layers import current_call, keep_message
-from tfdist.compat.keras_tensors import carry_mask, mask_of, taken_apart
+from tfdist.compat.keras_tensors import taken_apart
 from tfdist.compat.keras_variables import autocast_dtype, autocast_to
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_graphs import (
@@ -67,7 +67,7 @@ def recomputed(
         states[place].assign(end)
     outputs = len(results) - len(made.changed) - made.losses
     for loss in results[outputs : outputs + made.losses]:
-        owner.add_loss(loss)
+        type(owner).add_loss(owner, loss)  # not the instance's, which may scale losses: that was done inside
     return made.put_together(results[:outputs])
 
 
@@ -121,10 +121,9 @@ class _Recomputed:
         bind: Bind | None,
         on_gradients: OnGradients | None,
     ):
-        self.function, self.inputs, self.parameters, self.states = function, inputs, parameters, states
+        self.function, self.parameters, self.states = function, parameters, states
         self.bind, self.on_gradients = bind, on_gradients
-        self.leaves = tf.nest.flatten(inputs)
-        self.places = [place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf)]
+        self.leaves, self.put_inputs_together = taken_apart(inputs)
         # Keras knows neither in the backward pass.
         self.compute_dtype, self.call_again = autocast_dtype(), current_call()
         # Not rounded: a layer inside rounds to its own compute dtype anyway, and values that are written back must not
@@ -151,16 +150,12 @@ class _Recomputed:
 
             return results, gradient
 
-        results: Any = run(*(self.leaves[place] for place in self.places), *self.values)
+        results: Any = run(*self.leaves, *self.values)
         return list(results) if isinstance(results, list | tuple) else [results]
 
     def compute(self, tensors: Sequence[tf.Tensor], is_second: bool, first: tf.Tensor) -> list[tf.Tensor]:
-        filled = list(self.leaves)
-        for place, tensor in zip(self.places, tensors[: len(self.places)], strict=True):
-            filled[place] = tensor
-            if (mask := mask_of(self.leaves[place])) is not None:
-                carry_mask(tensor, mask)
-        values = list(tensors[len(self.places) :])
+        given = self.put_inputs_together(tensors[: len(self.leaves)])
+        values = list(tensors[len(self.leaves) :])
         with autocast_to(None):  # so that Keras' scope does not round the values
             scope = keras.StatelessScope(list(zip(self.states, self.starts, strict=True)), collect_losses=True)
         before = [scope.get_current_value(state) for state in self.states]
@@ -172,7 +167,7 @@ class _Recomputed:
             again = self.call_again() if is_second else contextlib.nullcontext()
             # A tf.function of a layer would keep the first forward pass's tensors.
             with functions_inline(), again, scope:
-                outputs, put_together = taken_apart(self.function(tf.nest.pack_sequence_as(self.inputs, filled)))
+                outputs, put_together = taken_apart(self.function(given))
         if not is_second:
             self.put_together, self.losses = put_together, len(scope.losses)
         ends = [scope.get_current_value(state) for state in self.states]
@@ -181,15 +176,20 @@ class _Recomputed:
         return [tf.convert_to_tensor(result) for result in results]
 
     def gradient(self, tensors: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-        with tf.control_dependencies(upstream):  # do not recompute earlier than needed
+        there = [gradient for gradient in upstream if gradient is not None]  # a mask has none within tf.cond
+        with tf.control_dependencies(there):  # do not recompute earlier than needed
             second = [tf.identity(tensor) for tensor in tensors]
         if self.bind is not None:  # `bind` itself decides when
-            second[len(self.places) :] = [tf.identity(tensor) for tensor in tensors[len(self.places) :]]
+            second[len(self.leaves) :] = [tf.identity(tensor) for tensor in tensors[len(self.leaves) :]]
         floats = [place for place, tensor in enumerate(second) if tensor.dtype.is_floating]
         with tf.GradientTape() as tape:
             tape.watch([second[place] for place in floats])
-            results = self.compute(second, True, upstream[0])
-        pairs = [(result, g) for result, g in zip(results, upstream, strict=False) if result.dtype.is_floating]
+            results = self.compute(second, True, there[0])
+        pairs = [
+            (result, g)
+            for result, g in zip(results, upstream, strict=False)
+            if result.dtype.is_floating and g is not None
+        ]
         gradients = tape.gradient(
             [result for result, _ in pairs],
             [second[place] for place in floats],
@@ -199,5 +199,5 @@ class _Recomputed:
         found = dict(zip(floats, gradients, strict=True))
         result = [tf.convert_to_tensor(found[place]) if place in found else None for place in range(len(second))]
         if self.on_gradients is not None:
-            self.on_gradients([gradient for gradient in result[len(self.places) :] if gradient is not None])
+            self.on_gradients([gradient for gradient in result[len(self.leaves) :] if gradient is not None])
         return result

@@ -15,6 +15,8 @@ from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.shards import shard_variables
+from tfdist.training.row_checks.reductions import SUM
+from tfdist.training.row_checks.sums_as_means import AddedLoss, SumsAsMeans
 
 
 class Scaled(layers.Layer):
@@ -55,6 +57,89 @@ class Around(layers.Layer):
 
     def call(self, x):
         return self.inner(x + self.bias)
+
+
+class Attends(Scaled):
+    """Its inner layer takes the mask away from its argument, in plain Keras."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+        self.inner.build(shape, shape)
+
+    def call(self, x):
+        return self.scale * self.inner(x, x)
+
+
+class Entropy(layers.Layer):
+    """Takes probabilities, whose logits Keras knows; returns a crossentropy for each of them, or the probabilities."""
+
+    def __init__(self, is_passing):
+        super().__init__()
+        self.is_passing = is_passing
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        if self.is_passing:
+            self.add_loss(2.0 * self.scale)
+            return x
+        return self.scale * keras.losses.sparse_categorical_crossentropy(keras.ops.argmin(x, -1), x)
+
+
+class Signs(layers.Layer):
+    """Keeps a tensor through which no gradient flows, and takes it in another layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Keeper(), Taker()
+
+    def call(self, x):
+        x = self.first(x)
+        return self.second(x, box=Box(keras.ops.cast(self.first.kept > 0, x.dtype)))
+
+
+class Steps(layers.Layer):
+    """Calls a cell for each step, as a user's own RNN."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = layers.LSTMCell(3, dropout=0.5, seed=1)
+
+    def build(self, shape):
+        self.cell.build((shape[0], shape[2]))
+
+    def call(self, x, training=False):
+        states = [keras.ops.zeros((3, 3)), keras.ops.zeros((3, 3))]
+        for step in range(x.shape[1]):
+            output, states = self.cell(x[:, step], states, training=training)
+        self.cell.reset_dropout_mask()
+        return output
+
+
+class Within(layers.Layer):
+    """Calls a layer in a branch."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return tf.cond(tf.reduce_sum(x) > -1e9, lambda: self.inner(x), lambda: tf.zeros_like(x))
+
+
+class SumLoss(layers.Layer):
+    """Adds a sum over the rows."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        self.add_loss(keras.ops.sum(keras.ops.square(self.scale * x)))
+        return self.scale * x
 
 
 class Louder(layers.Layer):
@@ -145,6 +230,15 @@ MODELS = {
     "unrolled": sequential(lambda: layers.LSTM(3, dropout=0.5, unroll=True, seed=1)),
     "rolled": sequential(lambda: layers.Bidirectional(layers.GRU(3, dropout=0.5, seed=1))),
     "float32 in bfloat16": of_half_precision,
+    "attention": sequential(
+        lambda: layers.Masking(-1.0), lambda: Attends(layers.MultiHeadAttention(2, 4)), lambda: layers.Dense(2)
+    ),
+    "logits of an argument": sequential(lambda: layers.Dense(4, "softmax"), lambda: Entropy(False)),
+    "an argument returned": sequential(layers.Flatten, lambda: layers.Dense(3, "softmax"), lambda: Entropy(True)),
+    "without a gradient": sequential(Signs, lambda: layers.Dense(2)),
+    "steps": sequential(Steps),
+    "mask in a branch": sequential(lambda: Within(Around(layers.Masking(0.0))), lambda: layers.Dense(2)),
+    "an added sum": sequential(lambda: layers.Dense(4), SumLoss, lambda: layers.Dense(2)),
     "shared": shared,
     "large logits": sequential(
         layers.Flatten,
@@ -168,6 +262,7 @@ def found(make, gathered, loss_of=squares):
     x = np.random.default_rng(1).normal(size=(3, 5, 4)).astype("float32")
     x[:, 3:] = -1.0
     variables, sources = model.trainable_variables, model.trainable_variables
+    sums = SumsAsMeans([AddedLoss(layer, 0, SUM) for layer in model.layers if isinstance(layer, SumLoss)])
     if gathered:
         runtime = MeshRuntime.create(Config().replace(strategy="mesh"), Cluster())
         groups = [runtime.group(*AXES)] * len(variables)
@@ -176,9 +271,11 @@ def found(make, gathered, loss_of=squares):
 
     @tf.function(autograph=False)
     def run():
-        with tf.GradientTape() as tape:
-            loss = loss_of(model(x, training=True))
-        return loss, tape.gradient(loss, [variable.value for variable in sources])
+        with sums.counting(2.0):
+            with tf.GradientTape() as tape:
+                loss = loss_of(model(x, training=True)) + sum(model.losses)
+            values = [variable.value for variable in sources]
+            return loss, tape.gradient(loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
 
     loss, gradients = run()
     state = [variable.numpy() for variable in model.non_trainable_variables]
@@ -187,7 +284,7 @@ def found(make, gathered, loss_of=squares):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gathered_layers_compute_the_same(name):
-    loss_of = entropy if name == "large logits" else squares
+    loss_of = entropy if name in ("large logits", "an argument returned") else squares
     (loss, gradients), (its_loss, its_gradients) = (found(MODELS[name], each, loss_of) for each in (False, True))
     np.testing.assert_allclose(its_loss, loss, rtol=1e-6)
     assert any(np.abs(gradient).max() > 0 for gradient in gradients)
