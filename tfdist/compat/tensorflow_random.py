@@ -22,6 +22,11 @@ _lent: tuple[int, int | None] | None = None  # inside `seed_lent`: the seed, and
 _thread = threading.local()  # by: how far this thread has moved the seeds
 
 
+def moved_seed(seed: Any, by: int) -> Any:
+    """Returns a seed, a number or a tensor, moved away from the same seed of other workers or replicas."""
+    return (seed + by * _BETWEEN_SEEDS) % 2**31
+
+
 def _context() -> Any:
     return context.context()
 
@@ -120,7 +125,7 @@ def _movable(get_seed: Callable[[int | None], tuple]) -> Callable[[int | None], 
         seed, by = getattr(owner, name), getattr(_thread, "by", 0)
         if seed is None or not by:
             return get_seed(op_seed)
-        setattr(owner, name, (int(seed) + by * _BETWEEN_SEEDS) % 2**31)
+        setattr(owner, name, moved_seed(int(seed), by))
         try:
             return get_seed(op_seed)
         finally:

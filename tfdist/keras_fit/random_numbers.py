@@ -24,8 +24,6 @@ from tfdist.runtime.scopes import Once, ThreadScope
 from tfdist.training.row_checks.trial_scope import in_trials
 from tfdist.training.unsaved_state_checks import check_compiled
 
-_STEP = 0x9E3779B1  # between the seeds of two ranks
-
 
 class RandomNumbers:
     """Makes workers draw the same random numbers, or different ones; one object for all models of a runtime.
@@ -108,7 +106,7 @@ class RandomNumbers:
 
     def _move(self, seed: Any) -> Any:
         """Shifts a seed, a number or a tensor, by the rank."""
-        return (seed + self._runtime.rank * _STEP) % 2**31 if self._runtime.rank else seed
+        return tensorflow_random.moved_seed(seed, self._runtime.rank) if self._runtime.rank else seed
 
     def _lent_seed(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which tf.random.* draws the same on all workers: with the chief's seed, if their own
