@@ -90,7 +90,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._to_skip = 0
         self._is_slow = False  # which has been said
         self._no_order: NoOrder | None = None
-        self._shuffled_by: list = []
+        self._order_seeds: list = []
         self._optimizers: Any = None  # OptimizerBackup, once training has begun
         self._is_checked = False  # what the first batch has made
         self._fit_state, self._others = FitState([]), AfterOthers(self)
@@ -117,12 +117,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         newest = self._backups.newest([each._backups for each in backups])
         self._step = 0 if newest is None else newest.step  # also if another backup is restored: new ones come after it
         snapshot = newest if may_restore else None
-        self._shuffled_by = shuffled_by(fit.iterator.data_adapter)
+        self._order_seeds = shuffled_by(fit.iterator.data_adapter)
         written_by = 1 if snapshot is None else snapshot.manifest.get("fit", 1)
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         manifest = None if snapshot is None else snapshot.manifest
         self._no_order = backup_checks.refuse_lost_order(
-            self.backup_dir, manifest, fit, self.save_freq, self._shuffled_by
+            self.backup_dir, manifest, fit, self.save_freq, self._order_seeds
         )
         if snapshot is None:
             return
@@ -260,7 +260,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             {
                 "epoch": epoch,
                 "batch": batch,
-                "shuffled_by": self._shuffled_by,
+                "order_seeds": self._order_seeds,  # earlier versions wrote fewer, as "shuffled_by"
                 "metric_variables": backup_checks.metrics_of(self._trained),
                 **self._optimizers.fields(),
                 "fit": backup_checks.number(self.backup_dir),
