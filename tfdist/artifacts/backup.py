@@ -104,8 +104,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return self.model
 
     def on_train_begin(self, logs: Mapping | None = None) -> None:
-        if self.writes:
-            self.store.clean()
+        self._backups.begin()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
         self._optimizers, self._is_checked = OptimizerBackup(model), False

@@ -198,9 +198,11 @@ def test_a_backup_that_cannot_be_written_is_told_and_does_not_count(tmp_path, mo
 @pytest.mark.slow
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     """He could put weights of his own there, which were restored without a word."""
+    (tmp_path / ".writing-1").mkdir()  # what a killed process leaves
     let_own(monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match=f"^The folder {tmp_path} cannot be used .it belongs to another user.: name"):
         fit([BackupAndRestore(tmp_path)])
+    assert (tmp_path / ".writing-1").exists()
 
 
 def test_another_model_is_refused(tmp_path):
