@@ -140,7 +140,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
         self._assign_again()
         self._epoch = snapshot.manifest["epoch"]
-        self.generators = GeneratorsAgain(snapshot.manifest["generators"], snapshot.manifest.get(_OF_EPOCH))
+        states = snapshot.manifest["generators"]
+        # At an epoch's end they are those of the next one, unless that goes on with data that have been read ahead.
+        at_end = None if fit.iterator.steps_per_epoch else states
+        of_epoch = snapshot.manifest.get(_OF_EPOCH) if snapshot.manifest["batch"] else at_end
+        self.generators = GeneratorsAgain(states, of_epoch)
         self.generators.before_reading()
         if fit.go_to(self._epoch, snapshot.manifest["ends"]):
             self._assign_again()  # reading may have drawn from Keras' global generator
@@ -179,6 +183,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             if self._to_skip:  # for after_skipping; a copy, as callbacks change what they hold
                 self._restored |= backup_file.parse(backup_file.to_bytes(self._fit_state.whole()))
         if not self._to_skip:
+            self.generators.begin_epoch()
             self.generators.restore()
             self._forget()
 
