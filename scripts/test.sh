@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests, from nothing: installs into a virtual environment, then runs pytest.
 #
-#   bash scripts/test.sh                 everything (11 to 30 minutes on two cores, by machine)
+#   bash scripts/test.sh                 everything (13 to 33 minutes on two cores, by machine)
 #   bash scripts/test.sh -m "not slow"   the fast part (2 to 3)
 #   bash scripts/test.sh -m thorough     the rest: more meshes, engines and models (another half an hour)
 #   bash scripts/test.sh tests/unit/data further arguments go to pytest

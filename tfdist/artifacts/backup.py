@@ -90,7 +90,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._to_skip = 0
         self._is_slow = False  # which has been said
         self._no_order: NoOrder | None = None
-        self._shuffled_by: list = []
+        self._order_seeds: list = []
         self._optimizers: Any = None  # OptimizerBackup, once training has begun
         self._is_checked = False  # what the first batch has made
         self._fit_state, self._others = FitState([]), AfterOthers(self)
@@ -104,8 +104,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return self.model
 
     def on_train_begin(self, logs: Mapping | None = None) -> None:
-        if self.writes:
-            self.store.clean()
+        self._backups.begin()
         model = self._trained
         backup_checks.refuse_unbuilt(model)
         self._optimizers, self._is_checked = OptimizerBackup(model), False
@@ -117,12 +116,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         newest = self._backups.newest([each._backups for each in backups])
         self._step = 0 if newest is None else newest.step  # also if another backup is restored: new ones come after it
         snapshot = newest if may_restore else None
-        self._shuffled_by = shuffled_by(fit.iterator.data_adapter)
+        self._order_seeds = shuffled_by(fit.iterator.data_adapter)
         written_by = 1 if snapshot is None else snapshot.manifest.get("fit", 1)
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         manifest = None if snapshot is None else snapshot.manifest
         self._no_order = backup_checks.refuse_lost_order(
-            self.backup_dir, manifest, fit, self.save_freq, self._shuffled_by
+            self.backup_dir, manifest, fit, self.save_freq, self._order_seeds
         )
         if snapshot is None:
             return
@@ -141,7 +140,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
         self._assign_again()
         self._epoch = snapshot.manifest["epoch"]
-        self.generators = GeneratorsAgain(snapshot.manifest["generators"], snapshot.manifest.get(_OF_EPOCH))
+        states = snapshot.manifest["generators"]
+        # At an epoch's end they are those of the next one, unless that goes on with data that have been read ahead.
+        at_end = None if fit.iterator.steps_per_epoch else states
+        of_epoch = snapshot.manifest.get(_OF_EPOCH) if snapshot.manifest["batch"] else at_end
+        self.generators = GeneratorsAgain(states, of_epoch)
         self.generators.before_reading()
         if fit.go_to(self._epoch, snapshot.manifest["ends"]):
             self._assign_again()  # reading may have drawn from Keras' global generator
@@ -180,6 +183,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             if self._to_skip:  # for after_skipping; a copy, as callbacks change what they hold
                 self._restored |= backup_file.parse(backup_file.to_bytes(self._fit_state.whole()))
         if not self._to_skip:
+            self.generators.begin_epoch()
             self.generators.restore()
             self._forget()
 
@@ -260,7 +264,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             {
                 "epoch": epoch,
                 "batch": batch,
-                "shuffled_by": self._shuffled_by,
+                "order_seeds": self._order_seeds,  # earlier versions wrote fewer, as "shuffled_by"
                 "metric_variables": backup_checks.metrics_of(self._trained),
                 **self._optimizers.fields(),
                 "fit": backup_checks.number(self.backup_dir),

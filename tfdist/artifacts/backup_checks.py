@@ -74,7 +74,7 @@ def refuse_lost_order(
     seeds: `shuffled_by` of the data."""
     order = no_order(fit.iterator.data_adapter)
     if manifest is not None:
-        other = order or other_seeds(manifest.get("shuffled_by"), seeds)
+        other = order or other_seeds(manifest.get("order_seeds"), seeds)
         if other is not None and manifest["batch"]:
             refuse_another_order(backup, other, manifest["batch"])
         if other is not None:

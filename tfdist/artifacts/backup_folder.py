@@ -45,18 +45,24 @@ class BackupFolder:
         self.writer = SnapshotWriter(self.store, self.retention)
         self._writes, self._delete_at_end = writes, delete_at_end
 
+    def begin(self) -> None:
+        """Call first, while no other process writes there: removes what killed processes have left. Raises ConfigError
+        if the folder cannot be used, before anything is changed in it."""
+        if not self._writes or not os.path.isdir(self.store.directory):
+            return
+        try:
+            check_owner(self.store.directory)
+        except OSError as error:
+            raise ConfigError(
+                f"The folder {self.store.directory} cannot be used ({error.strerror}): name a folder of your own"
+                " that can be written."
+            ) from None
+        self.store.clean()
+
     def newest(self, others: Sequence[BackupFolder] = ()) -> Snapshot | None:
         """Returns the newest valid backup. Those that are damaged are told and set aside: else they would count as the
         newest, and later ones would be removed. Raises CheckpointError if only damaged ones are there, and no valid one
-        in any of the `others`, from which the same fit can be resumed; ConfigError if the folder cannot be used."""
-        if self._writes and os.path.isdir(self.store.directory):
-            try:
-                check_owner(self.store.directory)
-            except OSError as error:
-                raise ConfigError(
-                    f"The folder {self.store.directory} cannot be used ({error.strerror}): name a folder of your own"
-                    " that can be written."
-                ) from None
+        in any of the `others`, from which the same fit can be resumed."""
         found, damaged = self.store.newest_valid()
         if damaged and found is None:
             in_others = [each.store.newest_valid() for each in others]

@@ -79,8 +79,11 @@ def _value_of(held: enum.Enum) -> Any:
 
 
 def _member(held: enum.Enum, value: Any) -> Any:
-    members: Any = type(held)
-    return next((member for member in members if member == value), value)
+    try:
+        member: Any = type(held)(value)  # not one of `list(type(held))`, where those that combine flags are missing
+    except (TypeError, ValueError):
+        return value
+    return member if member == value else value
 
 
 def _array_from_plain(held: np.ndarray, value: Any) -> Any:
@@ -133,8 +136,12 @@ def is_data(value: Any) -> bool:
     """Whether a resumed fit would miss the value: not functions, layers, open files and the like, nor containers of
     them."""
     if isinstance(value, backup_file.CONTAINERS):
+        parts = list(value.values() if isinstance(value, dict) else value)
         try:
-            return not value or any(map(is_data, value.values() if isinstance(value, dict) else value))
+            if not parts or any(map(is_data, parts)):
+                return True
+            # Held by no backup for another reason than its parts, for example members of an enum as keys.
+            return {type(part) for part in parts} <= _PLAIN and not backup_file.is_storable(value)
         except RecursionError:  # a list that contains itself
             return True
     comes_from = package_of(type(value).__module__).lstrip("_")

@@ -13,9 +13,9 @@ class GeneratorsAgain:
 
     Data that are read again may draw from a generator, which advances it as it did before: then it is left where it is.
 
-    of_epoch: the states when the epoch of the backup began, if it was saved within one for which the data are read
-    anew. By Python's, Keras draws the order of a PyDataset. Callbacks may have drawn in earlier epochs, which reading
-    the data of these again does not.
+    of_epoch: the states when the epoch in which the fit resumes began, if the data are read anew for it. By Python's,
+    Keras draws the order of a PyDataset. Callbacks may have drawn in earlier epochs, which reading the data of these
+    again does not.
     """
 
     def __init__(self, states: Mapping[str, Any] | None = None, of_epoch: Mapping[str, Any] | None = None):

@@ -57,29 +57,36 @@ def shuffles_without_a_seed(dataset: tf.data.Dataset) -> bool:
 
 # Operations that draw an order, and the place of `seed` among their inputs; `seed2` comes next.
 _SEEDS_AT = {"ShuffleDataset": 2, "ShuffleDatasetV3": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
+_BATCHES = {"BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset"}
 _OF_DATASETS = {"FlatMapDataset", "InterleaveDataset", "ParallelInterleaveDataset"}  # their functions make datasets
 
 
-def seeds_of_order(dataset: tf.data.Dataset, is_unbatched: bool = False) -> list[list[int | None]]:
+def seeds_of_order(dataset: tf.data.Dataset, unbatched: int = 0, chooses: bool = False) -> list[list[int | None]]:
     """The two seeds of all that draws the order of a dataset: shuffles, random numbers that choose (as in
     `sample_from_datasets`), both also in functions, and `tf.random.shuffle` of rows that become elements. [0, 0]:
     without a seed; None: computed in a function. Not seen in datasets that functions have captured.
 
-    is_unbatched: whether rows of its elements become elements. Relies on `_seed` and `_seed2` of tensorflow.python's
-    datasets, and on `Dataset._inputs`; without them a fit may resume within an epoch in another order.
+    unbatched: how many levels of rows of its elements become elements. chooses: whether its elements say from which
+    dataset the next one is taken. Relies on `_seed` and `_seed2` of tensorflow.python's datasets, and on
+    `Dataset._inputs`, of which the first of a DirectedInterleaveDataset chooses; without them a fit may resume within
+    an epoch in another order.
     """
     found: list[list[int | None]] = []
-    if kind(dataset) in _SEEDS_AT:
+    here = kind(dataset)
+    if here == "ShuffleDataset" or (here == "RandomDataset" and chooses):
         found.append([int(dataset._seed), int(dataset._seed2)])
     for used in functions(dataset):
         graph = used.function.graph.as_graph_def()
-        for nodes in (graph.node, *(called.node_def for called in graph.library.function)):
-            found += _seeds_among(nodes)
+        drawn = [seeds for called in graph.library.function for seeds in _seeds_among(called.node_def)]
         # Not those of other functions, also of maps in functions: they change a sample, not the order.
-        ordering = nodes_of(graph) if is_unbatched else graph.node if kind(dataset) in _OF_DATASETS else ()
-        found += [[node.attr["seed"].i, node.attr["seed2"].i] for node in ordering if node.op == "RandomShuffle"]
-    is_unbatched |= kind(dataset) == "UnbatchDataset"
-    return [*found, *(seeds for source in dataset._inputs() for seeds in seeds_of_order(source, is_unbatched))]
+        ordering = nodes_of(graph) if unbatched else graph.node if here in _OF_DATASETS else ()
+        drawn += [[node.attr["seed"].i, node.attr["seed2"].i] for node in ordering if node.op == "RandomShuffle"]
+        # Sorted: functions come by a hash of their names, with numbers that another process may give otherwise.
+        found += sorted([*_seeds_among(graph.node), *drawn], key=str)
+    unbatched = max(0, unbatched + (here == "UnbatchDataset") - (here in _BATCHES))
+    for place, source in enumerate(dataset._inputs()):
+        found += seeds_of_order(source, unbatched, chooses or (here == "DirectedInterleaveDataset" and not place))
+    return found
 
 
 def _seeds_among(nodes: Any) -> list[list[int | None]]:

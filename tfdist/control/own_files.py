@@ -16,19 +16,31 @@ from pathlib import Path
 from typing import IO, Any
 
 _OWN = 0o666  # less the umask, as in `open`
+_USERS = Path("/proc/self/uid_map")  # the users that the system knows here, and who they are outside
+_UNKNOWN_USER = Path("/proc/sys/kernel/overflowuid")  # the number that all others have here
 
 
 def check_owner(folder: str | Path) -> None:
     """Raises PermissionError if a folder belongs to another user, who could put files of his own in the place of ours;
     OSError if no file can be made there.
 
-    The folder may belong to root, as volumes do. A network file system may give our files another owner than this
-    process. In a container, root works in folders of its user.
+    The folder may belong to root, as volumes do; in some containers nothing tells root from users who are unknown
+    there. A network file system may give our files another owner than this process. In a container, root works in
+    folders of its user.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         ours = os.fstat(file.fileno()).st_uid
-    if os.geteuid() and os.stat(folder).st_uid not in (ours, 0):
+    if os.geteuid() and os.stat(folder).st_uid not in (ours, 0, _root_outside()):
         raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
+
+
+def _root_outside() -> int:
+    """The number that the machine's root has here: another than 0 in a container that does not know him."""
+    try:
+        is_known = any(line.split()[:2] == ["0", "0"] for line in _USERS.read_text().splitlines())
+        return 0 if is_known else int(_UNKNOWN_USER.read_text())
+    except OSError:  # a system without such containers
+        return 0
 
 
 @contextlib.contextmanager

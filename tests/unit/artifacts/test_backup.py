@@ -198,9 +198,11 @@ def test_a_backup_that_cannot_be_written_is_told_and_does_not_count(tmp_path, mo
 @pytest.mark.slow
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     """He could put weights of his own there, which were restored without a word."""
+    (tmp_path / ".writing-1").mkdir()  # what a killed process leaves
     let_own(monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match=f"^The folder {tmp_path} cannot be used .it belongs to another user.: name"):
         fit([BackupAndRestore(tmp_path)])
+    assert (tmp_path / ".writing-1").exists()
 
 
 def test_another_model_is_refused(tmp_path):
@@ -664,8 +666,8 @@ class NumberedPages(Pages):
         return np.full((4, 1), index, "float32"), np.ones((4, 1))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_batches_that_keras_shuffles_come_once_beside_callbacks_that_draw(workers, tmp_path):
+@pytest.mark.parametrize("workers, save_freq, trained_again", [(1, 2, 0), (2, 2, 0), (1, "epoch", 4), (2, "epoch", 4)])
+def test_batches_that_keras_shuffles_come_once_beside_callbacks_that_draw(workers, save_freq, trained_again, tmp_path):
     """Keras draws their order with Python's random numbers, as the callback does. What NumPy's draw goes on."""
     seen = []
 
@@ -678,7 +680,7 @@ def test_batches_that_keras_shuffles_come_once_beside_callbacks_that_draw(worker
         keras.utils.set_random_seed(1)
         model, drawn = Model([keras.Input((1,)), keras.layers.Dense(1)]), {}
         model.compile("sgd", "mse", run_eagerly=True)
-        callbacks = [BackupAndRestore(folder, save_freq=2), Draws(drawn), *others]
+        callbacks = [BackupAndRestore(folder, save_freq=save_freq), Draws(drawn), *others]
         model.fit(NumberedPages(workers), epochs=2, verbose=0, callbacks=callbacks)
         return {place: of_numpy for place, (of_numpy, _) in drawn.items()}
 
@@ -687,8 +689,8 @@ def test_batches_that_keras_shuffles_come_once_beside_callbacks_that_draw(worker
     with pytest.raises(Killed):
         drawn_in(tmp_path / "killed", Counter([], die_after=10))
     drawn = drawn_in(tmp_path / "killed")
-    assert len(drawn) == 2 and drawn == {place: expected[place] for place in drawn}
-    assert seen == undisturbed
+    assert len(drawn) == 2 + trained_again and drawn == {place: expected[place] for place in drawn}
+    assert seen == [*undisturbed[:10], *undisturbed[10 - trained_again :]]
 
 
 class First(keras.callbacks.Callback):

@@ -10,8 +10,10 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tests.unit.artifacts.test_data_position import NUMBERS, running
+from tfdist.artifacts.backup_checks import refuse_lost_order
 from tfdist.artifacts.data_order import no_order, seeded_shuffles, shuffled_by
 from tfdist.compat import tensorflow_random
+from tfdist.control.exit_codes import CheckpointError
 
 
 @pytest.fixture(autouse=True)
@@ -113,9 +115,34 @@ def test_what_functions_draw_for_a_sample_is_no_order():
     for data in (
         NUMBERS.map(augmented),
         NUMBERS.unbatch().map(augmented),
+        NUMBERS.unbatch().map(augmented).batch(2).unbatch(),
+        tf.data.Dataset.zip(NUMBERS, tf.data.Dataset.random()).map(lambda x, seed: x),
         files.interleave(lambda _: NUMBERS.map(augmented)),
     ):
         assert no_order(read(data)) is None and shuffled_by(read(data)) == []
+
+
+def test_the_seeds_of_several_shuffles_in_functions_come_in_one_order():
+    """Whatever the process has traced before: TensorFlow numbers the functions by that."""
+
+    def inner(seed):
+        return NUMBERS.flat_map(lambda _: NUMBERS.shuffle(7, seed=seed))
+
+    seeds = []
+    for traced in range(6):
+        tf.function(lambda x: x).get_concrete_function(traced)
+        tf.random.set_seed(1)
+        seeds.append(shuffled_by(read(NUMBERS.flat_map(lambda _: tf.data.Dataset.zip(inner(1), inner(2))))))
+    assert seeds == [[[1, 1], [1, 2]]] * 6
+
+
+def test_the_seeds_in_backups_of_earlier_versions_do_not_count():
+    """They lack those in functions."""
+    fit = running(x=NUMBERS.interleave(lambda _: NUMBERS.shuffle(7, seed=3)))
+    manifest, seeds = {"batch": 2, "epoch": 0, "ends": {}, "shuffled_by": []}, shuffled_by(fit.iterator.data_adapter)
+    assert seeds and refuse_lost_order("backup", manifest, fit, 2, seeds) is None
+    with pytest.raises(CheckpointError, match="with another seed"):
+        refuse_lost_order("backup", {**manifest, "order_seeds": []}, fit, 2, seeds)
 
 
 def test_a_seed_of_a_shuffle_in_a_function_is_enough():

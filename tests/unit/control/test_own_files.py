@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tfdist.control import own_files
 from tfdist.control.own_files import (
     _not_by_a_link,
     appended_to,
@@ -94,18 +95,26 @@ def let_own(monkeypatch, folder, owner=1001, user=1000, gets=1000):
 
 
 @pytest.mark.parametrize(
-    ("user", "gets", "owner", "refused"),
+    ("user", "gets", "owner", "users", "refused"),
     [
-        (1000, 1000, 1000, False),
-        (1000, 1000, 1001, True),
-        (1000, 1000, 0, False),  # a volume of Kubernetes
-        (1000, 65534, 65534, False),  # a network file system that gives all files one owner
-        (0, 0, 1000, False),  # a container in a folder of its user
+        (1000, 1000, 1000, "0 0 4294967295", False),
+        (1000, 1000, 1001, "0 0 4294967295", True),
+        (1000, 1000, 65534, "0 0 4294967295", True),
+        (1000, 1000, 0, "0 0 4294967295", False),  # a volume of Kubernetes
+        (1000, 65534, 65534, "0 0 4294967295", False),  # a network file system that gives all files one owner
+        (0, 0, 1000, "0 1000 1", False),  # a container in a folder of its user
+        (1000, 1000, 65534, "1000 1000 1", False),  # Apptainer, a folder of the machine's root
+        (1000, 1000, 65534, "0 1 1000\n1000 0 1", False),  # Podman, which knows another root
+        (1000, 1000, 1001, "0 1 1000\n1000 0 1", True),
+        (1000, 1000, 65534, None, True),  # a system without namespaces
     ],
 )
-def test_a_folder_that_another_user_has_made_is_not_ours(user, gets, owner, refused, monkeypatch, tmp_path):
-    """gets: the owner of a file that the user makes there."""
+def test_a_folder_that_another_user_has_made_is_not_ours(user, gets, owner, users, refused, monkeypatch, tmp_path):
+    """gets: the owner of a file that the user makes there. users: the system's map of the users that it knows."""
     let_own(monkeypatch, tmp_path, owner, user, gets)
+    monkeypatch.setattr(own_files, "_USERS", tmp_path / "uid_map")
+    if users is not None:
+        (tmp_path / "uid_map").write_text(f"{users}\n")
     with pytest.raises(PermissionError, match="it belongs to another user") if refused else contextlib.nullcontext():
         check_owner(str(tmp_path))
 

@@ -277,19 +277,28 @@ class State(enum.Enum):
     IDLE = 0
 
 
+class Parts(enum.IntFlag):
+    FIRST = 1
+    SECOND = 2
+
+
 def test_what_would_come_back_as_another_type_is_not_held():
     callback = Remembering()
     callback.records, callback.by_name = [Named(1)], {"a": collections.defaultdict(lambda: 0)}
     callback.modes, callback.by_mode, callback.state = [Mode.MAIN], {Mode.MAIN: 1}, State.IDLE
-    assert left_out(callback) == ["records", "by_name", "modes", "by_mode", "state"]
+    callback.texts, callback.flags = {Mode.MAIN: ""}, {State.IDLE: False}
+    callback.by_layer, callback.same = {State.IDLE: keras.layers.Dense(1)}, {"a": ["b"]}
+    assert left_out(callback) == ["records", "by_name", "modes", "by_mode", "state", "texts", "flags"]
 
 
 def test_a_member_of_an_enum_comes_back_as_the_same_one(tmp_path):
     before, after = keras.callbacks.Callback(), keras.callbacks.Callback()
     before.mode, before.level, before.later, before.gone = Mode.MAIN, Level.HIGH, Mode.MAIN, None
     after.mode, after.level, after.later, after.gone = Mode.WARM, Level.LOW, None, Mode.WARM
+    before.parts, after.parts, before.other, after.other = ~Parts(0), Parts.FIRST, 7, Level.LOW
     gone_on_with([before], [after], tmp_path)
     assert after.mode is Mode.MAIN and after.level is Level.HIGH
+    assert after.parts is Parts.FIRST | Parts.SECOND and after.other == 7  # no member
     assert after.later == Mode.MAIN and after.gone is None  # where nothing tells the class, an equal value
 
 
