@@ -41,6 +41,11 @@ def of_mesh(model: ModelShape, mesh: Mesh) -> str:
             f"{flag}: pipe={pipe}, but {model.name} has experts, which stages do not support yet: use data=, expert= or"
             " model= instead."
         )
+    if pipe > 1 and model.source == "graph":
+        return (
+            f"{flag}: where {model.name} can be cut into pipe={pipe} stages is not known here. Plan without pipe=, or"
+            " train with it and look at the memory in the log."
+        )
     if pipe > max(1, model.blocks):
         return f"{flag}: pipe={pipe} is more than the {model.blocks} blocks at which {model.name} can be cut: lower it."
     if expert > 1 and not model.experts:

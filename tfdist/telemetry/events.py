@@ -102,7 +102,7 @@ def observer_of(tell: Tell) -> Observer:
 
 class FanOut(Observer):
     """Passes events and sections on to several observers. An observer that fails, or tries to end the program, is
-    switched off with a warning, and training continues. Each gets its own copy of the values, which it may change.
+    switched off with a warning, which does not end the run. Each gets its own copy of the values, which it may change.
     """
 
     def __init__(self, observers: Iterable[Tell]):
@@ -151,4 +151,6 @@ class FanOut(Observer):
 def _report_failure(observer: Observer, error: BaseException) -> None:
     name = observer.name or type(observer).__name__
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or its disk full
-        say(f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off; training continues.")
+        say(
+            f"WARNING: {name} failed ({type(error).__name__}: {error}) and is switched off, which does not end the run."
+        )

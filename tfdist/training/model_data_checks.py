@@ -54,9 +54,9 @@ def check(
     warnings = []
     if plan.accumulation > 1 and any(map(_takes_moments, keras_layers.all_layers(model))):
         warnings.append(
-            f"BatchNormalization takes its moments over the {plan.micro_batch * plan.replicas} rows of a micro-batch,"
-            f" not over all {plan.global_batch}, so that --accumulation={plan.accumulation} trains another function"
-            " than --accumulation=1 does."
+            f"BatchNormalization takes its moments over the {math.ceil(plan.global_batch / plan.accumulation)} rows of"
+            f" a micro-batch, not over all {plan.global_batch}, so that --accumulation={plan.accumulation} trains"
+            " another function than --accumulation=1 does."
         )
     if train.size is not None and plan.global_batch > train.size:
         warnings.append(

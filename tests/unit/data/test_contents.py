@@ -5,6 +5,7 @@ it is.
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -178,6 +179,26 @@ def test_a_stream_that_is_shuffled_at_each_pass():
 
 
 CLASSES = np.arange(300) // 150  # the first samples are all of one class
+
+
+def test_a_stream_comes_in_one_order_whatever_its_options_say():
+    anyhow = tf.data.Options()
+    anyhow.deterministic = False
+    slow_first = tf.data.Dataset.range(8).map(slow_if_first, num_parallel_calls=8).with_options(anyhow)
+    for how in ({"stream": lambda *_: slow_first}, {"records": lambda *_: slow_first, "decode": lambda x: (x, x)}):
+        split = Split("mine", None, (tf.TensorSpec([], tf.int64),) * 2, **how)
+        assert (
+            split.stream(0, 1).options().deterministic and (split.records or split.stream)(0, 1).options().deterministic
+        )
+        assert contents.read_twice(split).shows_order
+
+
+def slow_if_first(number):
+    def waited(number):
+        time.sleep(0.02 * (number == 0))
+        return number
+
+    return tf.ensure_shape(tf.numpy_function(waited, [number], tf.int64), [])
 
 
 def noisy_stream(x, y, anew=False):

@@ -96,6 +96,14 @@ def test_a_resnet_has_no_blocks_that_training_can_cut():
         search(plan(IMAGES), Wish(recompute=True))
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_where_a_model_of_the_user_can_be_cut_is_not_known(chunks):
+    asked = plan([*IMAGES, "--strategy=mesh", f"--pipe_chunks={chunks}"])
+    asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, source="graph"))
+    with pytest.raises(ConfigError, match="can be cut into pipe=2 stages is not known here.*without pipe="):
+        search(asked, Wish(mesh=Mesh.create(data=4, pipe=2)))
+
+
 def test_parts_of_a_pipeline():
     mesh = ["--strategy=mesh"]
     found = list(layouts(plan([*TEXT, *mesh, "--pipe_cut=block_02"]), Wish()))

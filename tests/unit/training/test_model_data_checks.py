@@ -26,13 +26,13 @@ def split(y, name="mine:data/train", x=X, classes=None):
     return array_split(name, (x, np.asarray(y)), num_classes=classes)
 
 
-def checked(made, train, held_out=None, objective="auto", global_batch=10, accumulation=1):
+def checked(made, train, held_out=None, objective="auto", global_batch=10, accumulation=1, replicas=1):
     return model_data_checks.check(
         ModelConfig(model="mine:model", objective=objective),
         made,
         train,
         held_out,
-        BatchPlan(global_batch, accumulation, 1),
+        BatchPlan(global_batch, accumulation, replicas),
     )
 
 
@@ -284,5 +284,7 @@ def test_batch_normalization_in_micro_batches():
     assert checked(made, split(CLASSES)) == checked(model(4), split(CLASSES), accumulation=5) == []
     [warning] = checked(made, split(CLASSES), accumulation=5)
     assert "moments over the 2 rows of a micro-batch, not over all 10, so that --accumulation=5 trains" in warning
+    [warning] = checked(made, split(CLASSES), global_batch=14, accumulation=2, replicas=2)
+    assert "moments over the 7 rows of a micro-batch, not over all 14" in warning
     made.layers[0].trainable = False
     assert checked(made, split(CLASSES), accumulation=5) == []

@@ -75,7 +75,10 @@ class Split:
 
     def __post_init__(self):
         if self.records:
+            object.__setattr__(self, "records", _in_one_order(self.records))
             object.__setattr__(self, "stream", self._decoded)
+        elif self.stream not in (missing, None):
+            object.__setattr__(self, "stream", _in_one_order(self.stream))
 
     def _decoded(self, shard: int, shards: int) -> tf.data.Dataset:
         """Returns the stream of decoded `records`."""
@@ -113,6 +116,13 @@ class Split:
             if 0 in spec.shape:  # TensorFlow's own operations crash on such samples
                 raise DataError(f"{self.name} has samples of shape {spec.shape}, which are empty: check --source.")
         return self
+
+
+def _in_one_order(stream: Callable[[int, int], tf.data.Dataset]) -> Callable[[int, int], tf.data.Dataset]:
+    """Returns the stream, whose parallel operations keep the order of samples whatever its own tf.data.Options say."""
+    options = tf.data.Options()
+    options.deterministic = True
+    return lambda shard, shards: stream(shard, shards).with_options(options)
 
 
 def read_options(config: DataConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tfdist.training.parallel.pipe_schedule import make_schedule
 from tfdist.training.parallel.pipeline_parts import divide, stages_of
 from tfdist.training.parallel.pipeline_stages import Pipeline
 from tfdist.training.parallel.sequence import parallelize_sequence
-from tfdist.training.parallel.shared_state import refuse_hidden, refuse_shared
+from tfdist.training.parallel.shared_state import refuse_hidden, refuse_kept, refuse_shared
 from tfdist.training.parallel.tensor import VariablePart, parallelize_layers, share, vocabulary_objective
 from tfdist.training.parallel.zero import sharded_update
 
@@ -158,6 +158,7 @@ def _stages(
     flag = f"--mesh={runtime.mesh.describe()}"
     refuse_shared(model, pieces, degree, flag, plan.micro_batch)
     refuse_hidden(model, flag)
+    refuse_kept(model, pieces, flag, plan.micro_batch)
     return stages_of(model, pieces, degree)
 
 

@@ -1,5 +1,5 @@
-"""Refuses variables that several parts of a pipeline share and that a layer sets in its forward pass: moving
-statistics, a counter, a weight.
+"""Refuses what several parts of a pipeline share and a layer sets in its forward pass: moving statistics, a counter, a
+weight, a tensor that it keeps.
 
 Each stage would set a copy of its own, and several parts on one stage process micro-batches in another order than one
 device does. Variables that no forward pass sets may be shared: tables, frozen layers. A seed generator that several
@@ -8,7 +8,7 @@ parts draw from is state, too: one device draws different numbers for each part,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,10 +16,12 @@ import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
 from tfdist.compat.keras_tensors import functional_of
+from tfdist.compat.tensorflow_graphs import is_made_of_variables, taken_from_before
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.training.parallel.assigned_weights import refuse_assigned, refuse_rules_with_state
-from tfdist.training.parallel.segments import Segment
+from tfdist.training.parallel.segments import Segment, run
+from tfdist.training.row_checks.calm_layers import has_own_code
 from tfdist.training.row_checks.trial_scope import generators_kept
 
 
@@ -65,6 +67,29 @@ def refuse_hidden(model: keras.Model, flag: str) -> None:
     )
 
 
+def refuse_kept(model: keras.Model, parts: Sequence[Sequence[Segment]], flag: str, micro_batch: int) -> None:
+    """Raises ConfigError if a part computes with a tensor that a layer has kept in an earlier part: stages pass on one
+    tensor, and several parts on one stage process micro-batches in another order."""
+    if not has_own_code(model):
+        return
+
+    def forward(x: tf.Tensor) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        for part in parts:
+            before, given = len(graph.get_operations()), x
+            x = run(part, {part[0].takes[0]: given}, True, {})[part[-1].gives[0]]
+            for tensor in taken_from_before(graph, before):
+                if tensor is not given and is_made_of_variables(tensor):
+                    raise ConfigError(
+                        f"{flag}, but {part[0].gives[0]} or what follows it takes the tensor {tensor.name}, which a"
+                        " layer of an earlier part has kept, and stages pass on one tensor only: let a layer keep none"
+                        " for others, or use data= instead."
+                    )
+
+    x = model.inputs[0]
+    _traced(forward, tf.TensorSpec([micro_batch, *x.shape[1:]], x.dtype))
+
+
 def _why_and_fix(users: Sequence[int], stages: int) -> str:
     where = sorted({part % stages for part in users})
     if len(where) > 1:
@@ -84,5 +109,9 @@ def _trace(model: keras.Model, micro_batch: int) -> None:
     x = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec([micro_batch, *tensor.shape[1:]], tensor.dtype), functional_of(model).input
     )
+    _traced(lambda x: model(x, training=True), x)
+
+
+def _traced(function: Callable[[Any], Any], x: Any) -> None:
     with batch_norm.each_alone(), generators_kept():
-        tf.function(lambda x: model(x, training=True), autograph=False).get_concrete_function(x)
+        tf.function(function, autograph=False).get_concrete_function(x)

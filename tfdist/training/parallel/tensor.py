@@ -201,22 +201,23 @@ def parallelize_layers(
     """
     parts: dict[int, VariablePart] = {}
     known = set[int]()  # layers with rules
-    matched, whole = False, Draws() if is_known else draws_of(model, rows)
+    whole = Draws() if is_known else draws_of(model, rows)
     for layer in keras_layers.all_layers(model, include_self=False):
         for pattern, rule in rules:
             if re.search(pattern, layer.name):
+                told = f"--mesh has {axis}={group.size}, which cuts layer {layer.name} of {model.name} by its name, but"
+                if getattr(layer, "lora_enabled", False):
+                    raise ConfigError(f"{told} it has LoRA weights: merge them, or give the workers to data=.")
                 try:
                     parts |= rule(layer, group)
                 except AttributeError:  # it lacks the weights or settings of the layer that the name stands for
                     raise ConfigError(
-                        f"--mesh has {axis}={group.size}, which cuts layer {layer.name} of {model.name} by its name,"
-                        f" but its type is {type(layer).__name__}, which cannot be cut so: give it another name, or the"
-                        " workers to data=."
+                        f"{told} its type is {type(layer).__name__}, which cannot be cut so: give it another name, or"
+                        " the workers to data=."
                     ) from None
-                matched = True
                 known.add(id(layer))
                 break
-    if not matched:
+    if not known:
         raise ConfigError(
             f"--mesh has {axis}={group.size}, but no layer of {model.name} can be spread over it: {fix}, or give the"
             " workers to data=."
@@ -293,8 +294,7 @@ def cut(
     points = [member * block.shape[1] // group.size for member in range(group.size + 1)]
     places = tuple(block[:, start:stop].reshape(-1) for start, stop in zip(points, points[1:], strict=False))
     part = VariablePart(tuple(variable.shape), dim, places, group.index, axis)
-    value = variable.numpy()
     name = variable.value.name.partition(":")[0]  # in TensorFlow's messages
-    cut_value = tf.Variable(tf.constant(part.cut(value)), trainable=variable.trainable, name=name)
+    cut_value = tf.Variable(tf.constant(part.cut(variable.numpy())), trainable=variable.trainable, name=name)
     keras_variables.replace_value(variable, cut_value)
     return {id(variable): part}

@@ -65,6 +65,21 @@ def model_of(shared=None, blocks=(), count=2, takes=lambda x: x, gives=lambda x:
     return keras.Model(takes(inputs), gives(layers.Dense(2, name="head")(x)))
 
 
+class Keeping(layers.Layer):
+    """At its second call, adds the tensor that it has kept from its first."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", trainable=False)
+        self.kept = None
+
+    def call(self, x):
+        if self.kept is None:
+            self.kept = x * self.scale
+            return x
+        kept, self.kept = self.kept, None
+        return x + kept
+
+
 CUT = "block_01,block_02,block_03"  # with which the stages 1, 0 and 1 begin
 
 
@@ -83,6 +98,8 @@ CUT = "block_01,block_02,block_03"  # with which the stages 1, 0 and 1 begin
             "layer own sets .*seed_generator_state",
         ),
         (lambda: layers.SpectralNormalization(layers.Dense(WIDTH), name="own"), (0, 1), 1, "layer own sets .*stages"),
+        (lambda: Keeping(name="own"), (0, 1), 1, "block_01 .* takes the tensor .*own.* an earlier part.*use data="),
+        (lambda: Keeping(name="own"), (0, 2), 2, "block_02 .* takes the tensor .*own.* an earlier part.*use data="),
     ],
 )
 def test_state_that_is_set_in_several_parts_is_refused_on_all_workers(make, blocks, chunks, words):

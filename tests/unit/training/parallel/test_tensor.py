@@ -289,6 +289,13 @@ def test_what_tensorflow_draws_for_a_part_is_refused(generator):
     assert whole(tf.ones([8, 6]), training=True).shape == (8, 6)
 
 
+def test_a_layer_with_lora_is_refused():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(8, name="block_00_mlp_up")])
+    model.layers[0].enable_lora(2)
+    with pytest.raises(ConfigError, match="cuts layer block_00_mlp_up .*, but it has LoRA weights.*data="):
+        parallelize_layers(model, types.SimpleNamespace(size=2, index=0, all_reduce=tf.identity))
+
+
 class Thinned(layers.Layer):
     """Drops the same columns in training, so that what comes behind has another shape there."""
 

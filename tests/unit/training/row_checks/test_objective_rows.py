@@ -59,6 +59,45 @@ MIXING = {
 }
 
 
+def at_random(mean, stddev=0.01):
+    """In-batch negatives, and noise in the outputs. mean: of the noise."""
+    return lambda outputs, y, w: contrast(outputs + stddev * mean(tf.shape(outputs)), y, w)
+
+
+def straight_through(outputs, y, w):
+    """Each value is the sample's own; the gradient is that of the distance to the mean of all."""
+    own, soft = squares(outputs, y), squares(outputs - tf.reduce_mean(outputs, 0), y)
+    return Scores(tf.stop_gradient(own - soft) + soft, w, {})
+
+
+GENERATOR, SEEDS = tf.random.Generator.from_seed(1), keras.random.SeedGenerator(1)
+
+
+def in_a_loop(shape):
+    return tf.map_fn(lambda _: tf.random.normal(shape[1:]), tf.zeros(shape[0]))
+
+
+def by_numpy(shape):
+    return tf.reshape(
+        tf.numpy_function(lambda of: np.random.normal(size=of).astype("float32"), [shape], tf.float32), shape
+    )
+
+
+MIXING |= {
+    "random": at_random(tf.random.normal),
+    "random of Keras": at_random(keras.random.normal),
+    "random with a generator of Keras": at_random(lambda shape: keras.random.normal(shape, seed=SEEDS)),
+    "random with a generator": at_random(GENERATOR.normal),
+    "random in a loop": at_random(in_a_loop),
+    "random by NumPy": at_random(by_numpy),
+    "much noise": at_random(tf.random.normal, 1.0),
+    "random and number": lambda outputs, y, w: Scores(
+        squares(outputs, y) * tf.random.uniform(tf.shape(w), 0.9) / tf.cast(tf.shape(w)[0], tf.float32), w, {}
+    ),
+    "gradient": straight_through,
+}
+
+
 def of_the_hardest(outputs, y, w):
     losses = squares(outputs, y)
     least = tf.math.top_k(losses, tf.minimum(8, tf.shape(losses)[0])).values[-1]
@@ -86,21 +125,26 @@ MIXING_MANY = {"hardest": of_the_hardest, "exactly 8": of_exactly_8, "above 16":
 APART = {
     "squares": lambda outputs, y, w: Scores(squares(outputs, y), w, {"error": tf.abs(outputs - y)[:, 0]}),
     "weighted": lambda outputs, y, w: Scores(squares(outputs, y), tf.abs(y[:, 0]), {}),
-    "random": lambda outputs, y, w: Scores(squares(outputs, y) * tf.random.uniform(tf.shape(w)), w, {}),
+    **{
+        f"random {number}": lambda outputs, y, w, draw=draw: Scores(
+            squares(outputs + draw(tf.shape(outputs)), y), w, {}
+        )
+        for number, draw in enumerate((tf.random.normal, keras.random.normal, GENERATOR.normal, in_a_loop, by_numpy))
+    },
     "not finite": lambda outputs, y, w: Scores(tf.reduce_sum(tf.math.log(outputs), -1), w, {}),
 }
 
 
 def nearly_cancelling(outputs, y, w):
     """A matrix product of other rows rounds otherwise, and all that is left of 1 - 1 is rounded."""
-    projected = outputs @ tf.constant(np.random.default_rng(1).normal(size=(outputs.shape[-1], 64)), tf.float32)
+    projected = outputs @ tf.constant(np.random.default_rng(1).normal(size=(outputs.shape[-1], 64)), outputs.dtype)
     one, other = tf.math.l2_normalize(projected, -1), tf.math.l2_normalize(projected + 1e-3, -1)
-    return Scores(1 - tf.reduce_sum(one * other, -1), w, {})
+    return Scores(tf.cast(1 - tf.reduce_sum(one * other, -1), tf.float32), w, {})
 
 
-@pytest.mark.parametrize("part", [2, 3, 8, 33])
-def test_what_is_rounded_otherwise_is_not_refused(part):
-    proofs = Proofs(wide := keras.Sequential([keras.Input((5,)), keras.layers.Dense(64)]), 4 * part, part)
+@pytest.mark.parametrize("part, dtype", [*((each, "float32") for each in (2, 3, 8, 33)), (8, "mixed_bfloat16")])
+def test_what_is_rounded_otherwise_is_not_refused(part, dtype):
+    proofs = Proofs(wide := keras.Sequential([keras.Input((5,)), keras.layers.Dense(64, dtype=dtype)]), 4 * part, part)
     assert not objective_rows.mixes(own_objective("mine:loss", nearly_cancelling), wide, *read(), proofs)
 
 
