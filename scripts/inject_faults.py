@@ -298,6 +298,13 @@ FAULTS: dict[str, Fault] = {
         "pass",
         ("tests/unit/keras_fit/test_forward.py",),
     ),
+    "used outside": Fault(
+        "a compute_loss may read what a call has kept of one worker's rows in a variable of the module",
+        "keras_fit/used_outside.py",
+        "if not is_ours and",
+        "if False and",
+        ("tests/unit/keras_fit/test_forward.py",),
+    ),
     "kept in a trial": Fault(
         "a compute_loss reads what a layer has kept of the rows of a trial",
         "keras_fit/kept_tensors.py",

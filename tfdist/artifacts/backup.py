@@ -140,15 +140,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
         self._assign_again()
         self._epoch = snapshot.manifest["epoch"]
-        states = snapshot.manifest["generators"]
-        # At an epoch's end they are those of the next one, unless that goes on with data that have been read ahead.
-        at_end = None if fit.iterator.steps_per_epoch else states
-        of_epoch = snapshot.manifest.get(_OF_EPOCH) if snapshot.manifest["batch"] else at_end
-        self.generators = GeneratorsAgain(states, of_epoch)
-        self.generators.before_reading()
-        if fit.go_to(self._epoch, snapshot.manifest["ends"]):
-            self._assign_again()  # reading may have drawn from Keras' global generator
-        self.generators.after_reading()
+        saved, is_within = snapshot.manifest["generators"], snapshot.manifest["batch"] or fit.iterator.steps_per_epoch
+        self.generators = GeneratorsAgain(saved, snapshot.manifest.get(_OF_EPOCH) if is_within else saved)
+        with self.generators.reading_earlier_epochs(fit.iterator.data_adapter):
+            if fit.go_to(self._epoch, snapshot.manifest["ends"]):
+                self._assign_again()  # reading may have drawn from Keras' global generator
+        backup_checks.tell_shared_generators(self.backup_dir, self.generators.shared, snapshot.manifest["batch"])
         if not snapshot.manifest["batch"]:
             keras_trainer.begin_an_epoch_of_metrics(model)
         if self._restored and self._restored["stopped"]:

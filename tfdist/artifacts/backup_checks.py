@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -124,6 +124,19 @@ def refuse_another_order(backup: str, order: NoOrder, batch: int) -> None:
         f"{backup} was saved after {batch} batches of an epoch, but the data {order.why}, so the other batches of it"
         f" cannot be found again: {again}remove the backup to start from the beginning."
     )
+
+
+def tell_shared_generators(backup: str, shared: Sequence[str], batch: int = 0) -> None:
+    """Says so if the data may come in another order than in an uninterrupted fit (GeneratorsAgain.shared). Raises
+    CheckpointError if the backup was saved within an epoch, after `batch` batches."""
+    if shared:
+        why = (
+            f"reorder themselves in on_epoch_end by the global generator of {' and '.join(shared)}, from which"
+            " something else draws, too (a callback), and not by one of their own (np.random.default_rng(1))"
+        )
+        if batch:
+            refuse_another_order(backup, NoOrder(why, ""), batch)
+        say(f"the data {why}: they may come in another order than in a fit that was not interrupted.")
 
 
 def metrics_of(model: keras.Model) -> list[list[Any]]:

@@ -109,6 +109,12 @@ def compiled_losses(model: keras.Model) -> list[keras.losses.Loss | None]:
     return [] if compiled is None else [loss for _, loss, _, _ in compiled._flat_losses or []]
 
 
+def public_name(attribute: str) -> str:
+    """The name that `compile` gives to what a model keeps as this attribute. Relies on "_compile_loss" and
+    "_compile_metrics"; without them a message has a name that no user has written."""
+    return {"_compile_loss": "loss", "_compile_metrics": "metrics"}.get(attribute, attribute)
+
+
 def compiled_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics that `compile` was given. Relies on `Trainer._compile_metrics`."""
     compiled = model._compile_metrics

@@ -39,10 +39,16 @@ def sets_state(kind: str) -> bool:
 
 
 def is_seen_from(tensor: tf.Tensor, graph: tf.Graph) -> bool:
-    """Whether a graph can use a tensor: one of its own, or of a graph around it, as a loop's or a condition's has.
-    Relies on `FuncGraph.outer_graph`; without it dropped tokens are not counted in some evaluations."""
+    """Whether a graph can use a tensor: one of its own, or of a graph around it, as a loop's or a condition's has."""
+    return is_inside(graph, tensor.graph)
+
+
+def is_inside(graph: tf.Graph, other: tf.Graph) -> bool:
+    """Whether a graph is another one, or of a branch, loop or function in it. Relies on `FuncGraph.outer_graph`;
+    without it dropped tokens are not counted in some evaluations, and tfdist.fit does not see in branches what uses the
+    rows of one worker."""
     around: Any = graph
-    while around is not None and around is not tensor.graph:
+    while around is not None and around is not other:
         around = getattr(around, "outer_graph", None)
     return around is not None
 

@@ -200,15 +200,17 @@ class EpochBackup(FitCallback):
             backup_checks.tell_another_order(other, fit, backup.epoch, backup.ends)
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
-        generators = GeneratorsAgain(backup.generators)
-        generators.before_reading()
+        iterator = RunningFit.of(self.fitted).iterator
+        generators = GeneratorsAgain(backup.generators, None if iterator.steps_per_epoch else backup.generators)
         reads = not backup.stopped  # but a later fit of the program may draw from the generators
-        if reads and RunningFit.of(self.fitted).go_to(self.epoch, backup.ends) and self._runtime.rank == 0:
+        with generators.reading_earlier_epochs(iterator.data_adapter):
+            reads = reads and RunningFit.of(self.fitted).go_to(self.epoch, backup.ends)
+        if reads and self._runtime.rank == 0:
             say(
                 "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
                 " PyDataset, a generator)."
             )
-        generators.after_reading()
+            backup_checks.tell_shared_generators(self._place.name, generators.shared)
         generators.restore()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:

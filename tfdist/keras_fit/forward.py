@@ -15,7 +15,7 @@ from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import unsaved_state
+from tfdist.keras_fit import unsaved_state, used_outside
 from tfdist.keras_fit.batch_inputs import Returned, of_the_batch, with_other_rows
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
@@ -89,7 +89,7 @@ class DistributedCall:
         args, kwargs = with_tensors((args, kwargs))
         with keras_layers.in_the_call_as_it_is():
             self._refuse_mixed_rows(args, kwargs)
-        with keras_stateless.float_values(self._values_for_own_rows):
+        with used_outside.allowed(is_a_pass=True), keras_stateless.float_values(self._values_for_own_rows):
             outputs, losses = self._over_workers(args, kwargs)
         for number, layer in enumerate(keras_layers.all_layers(self._model)):
             keras_layers.record_losses(layer, [loss for key, loss in losses.items() if key.layer == number])
@@ -108,7 +108,7 @@ class DistributedCall:
         cut = self.of_the_batch((args, kwargs))
         part = OwnRows(self._runtime, (args, kwargs), cut)
         own_args, own_kwargs = part.take((args, kwargs))
-        return together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut))
+        return together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut, part.known_count))
 
     def _refuse_mixed_rows(self, args: tuple, kwargs: dict) -> None:
         """At the first call of a kind, raises ConfigError on all workers if the model mixes the rows of its batch."""
@@ -211,8 +211,8 @@ class DistributedCall:
                 for layer, before in zip(layers, losses, strict=True):
                     keras_layers.record_losses(layer, before)
 
-    def _forward(self, args: tuple, kwargs: dict, cut: Sequence[bool]) -> Forward:
-        """Computes this worker's rows. cut: for each tensor with rows, whether its rows are those of the batch."""
+    def _forward(self, args: tuple, kwargs: dict, cut: Sequence[bool], count: int | None = None) -> Forward:
+        """Computes this worker's rows. cut: see of_the_batch. count: see KeptTensors."""
         tensors, rebuild = tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
         # Else own_rows.py adds up the values of all metrics.
@@ -241,7 +241,7 @@ class DistributedCall:
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
         compiles = self._compiles(kwargs, find)
         refused = unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers)
-        with refused, self._kept.hidden_afterwards():
+        with refused, self._kept.hidden_afterwards(count):
             outputs, losses, additions.values = (compiled(forward) if compiles else forward)(tensors)
         additions.add(self._runtime)
         if self._gradients.without_losses.is_here:

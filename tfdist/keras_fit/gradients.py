@@ -32,7 +32,8 @@ import tensorflow as tf
 from tfdist.compat import tensorflow_autograph, tensorflow_vectorized
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit.lookups import Lookup, lookups
+from tfdist.keras_fit import used_outside
+from tfdist.keras_fit.lookups import Lookup, is_worker_dependent, lookups, mark_same_on_all
 from tfdist.keras_fit.rows import every_row, total
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.scopes import Once, ThreadScope
@@ -91,6 +92,7 @@ class Gradients:
         finally:
             self.share = None
 
+    @used_outside.allowed()
     def _gradient(
         self,
         original: Callable,
@@ -116,7 +118,7 @@ class Gradients:
         self.taken += bool(weights) or (self.of_values and any(gradient is not None for gradient in found))
         for index, gradient in enumerate(found):
             if gradient is not None and index not in set(weights):
-                found[index] = scaled(gradient, 1.0 / share)
+                found[index] = _of_all_rows(scaled(gradient, 1.0 / share), flat[index])
         for index, gradient in zip(
             weights, self._summed([found[index] for index in weights], [flat[index] for index in weights]), strict=True
         ):
@@ -138,6 +140,7 @@ class Gradients:
         self.taken += 1
         return original(tape, *args)
 
+    @used_outside.allowed()
     def _jacobian(
         self,
         original: Callable,
@@ -159,13 +162,14 @@ class Gradients:
             # one order only if the iterations run one after the other.
             experimental_use_pfor, parallel_iterations = False, 1
         try:
-            return original(tape, target, sources, unconnected_gradients, parallel_iterations, experimental_use_pfor)
+            found = original(tape, target, sources, unconnected_gradients, parallel_iterations, experimental_use_pfor)
         except RuntimeError as error:
             if "persistent=True" not in str(error):
                 raise
             raise ConfigError(
                 "A Jacobian over workers with run_eagerly=True needs tf.GradientTape(persistent=True)."
             ) from error
+        return tf.nest.map_structure(_of_all_rows, found, sources)
 
     def _summed(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """The sum over workers of each gradient.
@@ -245,6 +249,12 @@ def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.
 
 def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(tensors, 0) if len(tensors) > 1 else tensors[0]
+
+
+def _of_all_rows(gradient: Any, source: Any) -> Any:
+    """Marks a gradient with respect to a tensor that all workers hold as one that all hold, too."""
+    is_of_own_rows = isinstance(source, tf.Tensor) and hasattr(source, "graph") and is_worker_dependent(source)
+    return gradient if is_of_own_rows else mark_same_on_all(gradient)
 
 
 def _is_variable(source: Any) -> bool:

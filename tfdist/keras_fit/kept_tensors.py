@@ -1,5 +1,5 @@
 """Tensors that layers keep as attributes in a forward pass over own rows (`self.z = ...`), also in containers and in
-objects of the user's own: refused outside of the pass.
+objects of the user's own, and NumPy arrays and the number of rows: refused outside of the pass.
 
 Such a tensor holds the rows of one worker, or numbers made of these alone. A train_step or compute_loss that read it
 would take them for those of all rows. So after the pass an object is in its place that raises ConfigError when it is
@@ -9,16 +9,23 @@ used; during the next pass the tensor is back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import tensors_in
-from tfdist.compat import keras_layers
+from tfdist.compat import keras_layers, keras_trainer
+from tfdist.compat.code_origin import is_of_keras
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.lookups import is_worker_dependent
+
+OF_ONE_WORKER = (
+    "may hold the rows of one worker only: return it from the call, add what you need of it with add_loss, or train in"
+    " one process"
+)
 
 
 class OfOwnRows:
@@ -36,8 +43,8 @@ class OfOwnRows:
         _, layer, name = self.stands_for
         raise keras_layers.keep_message(
             ConfigError(
-                f"What the call of layer {layer} keeps as its attribute {name!r} may hold the rows of one worker"
-                " only: return it from the call, add what you need of it with add_loss, or train in one process."
+                f"What the call of layer {layer} keeps as its attribute {keras_trainer.public_name(name)!r}"
+                f" {OF_ONE_WORKER}."
             )
         )
 
@@ -80,20 +87,29 @@ class KeptTensors:
         return found
 
     @contextlib.contextmanager
-    def hidden_afterwards(self) -> Iterator[None]:
-        """Context manager for a forward pass over own rows: what layers keep of it is hidden at exit."""
+    def hidden_afterwards(self, count: int | None = None) -> Iterator[None]:
+        """Context manager for a forward pass over own rows: what layers keep of it is hidden at exit. count: the number
+        of own rows, if Python knows it and the batch has another one; an attribute that becomes this number is hidden,
+        too."""
         layers = keras_layers.all_layers(self._model)
-        before = [tensor for layer in layers for value in layer.__dict__.values() for tensor in tensors_in(value)]
-        known = set(map(id, before))
+        before = [dict(layer.__dict__) for layer in layers]
+        known = {id(one) for attributes in before for value in attributes.values() for one in _values_in(value)}
         yield
-        for layer in layers:
+        for layer, earlier in zip(layers, before, strict=True):
+            counts = not is_of_keras(layer)
             for name, value in list(layer.__dict__.items()):
-                if any(id(tensor) not in known and _may_hold_rows(tensor) for tensor in tensors_in(value)):
+                is_count = counts and type(value) is int and value == count and earlier.get(name) is not value
+                if is_count or any(id(one) not in known and _may_hold_rows(one) for one in _values_in(value)):
                     layer.__dict__[name] = OfOwnRows(value, layer.name, name)
 
 
-def _may_hold_rows(tensor: tf.Tensor) -> bool:
-    """Whether the tensor may depend on the rows of this worker."""
+def _values_in(value: Any) -> Sequence[Any]:
+    """The tensors in an attribute, or the array that it is."""
+    return [value] if isinstance(value, np.ndarray) else tensors_in(value)
+
+
+def _may_hold_rows(tensor: Any) -> bool:
+    """Whether the tensor or array may depend on the rows of this worker."""
     if tf.executing_eagerly():
         return True  # nothing tells of what an eager tensor was made
     if not hasattr(tensor, "graph"):

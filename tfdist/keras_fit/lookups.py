@@ -35,6 +35,7 @@ _PASS_ON = ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze", "Placeholder
 _COPIES = ("ReadVariableOp", "Identity", "Cast", "Neg")
 # Beside functions: look up a number of rows that is unknown, or give them the gradient of such a lookup.
 _MAY_LOOK_UP = ("GatherNd", "ResourceGatherNd", "ConcatV2", "IdentityN")
+_OF_ZEROS = ("ZerosLike", "Fill", "Cast", "Sum")
 _BRANCHES = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "TensorListReserve")
 # graph -> names of operations -> whether their results differ between workers
 _marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -87,6 +88,19 @@ def is_worker_dependent(tensor: tf.Tensor) -> bool:
     return False
 
 
+def worker_dependent_inputs(graph: tf.Graph) -> Iterator[tuple[int, tf.Operation, tf.Tensor]]:
+    """Yields, for each operation that takes a tensor which differs between workers, its place in the graph, the
+    operation, and the tensor."""
+    marked = {graph.get_operation_by_name(name): differs for name, differs in _marked.get(graph, {}).items()}
+    differing = set[tf.Operation]()
+    for place, op in enumerate(graph.get_operations() if any(marked.values()) else ()):
+        taken = [each for each in op.inputs if each.op in differing] if differing else []
+        if taken := [each for each in taken if not _are_zeros_alike(each)]:
+            yield place, op, taken[0]
+        if marked.get(op, bool(taken) and not _is_length_of_a_row(op)):
+            differing.add(op)
+
+
 def _made_of(op: tf.Operation) -> list[tf.Tensor]:
     """The tensors of which an operation makes its results, as far as graphs tell. What a branch takes from the graph
     outside is a placeholder in it."""
@@ -100,7 +114,7 @@ def _are_zeros_alike(tensor: tf.Tensor) -> bool:
     """Whether the tensor holds zeros, equally many on all workers: of a known shape, or added up over rows. Those that
     are made like own rows depend on nothing else; positions may be made of such a sum."""
     op = tensor.op
-    if not tensor.shape.is_fully_defined() and not _is_sum_over_rows(op):
+    if op.type not in _OF_ZEROS or (not tensor.shape.is_fully_defined() and not _is_sum_over_rows(op)):
         return False
     while op.type in ("Cast", "Sum"):
         op = op.inputs[0].op

@@ -30,6 +30,7 @@ from tfdist.data.tuning import untuned
 from tfdist.keras_fit import variables
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.lookups import mark_same_on_all
 from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.refusals import inner_models
@@ -147,9 +148,11 @@ class DistributedModel:
         return of_model if given is None or any(given is one for one in of_model) else [given, *of_model]
 
     def _moments_of(self, layer: keras.layers.BatchNormalization) -> Callable:
-        return lambda inputs, mask: batch_norm.moments(
-            self._runtime, inputs, keras_batch_norm.reduction_axes(layer), mask=mask
-        )
+        def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> list[tf.Tensor]:
+            found = batch_norm.moments(self._runtime, inputs, keras_batch_norm.reduction_axes(layer), mask=mask)
+            return [mark_same_on_all(each) for each in found]
+
+        return moments
 
     # -- the same variables everywhere -----------------------------------------------------------------------------
 

@@ -69,6 +69,9 @@ class OwnRows:
         minimum, maximum = (min, max) if isinstance(n, int) else (tf.minimum, tf.maximum)
         self._first = maximum(minimum(self.start, n - 1), 0)  # a batch may have no rows at all
         self._last = minimum(maximum(self.stop, self._first + 1), n)
+        computed = self._last - self._first
+        # The number of rows that this worker computes, if Python knows it and it is not that of all rows.
+        self.known_count = computed if isinstance(computed, int) and computed != n else None
         self.sample = [_sample(tensor) for tensor in batch[:_COMPARED]]
 
     def take(self, value: Any) -> Any:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
-from tfdist.keras_fit import own_rows, unsaved_state
+from tfdist.keras_fit import own_rows, unsaved_state, used_outside
 from tfdist.keras_fit.batches import END, Batches
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
@@ -181,8 +181,11 @@ class StepFunction:
             return self._step_of_own_rows(step, batch)
         if self.loop is Loop.PREDICT:
             with self._with.gradients.without_losses():
-                return step(batch)
-        return self._checked_train_step(step, batch) if self.loop is Loop.TRAIN else step(batch)
+                logs = step(batch)
+        else:
+            logs = self._checked_train_step(step, batch) if self.loop is Loop.TRAIN else step(batch)
+        used_outside.refuse()
+        return logs
 
     def _checked_train_step(self, train_step: Callable[[Any], Any], batch: Any) -> Any:
         """Raises ConfigError if the step bypasses the replacements."""

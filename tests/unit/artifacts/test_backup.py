@@ -693,6 +693,51 @@ def test_batches_that_keras_shuffles_come_once_beside_callbacks_that_draw(worker
     assert seen == [*undisturbed[:10], *undisturbed[10 - trained_again :]]
 
 
+class ReorderedPages(NumberedPages):
+    """Reorders its rows at the end of an epoch, in the form of Keras' guides."""
+
+    def __init__(self, random):
+        super().__init__(1)
+        self.order, self.random = np.arange(6), random
+
+    def __getitem__(self, index):
+        return super().__getitem__(self.order[index])
+
+    def on_epoch_end(self):
+        self.random.shuffle(self.order)
+
+
+@pytest.mark.parametrize("shares, save_freq", [(True, 2), (True, "epoch"), (False, "epoch")])
+def test_rows_reordered_by_a_generator_from_which_a_callback_draws(shares, save_freq, tmp_path, capsys):
+    """The callback is not called when earlier epochs are read again."""
+
+    def losses(folder, *others):
+        keras.utils.set_random_seed(1)
+        found = []
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: found.append(logs["loss"]),
+            on_epoch_end=lambda epoch, logs: np.random.random() and None,
+        )
+        data = ReorderedPages(np.random if shares else np.random.default_rng(1))
+        unseeded_fit({"x": data, "shuffle": False}, folder, save_freq, note, *others)
+        return found
+
+    expected = losses(tmp_path / "undisturbed")
+    with pytest.raises(Killed):
+        losses(tmp_path / "killed", Counter([], die_after=9))
+    capsys.readouterr()
+    if not shares:
+        assert losses(tmp_path / "killed") == expected[6:]
+    elif save_freq == "epoch":
+        losses(tmp_path / "killed")
+        assert "of their own (np.random.default_rng(1)): they may come in another order" in capsys.readouterr().err
+    else:
+        with pytest.raises(
+            CheckpointError, match="saved after 2 batches .* reorder themselves .* of their own .*default_rng"
+        ):
+            losses(tmp_path / "killed")
+
+
 class First(keras.callbacks.Callback):
     """Keeps the first loss: what a best value is that no later epoch reaches."""
 

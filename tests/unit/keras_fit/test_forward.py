@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_random
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import lookups, rows
+from tfdist.keras_fit import lookups, rows, used_outside
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
@@ -473,7 +473,7 @@ def test_a_loss_of_each_row_may_be_squeezed(distribute, rows, known):
 
 
 class Keeping(keras.layers.Layer):
-    """Keeps tensors of its rows, and of none, as attributes."""
+    """Keeps tensors, numbers and arrays of its rows, and of none, as attributes."""
 
     places = None
 
@@ -482,12 +482,14 @@ class Keeping(keras.layers.Layer):
             with tf.init_scope():
                 self.places = tf.range(3.0)
         self.own, self.several = tf.reduce_mean(x), {"first": x[:1]}
+        self.count, self.length = x.shape
+        self.array = np.array(x) if tf.executing_eagerly() else None
         self.add_loss(keras.ops.mean(x))  # is tried with other rows
         return x + self.places
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_tensors_of_own_rows_that_layers_keep_are_refused_outside_of_the_call(run_eagerly):
+def test_what_layers_keep_of_own_rows_is_refused_outside_of_the_call(run_eagerly):
     def step(x, use=None):
         y = model(x)
         return tf.reduce_mean(y) if use is None else use(layer)
@@ -506,12 +508,14 @@ def test_tensors_of_own_rows_that_layers_keep_are_refused_outside_of_the_call(ru
             lambda layer: tf.ones([]) + layer.own,
             lambda layer: layer.several["first"],
             lambda layer: layer.own.shape,
+            lambda layer: tf.ones([]) / layer.count,
+            *([lambda layer: 2 * layer.array] if run_eagerly else []),
         ):
             with pytest.raises(
-                ConfigError, match="attribute '(own|several)' may hold the rows of one worker only: return"
+                ConfigError, match="attribute '(own|several|count|array)' may hold the rows of one worker only: return"
             ):
                 run(x, use)
-        assert run(x, lambda layer: tf.reduce_sum(layer.places)) == 3
+        assert run(x, lambda layer: tf.reduce_sum(layer.places)) == layer.length == 3
     assert isinstance(layer.own, tf.Tensor)
 
 
@@ -561,6 +565,15 @@ def test_tensors_that_layers_keep_inside_something_else_are_refused_too(distribu
     for _ in range(2):
         with pytest.raises(ConfigError, match="attribute 'kept' may hold the rows of one worker only"):
             (step if run_eagerly else tf.function(step, autograph=False))(tf.ones([4, 3]))
+
+
+def test_a_loss_that_keeps_a_tensor_has_the_name_that_compile_gives_it(distribute):
+    loss = keras.losses.MeanSquaredError()
+    model = keras.Sequential([keras.Input((3,)), KeepingInside(lambda mean: setattr(loss, "mean", mean))])
+    model.compile(loss=loss)
+    distribute(model)
+    with pytest.raises(ConfigError, match="layer sequential.* attribute 'loss' may hold the rows of one worker only"):
+        model.compute_loss(y=tf.ones([4, 3]), y_pred=model(tf.ones([4, 3])))
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -743,3 +756,60 @@ def test_what_a_layer_remembers_beside_a_tensor_stays_true_after_a_trial(distrib
     for training, length in ((True, 1), (False, 1), (True, 2), (True, 1), (False, 4)):
         found = run(tf.ones([4, length, 1]), training)
         np.testing.assert_allclose(found, np.full([4, length, 1], (0.5 if training else 1.0) / length), rtol=1e-6)
+
+
+class KeepingElsewhere(keras.layers.Layer):
+    """Keeps something outside of its attributes, as scripts without classes do."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def call(self, x):
+        KEPT["value"] = self.make(x)
+        return x
+
+
+KEPT = {}
+ELSEWHERE = {  # what is kept, and whether it holds the rows of one worker
+    "rows": (lambda x: 2.0 * x, True),
+    "a mean": (tf.reduce_mean, True),
+    "the number of rows": (lambda x: tf.shape(x)[0], True),
+    "the length of a row": (lambda x: tf.shape(x)[1], False),
+    "a constant": (lambda x: tf.range(3.0), False),
+    "a sum over workers": (lambda x: rows.total(Mirror(), [tf.reduce_sum(x)])[0], False),
+}
+
+
+@pytest.mark.parametrize(
+    "kept, inside",
+    [*((kept, "") for kept in ELSEWHERE), ("a mean", "loop"), ("a constant", "branch"), ("a constant", "loop")],
+)
+def test_a_step_that_uses_what_a_call_has_kept_anywhere_is_refused(distribute, kept, inside):
+    make, is_refused = ELSEWHERE[kept]
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3), KeepingElsewhere(make)])
+    distribute(model)
+
+    def loss(x):
+        return tf.reduce_sum(model(x)) + tf.cast(tf.reduce_sum(KEPT["value"]), tf.float32)
+
+    def step(x):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                if inside == "branch":
+                    of_x = tf.cond(x[0, 0] > 0, lambda: loss(x), lambda: 0.0)
+                elif inside == "loop":
+                    of_x = tf.while_loop(lambda _, i: i < 2, lambda sum, i: (sum + loss(x), i + 1), (0.0, 0))[0]
+                else:
+                    of_x = loss(x)
+            gradients = tape.gradient(of_x, [x, *model.trainable_variables])
+            penalty = tf.reduce_sum(tf.square(gradients[0]))
+        found = gradients if inside else outer.gradient(penalty, model.trainable_variables[0])
+        used_outside.refuse()
+        return found
+
+    trace = tf.function(step, autograph=False).get_concrete_function
+    refused = pytest.raises(ConfigError, match="outside of the call .* may hold the rows of one worker only: return it")
+    with refused if is_refused else contextlib.nullcontext():
+        trace(tf.TensorSpec([None, 3]))

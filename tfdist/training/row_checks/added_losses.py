@@ -31,6 +31,9 @@ from tfdist.training.row_checks.trial_scope import generators_kept
 from tfdist.training.row_checks.trial_values import disturbed
 
 _FIX = "make it keras.ops.mean or keras.ops.sum over the rows (the first dim) of one value for each row"
+_OF_REGULARIZER = (
+    " (if its activity_regularizer adds it: let that return keras.ops.sum, as Keras divides it by the number of rows)"
+)
 
 
 def may_add(model: keras.Model) -> bool:
@@ -119,16 +122,17 @@ def _with_mixed_gradients(probe: Probe, found: dict[LossKey, Reduction]) -> list
 
 
 def _refusal(layer: keras.Layer, place: int, reduction: Reduction, otherwise: str, training: bool) -> str:
+    fix = _FIX if layer.activity_regularizer is None else _FIX + _OF_REGULARIZER
     what = f"The loss number {place + 1} that layer {layer.name} adds{'' if training else ' in evaluation'}"
     if reduction == ZERO:
         return (
-            f"{what} is 0 whatever was tried, so it is unknown whether it is a mean or a sum over rows: {_FIX}, that is"
+            f"{what} is 0 whatever was tried, so it is unknown whether it is a mean or a sum over rows: {fix}, that is"
             " not 0 at the start."
         )
     return (
         f"{what} is neither a mean nor a sum over the rows of a batch (such as a maximum, or a mean over what a mask"
         " leaves), or its gradient is not, so workers and micro-batches, which have some of the rows each, cannot add"
-        f" it up: {_FIX}, or {otherwise}."
+        f" it up: {fix}, or {otherwise}."
     )
 
 

@@ -170,10 +170,12 @@ def of_the_largest_rows(x):
     return ops.sum(ops.top_k(rows, min(8, rows.shape[0])).values)
 
 
-@pytest.mark.parametrize("own", [of_the_largest_rows, lambda x: ops.minimum(ops.sum(x**2), 1000.0)])
+@pytest.mark.parametrize(
+    "own", [of_the_largest_rows, lambda x: ops.minimum(ops.sum(x**2), 1000.0), lambda x: ops.mean(x**2)]
+)
 def test_a_layer_of_keras_adds_what_a_users_regularizer_says(own):
     model = model_of(layers.Dense(5, activity_regularizer=own, name="odd"))
-    with pytest.raises(ConfigError, match="loss number 1 that layer odd adds is neither"):
+    with pytest.raises(ConfigError, match="loss number 1 that layer odd adds is neither .* as Keras divides it"):
         added_losses(model, X, proofs=Proofs(model, 64, 32))
     model = model_of(layers.Dense(5, activity_regularizer=lambda x: ops.sum(x**2)))
     assert [one.reduction for one in added_losses(model, X, proofs=Proofs(model, 64, 32))] == [MEAN]
