@@ -204,7 +204,9 @@ class Gradients:
             )
             found.append(rows_once(rows) if lookup.has_each_row_once else rows)
         values, numbers = _joined([rows.values for rows in found]), _joined([rows.indices for rows in found])
-        return tf.IndexedSlices(values, numbers, gradient.dense_shape)
+        shape = gradient.dense_shape
+        shape = None if shape is None else mark_same_on_all(shape)
+        return tf.IndexedSlices(mark_same_on_all(values), mark_same_on_all(numbers), shape)
 
     def _judged_by_count(self, lookup: Lookup, table: keras.Variable | tf.Variable) -> Lookup:
         """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if there are more numbers

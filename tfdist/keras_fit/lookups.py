@@ -23,12 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import tensorflow as tf
 
-_READS = (
-    "VarHandleOp",
-    "ReadVariableOp",
-    "ResourceGather",
-    "ResourceGatherNd",
-)  # of variables: the same on all workers
+# Of variables: the same on all workers.
+_READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _LOOKUPS = ("GatherV2", "ResourceGather")
 _PASS_ON = ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze", "Placeholder")  # the same row numbers
 # Their gradients leave the rows of a table rows.

@@ -686,7 +686,10 @@ def test_rows_that_a_call_looks_up_inside_a_function_are_its_own(distribute, ins
     def gradient(ids):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(ids))
-        return tape.gradient(loss, table)
+        found = tape.gradient(loss, table)
+        tf.convert_to_tensor(found)  # as an optimizer does
+        used_outside.refuse()
+        return found
 
     def run():
         ids = tf.constant([[0, 1, 1], [4, 0, 0]] * 2)
