@@ -15,12 +15,11 @@ from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import unsaved_state, used_outside
+from tfdist.keras_fit import lookups, unsaved_state, used_outside
 from tfdist.keras_fit.batch_inputs import Returned, of_the_batch, with_other_rows
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.kept_tensors import KeptTensors
-from tfdist.keras_fit.lookups import LookupFacts, rows_in, stateful_operations_marked, traced
 from tfdist.keras_fit.losses_inside import Combinations, recorded
 from tfdist.keras_fit.metrics_inside import Additions, refuse_without_rows
 from tfdist.keras_fit.random_numbers import RandomNumbers
@@ -43,7 +42,8 @@ class DistributedCall:
     """Takes the global batch, computes this worker's rows, returns all rows.
 
     Args: compiled_as, the model that tells whether XLA compiles, if it is another one, around this one.
-    Attributes: alone, see Gradients; asked, how often it was called in any way; example, a batch for trying the model.
+    Attributes: alone, see Gradients; asked, how often it was called in any way; example, a batch for trying the model;
+    counts, the known numbers of own rows, where the batch has others.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DistributedCall:
     ):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call: Callable = traced_anew(model.call) or model.call
-        self.alone, self.asked = gradients.alone, 0
+        self.alone, self.asked, self.counts = gradients.alone, 0, set[int]()
         self._compiled_as = model if compiled_as is None else compiled_as
         self._kept = KeptTensors(model)
         self.example = ExampleBatch()
@@ -64,7 +64,7 @@ class DistributedCall:
         self._may_mix = row_mixing.may_mix(model)
         self._tried: list[tuple] = []  # kinds of calls that have been checked
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
-        self._finders: dict[str, Callable[[], LookupFacts]] = {}  # by the inputs of a forward pass
+        self._finders: dict[str, Callable[..., lookups.LookupFacts]] = {}  # by the inputs of a forward pass
         gradients.calls.add(self)
 
     @contextlib.contextmanager
@@ -215,15 +215,14 @@ class DistributedCall:
         """Computes this worker's rows. cut: see of_the_batch. count: see KeptTensors."""
         tensors, rebuild = tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
-        # Else own_rows.py adds up the values of all metrics.
-        additions = Additions(layers if self._gradients.share is None else [])
+        additions = Additions(layers if self._gradients.share is None else [])  # else own_rows.py adds them up
 
         def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list]:
             args, kwargs = rebuild(tensors)
             with (
                 self._gradients.of_own_rows(),
                 self._random_numbers.of_own_rows(),
-                stateful_operations_marked(),
+                lookups.stateful_operations_marked(),
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),
@@ -238,7 +237,8 @@ class DistributedCall:
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         if str(rebuild(specs)) not in self._finders and self._gradients.share is None:
             refuse_without_rows(layers, lambda rows: self._trace(rebuild, with_other_rows(specs, cut, rows)))
-        find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs))
+        find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs, cut))
+        self.counts.update([count] if count else [])
         compiles = self._compiles(kwargs, find)
         refused = unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers)
         with refused, self._kept.hidden_afterwards(count):
@@ -253,15 +253,15 @@ class DistributedCall:
 
     def shared_lookups(self) -> dict[int, str]:
         """The lookups, in all forward passes so far, that do not depend on the batch; see lookups.py."""
-        shared = dict[int, str]()
-        for find in self._finders.values():
-            with contextlib.suppress(Exception):  # for a pass that failed: nothing was computed with it
-                shared |= find().shared
-        return shared
+        return lookups.shared_in(self._finders.values())
 
     def rows_looked_up(self, handle: tf.Tensor) -> list[int | None]:
         """See lookups.rows_in, for all forward passes so far."""
-        return rows_in(self._finders.values(), handle)
+        return lookups.rows_in(self._finders.values(), handle)
+
+    def counts_of_shared(self, handle: tf.Tensor) -> tuple[set[int | None], set[int | None]]:
+        """See lookups.counts_of_shared, for all forward passes so far."""
+        return lookups.counts_of_shared(self._finders.values(), handle, 1 + max(self.counts))
 
     def _on_tensors(self, rebuild: Callable) -> Callable[[list[tf.Tensor]], Any]:
         """The forward pass as a function of tensors."""
@@ -277,17 +277,17 @@ class DistributedCall:
         with self._state_restored():
             tf.function(self._on_tensors(rebuild), autograph=False).get_concrete_function(specs)
 
-    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> Callable[[], LookupFacts]:
+    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec], cut: Sequence[bool]) -> Callable:
         """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""
 
         @functools.cache
-        def find() -> LookupFacts:
+        def find(rows: int | None = None) -> lookups.LookupFacts:
             with self._state_restored():
-                return traced(self._on_tensors(rebuild), specs)
+                return lookups.traced(self._on_tensors(rebuild), with_other_rows(specs, cut, rows) if rows else specs)
 
         return find
 
-    def _compiles(self, kwargs: dict, find: Callable[[], LookupFacts]) -> bool:
+    def _compiles(self, kwargs: dict, find: Callable[[], lookups.LookupFacts]) -> bool:
         """Whether XLA compiles the pass over own rows. Not if it has collectives, nor if its gradient needs values from
         inside it: those that loops or branches compute, and lookups that do not depend on the batch, which could no
         longer be told from other lookups."""

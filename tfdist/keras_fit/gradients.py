@@ -204,13 +204,25 @@ class Gradients:
             )
             found.append(rows_once(rows) if lookup.has_each_row_once else rows)
         values, numbers = _joined([rows.values for rows in found]), _joined([rows.indices for rows in found])
-        return tf.IndexedSlices(values, numbers, gradient.dense_shape)
+        shape = gradient.dense_shape
+        shape = None if shape is None else mark_same_on_all(shape)
+        return tf.IndexedSlices(mark_same_on_all(values), mark_same_on_all(numbers), shape)
+
+    def _judged_by_count(self, lookup: Lookup, table: keras.Variable | tf.Variable) -> Lookup:
+        """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if there are more numbers
+        where the batch has more rows: zeros made for each row, in a batch of known size."""
+        count = lookup.numbers.shape[0]
+        found = [call.counts_of_shared(table.handle) for call in self.calls if lookup.first_dim in call.counts]
+        follows = any(count in following for following, _ in found)
+        if follows and any(count in fixed for _, fixed in found):
+            raise _not_told_apart(f"looks up {count} rows of {table.name} for the rows of a batch, and others as many")
+        return dataclasses.replace(lookup, is_worker_dependent=follows)
 
     def _judged(self, lookup: Lookup, table: keras.Variable | tf.Variable) -> Lookup:
         """Returns the lookup with a judgment from all forward passes, if its numbers do not show of what they are
         made."""
         if lookup.is_worker_dependent is not None:
-            return lookup
+            return lookup if lookup.is_worker_dependent else self._judged_by_count(lookup, table)
         for call in self.calls:
             name = call.shared_lookups().get(id(table.handle))
             if name:

@@ -23,12 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import tensorflow as tf
 
-_READS = (
-    "VarHandleOp",
-    "ReadVariableOp",
-    "ResourceGather",
-    "ResourceGatherNd",
-)  # of variables: the same on all workers
+# Of variables: the same on all workers.
+_READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _LOOKUPS = ("GatherV2", "ResourceGather")
 _PASS_ON = ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze", "Placeholder")  # the same row numbers
 # Their gradients leave the rows of a table rows.
@@ -142,6 +138,7 @@ class Lookup:
     numbers: tf.Tensor
     is_worker_dependent: bool | None  # the numbers depend on the own rows of the batch; None: not visible
     has_each_row_once: bool = False  # in one process, whatever rows the batch has
+    first_dim: int | None = None  # of the numbers as the lookup takes them, if it is known
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
@@ -160,6 +157,7 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
             row_numbers,
             None if _is_hidden(row_numbers.op) else is_worker_dependent(row_numbers),
             _has_each_once(row_numbers),
+            (row_numbers.op.inputs[0] if row_numbers.op.type == "Reshape" else row_numbers).shape[:1].as_list()[0],
         )
         for part, row_numbers in zip(values, numbers, strict=True)
     ]
@@ -208,12 +206,14 @@ class LookupFacts:
     Attributes: shared, the lookups of rows that several workers share, because they do not depend on the batch, or as
     each is looked up once: id of the table's handle -> name; rows, for each variable that it uses: id of the handle ->
     the number of rows of each lookup, None where it is unknown; branches, whether it has loops (of RNNs, tf.map_fn) or
-    tf.cond, whose gradients XLA can take only if it compiles these gradients, too.
+    tf.cond, whose gradients XLA can take only if it compiles these gradients, too; counts_of_shared, `rows` of just the
+    lookups that several workers share.
     """
 
     shared: dict[int, str]
     rows: dict[int, list[int | None]]
     branches: bool
+    counts_of_shared: dict[int, list[int | None]]
 
 
 def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
@@ -225,7 +225,7 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
         return [output for output in outputs if isinstance(output, tf.Tensor)]
 
     graph = tf.function(trace, autograph=False).get_concrete_function(*arguments).graph
-    shared, rows = dict[int, str](), dict[int, list[int | None]]()
+    shared, rows, counts = dict[int, str](), dict[int, list[int | None]](), dict[int, list[int | None]]()
     for table, handle in graph.captures:
         if handle.dtype != tf.resource:
             continue
@@ -234,9 +234,10 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
         unknown = [op for op in uses if _may_look_up(op)]
         rows[id(table)] = [*(op.inputs[1].shape.num_elements() for op in known), *(None for _ in unknown)]
         shared |= {id(table): op.name for op in uses if _looks_up_shared_rows(op)}
+        counts[id(table)] = [op.inputs[1].shape.num_elements() for op in known if _looks_up_shared_rows(op)]
     definition = graph.as_graph_def()
     nodes = itertools.chain(definition.node, *(inner.node_def for inner in definition.library.function))
-    return LookupFacts(shared, rows, any(node.op in _BRANCHES for node in nodes))
+    return LookupFacts(shared, rows, any(node.op in _BRANCHES for node in nodes), counts)
 
 
 def _uses(table: tf.Tensor) -> Iterator[tf.Operation]:
@@ -259,6 +260,30 @@ def _looks_up_shared_rows(op: tf.Operation) -> bool:
 def _may_look_up(op: tf.Operation) -> bool:
     """Whether an operation that takes a table may look up rows of it, how many is unknown."""
     return op.type in _MAY_LOOK_UP or op.type.startswith("SparseSegment") or _calls_functions(op)
+
+
+def shared_in(passes: Iterable[Callable[[], LookupFacts]]) -> dict[int, str]:
+    """The lookups, in these forward passes, that do not depend on the batch. passes: functions that trace a pass to
+    describe it."""
+    shared = dict[int, str]()
+    for find in passes:
+        with contextlib.suppress(Exception):  # for a pass that failed: nothing was computed with it
+            shared |= find().shared
+    return shared
+
+
+def counts_of_shared(
+    passes: Iterable[Callable[..., LookupFacts]], handle: tf.Tensor, other: int
+) -> tuple[set[int | None], set[int | None]]:
+    """How many rows of the table with this handle are looked up whatever the batch is: (by lookups of which the number
+    follows that of the batch's rows, by others). other: another number of rows than that of the passes."""
+    following, fixed = set[int | None](), set[int | None]()
+    for find in passes:
+        with contextlib.suppress(Exception):  # as above, or the pass takes batches of one size only
+            counts = [find(rows).counts_of_shared.get(id(handle), []) for rows in (None, other)]
+            for now, then in zip(*counts, strict=True):
+                (fixed if now == then else following).add(now)
+    return following, fixed
 
 
 def rows_in(passes: Iterable[Callable[[], LookupFacts]], handle: tf.Tensor) -> list[int | None]:
