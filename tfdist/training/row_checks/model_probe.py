@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import hidden_state, metrics_held
+from tfdist.artifacts.hidden_state import hidden_state, hidden_variables, metrics_held
 from tfdist.compat import keras_draws, keras_layers, keras_variables, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
 from tfdist.compat.tensorflow_variables import writes_undone
@@ -24,6 +24,7 @@ from tfdist.training.seeds import states_beside
 from tfdist.training.stateless_call import stateless_call
 
 ROWS = 4  # rows in a trial, each alone and all together
+_MOST_HIDDEN = 1_000_000  # numbers in a variable that is set before each call: a counter, not a table
 _LEAST_TOLERANCE = 1e-4
 
 Take = Callable[[Any, Sequence[int]], Any]
@@ -83,6 +84,11 @@ class Probe:
                 ),
             ]
         )
+        self._hidden = [
+            (variable, variable.numpy())
+            for variable in hidden_variables(model)
+            if (variable.shape.num_elements() or 0) <= _MOST_HIDDEN
+        ]
         self._states_off: dict[float, Sequence[np.ndarray]] = {0.0: self.states}
         self._added: list[tuple[LossKey, tf.Tensor]] = []
         self._shapes: dict[LossKey, set[tuple[int, ...]]] = {}  # that an added loss has had
@@ -134,6 +140,8 @@ class Probe:
                 self.model.non_trainable_variables, self._states(conditions.states_off), strict=True
             )
         ]
+        for variable, value in self._hidden:  # Keras does not track them: a call would change them for the next one
+            variable.assign(value, read_value=False)
         self._added = []
         given = [*map(tf.constant, weights)], [*map(tf.convert_to_tensor, states)]
         seeds = [(state, state.value + tf.cast(draw, state.dtype)) for state in (*states_beside(), *self._seeds_met)]

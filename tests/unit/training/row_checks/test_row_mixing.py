@@ -619,6 +619,32 @@ def test_a_state_that_the_model_hides_from_keras_stays():
     assert hidden.numpy() == 0.0
 
 
+class Counted(layers.Layer):
+    """Counts its calls in a variable that Keras does not know, and does something by the count."""
+
+    def __init__(self, function, kind):
+        super().__init__()
+        self.function, self.count = function, tf.Variable(0, trainable=False, dtype=kind)
+        self.seed = keras.random.SeedGenerator(5)
+
+    def call(self, x, training=False):
+        if training:
+            self.count.assign_add(1)
+        return self.function(x, tf.cast(self.count, x.dtype), self.seed)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int64"])
+def test_what_a_model_counts_for_itself_is_the_same_in_each_attempt(kind):
+    def centered(x, count, seed):
+        return x - ops.mean(x, axis=0) * tf.minimum(1.0, count / 1000 + 0.2)
+
+    def annealed_noise(x, count, seed):
+        return x + 0.01 * keras.random.normal(ops.shape(x), seed=seed) * tf.exp(-count / 4)
+
+    assert row_mixing.mixes(model_of(Counted(centered, kind)), X)
+    assert not row_mixing.mixes(model_of(Counted(annealed_noise, kind)), X)
+
+
 def test_a_sentence_names_the_layers_and_what_to_do():
     model = model_of(Own(MIXING["centered"], name="my_centering"))
     with pytest.raises(
