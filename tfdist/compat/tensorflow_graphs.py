@@ -90,12 +90,13 @@ def kinds_made_here(graph: tf.Graph, since: int) -> set[str]:
 
 
 def taken_from_before(graph: tf.Graph, since: int) -> list[tf.Tensor]:
-    """The floating tensors of the first `since` operations that later ones of this replica take. Relies on the same."""
+    """The tensors of the first `since` operations that later ones of this replica take, if they may have a gradient.
+    Relies on the same."""
     mine = _replicas(f"{tf.get_current_name_scope()}/")
     operations = graph.get_operations()
     older = {id(operation) for operation in operations[:since]}
     made = (operation for operation in operations[since:] if _replicas(operation.name) == mine)
-    taken = {id(tensor): tensor for operation in made for tensor in operation.inputs if tensor.dtype.is_floating}
+    taken = {id(tensor): tensor for operation in made for tensor in operation.inputs if has_gradient(tensor)}
     return [tensor for tensor in taken.values() if id(tensor.op) in older]
 
 
@@ -110,8 +111,13 @@ def is_made_of_variables(tensor: tf.Tensor) -> bool:
             continue
         seen.add(id(operation))
         # Lists of tensors, as in loops, are variants.
-        waiting += [each.op for each in operation.inputs if each.dtype.is_floating or each.dtype == tf.variant]
+        waiting += [each.op for each in operation.inputs if has_gradient(each) or each.dtype == tf.variant]
     return False
+
+
+def has_gradient(tensor: tf.Tensor) -> bool:
+    """Whether a gradient with respect to tensors of this type is defined."""
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
 def _replicas(name: str) -> list[str]:

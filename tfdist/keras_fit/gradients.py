@@ -92,7 +92,6 @@ class Gradients:
         finally:
             self.share = None
 
-    @used_outside.allowed()
     def _gradient(
         self,
         original: Callable,
@@ -104,8 +103,20 @@ class Gradients:
     ) -> Any:
         if self.of_own_rows.is_here or _asked_by_tensorflow():
             return original(tape, target, sources, output_gradients, unconnected_gradients)
-        if tensorflow_vectorized.is_here():
-            return self._vectorized(original, tape, target, sources, output_gradients, unconnected_gradients)
+        # Not as a decorator: its frame would stand between this one and TensorFlow's.
+        with used_outside.allowed():
+            spread = self._vectorized if tensorflow_vectorized.is_here() else self._spread
+            return spread(original, tape, target, sources, output_gradients, unconnected_gradients)
+
+    def _spread(
+        self,
+        original: Callable,
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any,
+        unconnected_gradients: tf.UnconnectedGradients,
+    ) -> Any:
         share = 1.0 / self._runtime.size if self.share is None else self.share
         targets = tf.nest.flatten(target)
         given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)

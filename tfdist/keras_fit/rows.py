@@ -163,7 +163,8 @@ def together(
     if sums:
         totals = tf.split(tf.reduce_sum(everyone[-1], 0), [tf.size(own) for own in sums.values()])
         for (key, own), total in zip(sums.items(), totals, strict=True):
-            losses[key] = tf.cast(tf.reshape(total, tf.shape(own)), own.dtype)
+            # Marked itself: a shape of own rows that is known late would make it one of own rows.
+            losses[key] = mark_same_on_all(tf.cast(tf.reshape(total, tf.shape(own)), own.dtype))
     return put_together(everyone), losses
 
 

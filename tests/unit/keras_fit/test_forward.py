@@ -90,6 +90,24 @@ def test_a_gradient_of_inputs_costs_a_gather_only_where_it_is_asked_for(distribu
     assert len([op for op in graph.get_operations() if op.type == "PyFunc"]) == 0  # what Mirror does needs none
 
 
+def test_a_gradient_that_tensorflow_takes_to_recompute_a_layer_is_of_own_rows(distribute):
+    class Recomputed(keras.layers.Dense):
+        def call(self, x):
+            return tf.recompute_grad(lambda x: tf.tanh(x @ self.kernel.value))(x)
+
+    model = keras.Sequential([keras.Input((3,)), Recomputed(3, use_bias=False)])
+    runtime = distribute(model)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x))
+        return tape.gradient(loss, model.trainable_variables)
+
+    step.get_concrete_function(tf.TensorSpec([None, 3]))
+    assert runtime.sums == 1
+
+
 def test_a_gradient_of_a_jacobian_of_weights_is_refused(distribute):
     model = network()
     distribute(model)
@@ -823,3 +841,23 @@ def test_a_step_that_uses_what_a_call_has_kept_anywhere_is_refused(distribute, k
     refused = pytest.raises(ConfigError, match="outside of the call .* may hold the rows of one worker only: return it")
     with refused if is_refused else contextlib.nullcontext():
         trace(tf.TensorSpec([None, 3]))
+
+
+def test_a_step_may_sum_added_losses_whose_size_is_known_late(distribute):
+    """One for each place of sequences of unknown length."""
+
+    class ForEachPlace(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(keras.ops.square(x), axis=(0, 2)))
+            return x
+
+    model = keras.Sequential([keras.Input((None, 3)), keras.layers.Dense(3), ForEachPlace()])
+    distribute(model)
+
+    @tf.function
+    def step(x):
+        loss = tf.reduce_mean(model(x, training=True)) + sum(map(tf.reduce_sum, model.losses))
+        used_outside.refuse()
+        return loss
+
+    step.get_concrete_function(tf.TensorSpec([None, None, 3]))

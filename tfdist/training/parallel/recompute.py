@@ -21,6 +21,7 @@ from tfdist.compat.keras_variables import autocast_dtype, autocast_to
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_graphs import (
     draws_anew,
+    has_gradient,
     is_made_of_variables,
     kinds_made_here,
     sets_state,
@@ -181,14 +182,12 @@ class _Recomputed:
             second = [tf.identity(tensor) for tensor in tensors]
         if self.bind is not None:  # `bind` itself decides when
             second[len(self.leaves) :] = [tf.identity(tensor) for tensor in tensors[len(self.leaves) :]]
-        floats = [place for place, tensor in enumerate(second) if tensor.dtype.is_floating]
+        floats = [place for place, tensor in enumerate(second) if has_gradient(tensor)]
         with tf.GradientTape() as tape:
             tape.watch([second[place] for place in floats])
             results = self.compute(second, True, there[0])
         pairs = [
-            (result, g)
-            for result, g in zip(results, upstream, strict=False)
-            if result.dtype.is_floating and g is not None
+            (result, g) for result, g in zip(results, upstream, strict=False) if has_gradient(result) and g is not None
         ]
         gradients = tape.gradient(
             [result for result, _ in pairs],

@@ -117,6 +117,22 @@ class Steps(layers.Layer):
         return output
 
 
+class Waves(layers.Layer):
+    """Returns complex numbers, or takes them."""
+
+    def __init__(self, is_first):
+        super().__init__(autocast=False)
+        self.is_first = is_first
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        if self.is_first:
+            return tf.signal.fft(tf.cast(self.scale * x, tf.complex64))
+        return self.scale * tf.math.real(tf.signal.ifft(x * tf.complex(0.5, 0.2)))
+
+
 class Within(layers.Layer):
     """Calls a layer in a branch."""
 
@@ -238,6 +254,7 @@ MODELS = {
     "without a gradient": sequential(Signs, lambda: layers.Dense(2)),
     "steps": sequential(Steps),
     "mask in a branch": sequential(lambda: Within(Around(layers.Masking(0.0))), lambda: layers.Dense(2)),
+    "complex numbers": sequential(lambda: layers.Dense(4), lambda: Waves(True), lambda: Waves(False)),
     "an added sum": sequential(lambda: layers.Dense(4), SumLoss, lambda: layers.Dense(2)),
     "shared": shared,
     "large logits": sequential(
