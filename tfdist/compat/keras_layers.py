@@ -29,9 +29,10 @@ def all_layers(model: keras.Layer, include_self: bool = True) -> list[keras.Laye
 
 
 def holds_cells(layer: keras.Layer) -> bool:
-    """Whether the layer itself holds cells of an RNN that keep their dropout masks between calls. Relies on keras.src's
-    `DropoutRNNCell` and on `Layer._layers`; without them ZeRO-3 draws other masks in the backward pass."""
-    return any(isinstance(inner, DropoutRNNCell | keras.layers.StackedRNNCells) for inner in layer._layers)
+    """Whether the layer itself calls cells of an RNN, which may keep their dropout masks between calls. Relies on
+    keras.src's `DropoutRNNCell` and on `Layer._layers`; without them ZeRO-3 draws other masks in the backward pass."""
+    cells = DropoutRNNCell | keras.layers.StackedRNNCells
+    return isinstance(layer, keras.layers.RNN) or any(isinstance(inner, cells) for inner in layer._layers)
 
 
 def all_built(model: keras.Layer) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -90,28 +90,57 @@ def kinds_made_here(graph: tf.Graph, since: int) -> set[str]:
 
 
 def taken_from_before(graph: tf.Graph, since: int) -> list[tf.Tensor]:
-    """The tensors of the first `since` operations that later ones of this replica take, if they may have a gradient.
-    Relies on the same."""
+    """The tensors of the first `since` operations that later ones of this replica take. Relies on the same."""
     mine = _replicas(f"{tf.get_current_name_scope()}/")
     operations = graph.get_operations()
     older = {id(operation) for operation in operations[:since]}
     made = (operation for operation in operations[since:] if _replicas(operation.name) == mine)
-    taken = {id(tensor): tensor for operation in made for tensor in operation.inputs if has_gradient(tensor)}
+    taken = {id(tensor): tensor for operation in made for tensor in operation.inputs}
     return [tensor for tensor in taken.values() if id(tensor.op) in older]
 
 
 def is_made_of_variables(tensor: tf.Tensor) -> bool:
     """Whether a gradient with respect to some floating variable may flow through a tensor of a graph."""
+
+    def carries(one: tf.Tensor) -> bool:  # lists of tensors, as in loops, are variants
+        return has_gradient(one) or one.dtype == tf.variant
+
+    return carries(tensor) and _is_made_of(tensor, _reads_a_variable, carries, ("StopGradient",))
+
+
+def is_made_of_values(tensor: tf.Tensor) -> bool:
+    """Whether a tensor of a graph is computed from what the graph is given, from variables or from random numbers, and
+    not only from constants and shapes."""
+
+    def is_a_value(one: tf.Tensor) -> bool:
+        return one.dtype != tf.resource
+
+    def is_given(operation: tf.Operation) -> bool:
+        return _reads_a_variable(operation) or operation.type == "Placeholder" or draws(operation.type)
+
+    return is_a_value(tensor) and _is_made_of(tensor, is_given, is_a_value, ("Shape", "ShapeN", "Size", "Rank"))
+
+
+def _reads_a_variable(operation: tf.Operation) -> bool:
+    return operation.type in ("ReadVariableOp", "ResourceGather") and has_gradient(operation.outputs[0])
+
+
+def _is_made_of(
+    tensor: tf.Tensor,
+    is_source: Callable[[tf.Operation], bool],
+    follows: Callable[[tf.Tensor], bool],
+    ends: Sequence[str],
+) -> bool:
+    """Whether the operations before a tensor lead to a source. follows: to which inputs; ends: kinds of operations at
+    which a way ends."""
     seen, waiting = set(), [tensor.op]
     while waiting:
         operation = waiting.pop()
-        if operation.type in ("ReadVariableOp", "ResourceGather") and operation.outputs[0].dtype.is_floating:
+        if is_source(operation):
             return True
-        if id(operation) in seen or operation.type == "StopGradient":
-            continue
-        seen.add(id(operation))
-        # Lists of tensors, as in loops, are variants.
-        waiting += [each.op for each in operation.inputs if has_gradient(each) or each.dtype == tf.variant]
+        if id(operation) not in seen and operation.type not in ends:
+            seen.add(id(operation))
+            waiting += [each.op for each in operation.inputs if follows(each)]
     return False
 
 

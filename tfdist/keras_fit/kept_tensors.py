@@ -98,7 +98,7 @@ class KeptTensors:
         for layer, earlier in zip(layers, before, strict=True):
             counts = not is_of_keras(layer)
             for name, value in list(layer.__dict__.items()):
-                is_count = counts and type(value) is int and value == count and earlier.get(name) is not value
+                is_count = counts and type(value) is int and value == count and earlier.get(name) != value
                 if is_count or any(id(one) not in known and _may_hold_rows(one) for one in _values_in(value)):
                     layer.__dict__[name] = OfOwnRows(value, layer.name, name)
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
 from tfdist.compat.keras_tensors import functional_of
-from tfdist.compat.tensorflow_graphs import is_made_of_variables, taken_from_before
+from tfdist.compat.tensorflow_graphs import is_made_of_values, taken_from_before
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.training.parallel.assigned_weights import refuse_assigned, refuse_rules_with_state
@@ -76,10 +76,11 @@ def refuse_kept(model: keras.Model, parts: Sequence[Sequence[Segment]], flag: st
     def forward(x: tf.Tensor) -> None:
         graph = tf.compat.v1.get_default_graph()
         for part in parts:
-            before, given = len(graph.get_operations()), x
+            given = tf.identity(x)  # what x carries beside its values is not passed on
+            before = len(graph.get_operations())
             x = run(part, {part[0].takes[0]: given}, True, {})[part[-1].gives[0]]
             for tensor in taken_from_before(graph, before):
-                if tensor is not given and is_made_of_variables(tensor):
+                if tensor is not given and is_made_of_values(tensor):
                     raise ConfigError(
                         f"{flag}, but {part[0].gives[0]} or what follows it takes the tensor {tensor.name}, which a"
                         " layer of an earlier part has kept, and stages pass on one tensor only: let a layer keep none"

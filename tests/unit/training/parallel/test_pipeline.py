@@ -68,13 +68,17 @@ def model_of(shared=None, blocks=(), count=2, takes=lambda x: x, gives=lambda x:
 class Keeping(layers.Layer):
     """At its second call, adds the tensor that it has kept from its first."""
 
+    def __init__(self, is_mask=False, **options):
+        super().__init__(**options)
+        self.is_mask = is_mask
+
     def build(self, shape):
         self.scale = self.add_weight(shape=(), initializer="ones", trainable=False)
         self.kept = None
 
     def call(self, x):
         if self.kept is None:
-            self.kept = x * self.scale
+            self.kept = tf.cast(tf.not_equal(x, 0), x.dtype) if self.is_mask else x * self.scale
             return x
         kept, self.kept = self.kept, None
         return x + kept
@@ -99,6 +103,7 @@ CUT = "block_01,block_02,block_03"  # with which the stages 1, 0 and 1 begin
         ),
         (lambda: layers.SpectralNormalization(layers.Dense(WIDTH), name="own"), (0, 1), 1, "layer own sets .*stages"),
         (lambda: Keeping(name="own"), (0, 1), 1, "block_01 .* takes the tensor .*own.* an earlier part.*use data="),
+        (lambda: Keeping(True, name="own"), (0, 1), 1, "block_01 .* takes the tensor .*own.* an earlier part.*data="),
         (lambda: Keeping(name="own"), (0, 2), 2, "block_02 .* takes the tensor .*own.* an earlier part.*use data="),
     ],
 )
