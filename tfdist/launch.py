@@ -110,6 +110,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
             wanted=workers,
             least=options.min_workers or 1,
             losses=max(options.max_restarts, options.workers),
+            grow_after=options.grow_after,
             **alike,
         )
 
