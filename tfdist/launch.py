@@ -244,12 +244,12 @@ def same_batch(config: Config, options: LaunchOptions) -> list[str]:
 
 def run(supervisor: Supervisor, logs: Path) -> int:
     """Runs a supervised job to its end and forwards signals to it. Returns its exit code."""
-    signals, asked, at_once = StopSignals(), False, False
+    signals, asked, second = StopSignals(), False, 0
 
     def on_signal(number: int, _) -> None:
-        nonlocal asked, at_once
+        nonlocal asked, second
         if signals.is_second(number):
-            at_once = True
+            second = number
             if supervisor.job:
                 supervisor.job.kill()
         elif not asked:
@@ -274,10 +274,9 @@ def run(supervisor: Supervisor, logs: Path) -> int:
         if "(SIGKILL)" in result.cause:
             say("a SIGKILL that nobody sent means that memory ran out")
         say(f"logs are in {logs}")
-    if at_once:
+    if second:
         say("ended at once by a second signal.")
-        return ExitCode.INTERRUPTED
-    return result.code
+    return ExitCode.INTERRUPTED if second == signal.SIGINT else result.code
 
 
 if __name__ == "__main__":
