@@ -110,6 +110,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
             wanted=workers,
             least=options.min_workers or 1,
             losses=max(options.max_restarts, options.workers),
+            grow_after=options.grow_after,
             **alike,
         )
 
@@ -243,12 +244,12 @@ def same_batch(config: Config, options: LaunchOptions) -> list[str]:
 
 def run(supervisor: Supervisor, logs: Path) -> int:
     """Runs a supervised job to its end and forwards signals to it. Returns its exit code."""
-    signals, asked, at_once = StopSignals(), False, False
+    signals, asked, second = StopSignals(), False, 0
 
     def on_signal(number: int, _) -> None:
-        nonlocal asked, at_once
+        nonlocal asked, second
         if signals.is_second(number):
-            at_once = True
+            second = number
             if supervisor.job:
                 supervisor.job.kill()
         elif not asked:
@@ -273,10 +274,9 @@ def run(supervisor: Supervisor, logs: Path) -> int:
         if "(SIGKILL)" in result.cause:
             say("a SIGKILL that nobody sent means that memory ran out")
         say(f"logs are in {logs}")
-    if at_once:
+    if second:
         say("ended at once by a second signal.")
-        return ExitCode.INTERRUPTED
-    return result.code
+    return ExitCode.INTERRUPTED if second == signal.SIGINT else result.code
 
 
 if __name__ == "__main__":

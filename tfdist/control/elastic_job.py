@@ -22,6 +22,14 @@ from tfdist.control.workers import JobResult, LocalWorker, describe
 _LONGEST_WAIT_SECONDS = 60.0
 
 
+@dataclasses.dataclass
+class _Retry:
+    """When a slot whose worker was lost is filled again. Forgotten if the group with that worker has made progress."""
+
+    start_at: float  # monotonic seconds
+    next_wait: float  # seconds, after one more loss
+
+
 class ElasticJob(LocalJob):
     """A LocalJob whose group of workers changes. A worker's slot (name, log, cores, port) is fixed; its rank may change
     with every group.
@@ -30,6 +38,8 @@ class ElasticJob(LocalJob):
       workers: largest possible number of workers; `wanted`: how many are started and kept running; `least`: if fewer
         are left, they save the state that they have in memory, and the job ends with PEER_LOST.
       losses: how many workers may be lost in a row without progress; the next loss makes the job fail.
+      grow_after: seconds for which a slot is left out after its workers were lost twice in a row, each before its group
+        made progress; doubled by each further loss.
     """
 
     def __init__(
@@ -41,15 +51,18 @@ class ElasticJob(LocalJob):
         wanted: int,
         least: int,
         losses: int,
+        grow_after: float,
         **options: Any,
     ):
         super().__init__(command, workers, log_dir, **options)
-        self.wanted, self.least, self.most_losses = wanted, least, losses
+        self.wanted, self.least, self.most_losses, self.grow_after = wanted, least, losses, grow_after
         self.groups = Groups(Secret(self.environment[VARIABLE].strip().encode()))
         self.started_at_once = wanted
         self._losses = self._failed_starts = 0  # in a row
         self._step = -1  # of the newest copy from which a group resumed
         self._next_start = 0.0
+        self._retries: dict[int, _Retry] = {}  # by slot
+        self._members: tuple[int, ...] = ()  # slots of the newest group
         self._joined: set[int] = set()  # ids of processes that have been in a group
         self._over = False  # the run has ended or failed: waiting workers are no longer needed
         self._too_few = ""  # set: the sentence with which the job ends
@@ -117,6 +130,7 @@ class ElasticJob(LocalJob):
             elif survivors and self._may_be_lost(worker.exit_code):
                 loss = f"{describe(worker)}; {left} of {self.wanted} workers {'is' if left == 1 else 'are'} left"
                 self._losses += 1
+                self._count_loss(worker.slot)
                 self._remove(worker, loss)
                 self._wait(self._losses - 1)
                 if left < self.least and self._kill_at is None:
@@ -137,12 +151,22 @@ class ElasticJob(LocalJob):
         """Sets when the next worker may start: at once if `failures` is 0, else with exponential backoff."""
         self._next_start = time.monotonic() + (min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)) if failures else 0.0)
 
+    def _count_loss(self, slot: int) -> None:
+        """Sets when the next worker may start in this slot. Progress that the others make without it changes nothing:
+        each time that it joins and dies, they lose time."""
+        wait = self._retries[slot].next_wait if slot in self._retries else 0.0
+        self._retries[slot] = _Retry(time.monotonic() + wait, 2 * wait or self.grow_after)
+
+    def _seconds_left_out(self, slot: int) -> float:
+        return self._retries[slot].start_at - time.monotonic() if slot in self._retries else 0.0
+
     def _start_missing_worker(self) -> None:
         """Starts one worker if fewer run than are wanted."""
         taken = {worker.slot for worker in self._trainers()}
-        if len(taken) >= self.wanted or time.monotonic() < self._next_start:
+        free = [slot for slot in range(self.count) if slot not in taken and self._seconds_left_out(slot) <= 0]
+        if len(taken) >= self.wanted or not free or time.monotonic() < self._next_start:
             return
-        slot = min(set(range(self.count)) - taken)
+        slot = free[0]
         before = len(self.workers)
         self._spawn(self._name(slot), slot, self.command, self._divide_gpus()[0][slot])
         if len(self.workers) > before:
@@ -160,6 +184,8 @@ class ElasticJob(LocalJob):
             return
         if formed.step > self._step:
             self._step, self._losses = formed.step, 0
+            for slot in self._members:
+                self._retries.pop(slot, None)
         self._joined |= {worker.process.pid for worker in self._alive() if worker.rank in formed.slots}
         if formed.newcomers:
             self._failed_starts = 0
@@ -168,6 +194,12 @@ class ElasticJob(LocalJob):
             f"tfdist: group {formed.generation}: {ranks}"
             + (f"; from step {formed.step}, which is in memory" if formed.step >= 0 else "")
         )
+        for slot in self._members:
+            if slot not in formed.slots and (seconds := self._seconds_left_out(slot)) > 0:
+                self.say(
+                    f"tfdist: {self._name(slot)} was lost again without progress; it is tried again in {seconds:.0f} s."
+                )
+        self._members = formed.slots
 
     def _kill_those_that_hold_up(self) -> None:
         """Kills workers that, long after the others of their group, have not noticed that it is broken; and workers

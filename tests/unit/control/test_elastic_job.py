@@ -9,15 +9,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tfdist.control import wire
+from tfdist.control import elastic_job, wire
 from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ExitCode
-from tfdist.control.membership import VARIABLE, ConnectedWorker, Groups, Member
+from tfdist.control.membership import VARIABLE, ConnectedWorker, FormedGroup, Groups, Member
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.token import Secret
+from tfdist.control.workers import LocalWorker
 
 # "Trains" by counting. Files in its folder tell it to finish, to fail at its start, or to hesitate before it joins.
 WORKER = """
@@ -61,6 +63,7 @@ class Run:
             wanted=3,
             least=least,
             losses=3,
+            grow_after=60,
             pin=False,
             grace=grace,
             environment=environment,
@@ -156,6 +159,78 @@ def test_a_worker_that_cannot_be_brought_back_is_done_without(made, tmp_path):
     made.until_groups_are(3, 2)
     (tmp_path / "fail").unlink()
     made.until_groups_are(3, 2, 3)
+
+
+class Simulated:
+    """A job of three without processes, on a clock of its own."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.now, self.output = 0.0, io.StringIO()
+        monkeypatch.setattr(elastic_job, "time", SimpleNamespace(monotonic=lambda: self.now))
+        options = {"wanted": 3, "least": 1, "losses": 3, "grow_after": 60, "output": self.output}
+        self.job = ElasticJob(["none"], 3, folder, **options)
+        self.job.groups.close()
+        self.job.groups, self.job._ports = self, SimpleNamespace(addresses=["a:1", "b:1", "c:1"])
+        self.job._notice_end, self.job._spawn = lambda worker: None, self._spawn
+        # What the job sees of its groups:
+        self.generation, self.broken_since, self.formed, self.connected = 0, None, None, {}
+        self.look = lambda: None
+        self.form = lambda *_: self.formed
+        for slot in range(3):
+            self._spawn(f"worker {slot}", slot)
+
+    def _spawn(self, name, slot, *_):
+        worker = LocalWorker(name, slot, shown=True, process=SimpleNamespace(pid=object(), returncode=None))
+        worker.relay = threading.Thread(target=int)
+        self.job.workers.append(worker)
+
+    def remove(self, slot: int) -> None:
+        del self.connected[slot]
+
+    def poll(self) -> None:
+        assert self.job.poll() is None
+
+    def forms(self, slots: tuple[int, ...], step: int) -> None:
+        self.generation += 1
+        self.connected = {slot: SimpleNamespace(generation=self.generation, sent=set(), busy=True) for slot in slots}
+        self.formed = FormedGroup(self.generation, slots, step, newcomers=0)
+        self.poll()
+        self.formed = None
+
+    def loses(self, slot: int) -> None:
+        (lost,) = (worker for worker in self.job.workers if worker.slot == slot)
+        lost.process.returncode = -signal.SIGKILL
+        self.poll()
+
+    def seconds_until_all_run(self) -> float:
+        lost_at = self.now
+        self.poll()
+        while len(self.job.workers) < 3:
+            self.now += 0.5
+            self.poll()
+        return self.now - lost_at
+
+
+def test_a_worker_lost_again_without_progress_of_a_group_with_it_is_left_out(tmp_path, monkeypatch):
+    made, waits, step = Simulated(tmp_path, monkeypatch), [], 0
+    made.forms((0, 1, 2), step)
+    for progress in (0, 0, 0, 0, 9, 0, 0):
+        made.loses(2)
+        made.forms((0, 1), step := step + progress)
+        waits.append(made.seconds_until_all_run())
+        made.forms((0, 1, 2), step := step + 5)  # this progress is that of the other two
+    assert waits == [0, 60, 120, 240, 0, 0, 60]
+    assert "worker 2 was lost again without progress; it is tried again in 60 s." in made.output.getvalue()
+
+
+def test_each_worker_has_its_own_count_of_losses(tmp_path, monkeypatch):
+    made = Simulated(tmp_path, monkeypatch)
+    made.forms((0, 1, 2), 0)
+    for slot, others in ((2, (0, 1)), (1, (0, 2))):
+        made.loses(slot)
+        made.forms(others, 0)
+        assert made.seconds_until_all_run() <= 1  # the pause after a loss without progress of any group
+        made.forms((0, 1, 2), 0)
 
 
 def test_too_few_save_and_end(made):

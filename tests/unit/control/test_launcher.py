@@ -17,7 +17,7 @@ import pytest
 from tfdist import flags, launch, train
 from tfdist.config import Config
 from tfdist.control import job as job_module
-from tfdist.control import machine_shares, terminal
+from tfdist.control import machine_shares, signals, terminal
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
 from tfdist.control.launch_options import parse_launch_options
@@ -26,6 +26,7 @@ from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpu
 from tfdist.control.supervisor import RestartPolicy, Supervisor
 from tfdist.control.terminal import LineReader
 from tfdist.control.worker_count import WorkerCount
+from tfdist.control.workers import JobResult
 
 PREAMBLE = (
     "import json, os, signal, subprocess, sys, time\nrank = json.loads(os.environ['TF_CONFIG'])['task']['index'] if"
@@ -671,6 +672,35 @@ def test_ctrl_c_twice_ends_at_once(tmp_path):
     assert "a second signal ends them" in launched.process.stdout.readline()
     launched.process.send_signal(signal.SIGINT)
     assert launched.ends()[0] == ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    "first, again, code_of_the_job, code",
+    [
+        ("SIGTERM", "SIGTERM", ExitCode.PREEMPTED, ExitCode.PREEMPTED),
+        ("SIGTERM", "SIGTERM", ExitCode.PEER_LOST, ExitCode.PEER_LOST),
+        ("SIGINT", "SIGTERM", ExitCode.DATA, ExitCode.DATA),
+        ("SIGTERM", "SIGINT", ExitCode.PREEMPTED, ExitCode.INTERRUPTED),
+    ],
+)
+def test_only_the_keyboard_hides_the_code_of_a_job_that_ends_at_once(first, again, code_of_the_job, code, monkeypatch):
+    monkeypatch.setattr(signals, "_SAME_REQUEST_SECONDS", 0.0)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+    before = {number: signal.getsignal(number) for number in numbers}
+    asked = []
+
+    def run():
+        for name in (first, again):
+            signal.raise_signal(getattr(signal, name))
+        return JobResult(code_of_the_job, "", {})
+
+    job = SimpleNamespace(request_stop=lambda: asked.append("stop"), kill=lambda: asked.append("kill"))
+    try:
+        assert launch.run(SimpleNamespace(run=run, stop=lambda: None, job=job), Path()) == code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert asked == ["stop", "kill"]
 
 
 @pytest.mark.parametrize("first, again", [("SIGHUP", "SIGHUP"), ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGTERM")])
