@@ -20,14 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfdist.artifacts import backup_checks, backup_file, state
 from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.data_order import NoOrder, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
-from tfdist.artifacts.generators_again import GeneratorsAgain
+from tfdist.artifacts.generators_again import DataCalls, GeneratorsAgain
 from tfdist.artifacts.optimizer_backup import OptimizerBackup
 from tfdist.artifacts.resumed_epoch import AfterOthers
 from tfdist.compat import keras_trainer
@@ -40,7 +39,7 @@ _METRIC = "metric/"
 _DRAWN_WITHOUT_ONE = "drawn_without_one"
 _OF_EPOCH = "generators_of_epoch"
 _SLOW_SECONDS = 1.0
-_FIT_STATE = "fit_state"  # an array of bytes: of FitState, and the history
+_FIT_STATE, _DATA_CALLS = "fit_state", "data_calls"  # arrays of bytes: FitState and the history; DataCalls.fields
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -90,7 +89,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._to_skip = 0
         self._is_slow = False  # which has been said
         self._no_order: NoOrder | None = None
-        self._order_seeds: list = []
+        self._order_seeds, self._data_calls = [], DataCalls()
         self._optimizers: Any = None  # OptimizerBackup, once training has begun
         self._is_checked = False  # what the first batch has made
         self._fit_state, self._others = FitState([]), AfterOthers(self)
@@ -116,7 +115,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         newest = self._backups.newest([each._backups for each in backups])
         self._step = 0 if newest is None else newest.step  # also if another backup is restored: new ones come after it
         snapshot = newest if may_restore else None
-        self._order_seeds = shuffled_by(fit.iterator.data_adapter)
+        adapter = fit.iterator.data_adapter
+        self._order_seeds, self._data_calls = shuffled_by(adapter), DataCalls.of(adapter)
         written_by = 1 if snapshot is None else snapshot.manifest.get("fit", 1)
         backup_checks.refuse_backup_of_later(self.backup_dir, written_by, not self.delete_checkpoint)
         manifest = None if snapshot is None else snapshot.manifest
@@ -130,9 +130,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         left_out = self._optimizers.begin_from(self.backup_dir, snapshot.manifest)
         arrays = self.store.read(snapshot)
         metrics = [arrays.pop(key) for key in sorted(arrays) if key.startswith(_METRIC)]
+        drawn_elsewhere = self._data_calls.repeat(backup_file.value_in(arrays.pop(_DATA_CALLS, None)) or {})
         held = arrays.pop(_FIT_STATE, None)  # earlier versions did not write it
         if held is not None and written_by == backup_checks.number(self.backup_dir):  # else of an earlier fit
-            self._restored = backup_file.parse(held.tobytes())
+            self._restored = backup_file.value_in(held)
         if has_drawn := f"train/{_DRAWN_WITHOUT_ONE}" in arrays:
             made_global_seed_generator()
         self._assign_again = functools.partial(
@@ -141,17 +142,19 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._assign_again()
         self._epoch = snapshot.manifest["epoch"]
         saved, is_within = snapshot.manifest["generators"], snapshot.manifest["batch"] or fit.iterator.steps_per_epoch
-        self.generators = GeneratorsAgain(saved, snapshot.manifest.get(_OF_EPOCH) if is_within else saved)
-        with self.generators.reading_earlier_epochs(fit.iterator.data_adapter):
+        of_epoch = snapshot.manifest.get(_OF_EPOCH) if is_within else saved
+        self.generators = GeneratorsAgain(saved, of_epoch, self._data_calls)
+        with self.generators.reading_earlier_epochs():
             if fit.go_to(self._epoch, snapshot.manifest["ends"]):
                 self._assign_again()  # reading may have drawn from Keras' global generator
-        backup_checks.tell_shared_generators(self.backup_dir, self.generators.shared, snapshot.manifest["batch"])
         if not snapshot.manifest["batch"]:
             keras_trainer.begin_an_epoch_of_metrics(model)
         if self._restored and self._restored["stopped"]:
             say(f"the fit that wrote {self.backup_dir} had been stopped: no epoch is left.")
             keras_trainer.begin_at(model, fit.values["epochs"])
             return
+        if self._epoch < fit.values["epochs"]:
+            backup_checks.tell_another_first_order(drawn_elsewhere)
         keras_trainer.begin_at(model, self._epoch)
         if count := snapshot.manifest["batch"]:
             self._to_skip = count
@@ -248,7 +251,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _save(self, epoch: int, batch: int) -> None:
         self._since, fit = 0, RunningFit.of(self._trained)
         begun = time.monotonic()
-        held = np.frombuffer(backup_file.to_bytes(self._fit_fields()), np.uint8)
+        held, calls = backup_file.as_array(self._fit_fields()), self._data_calls.fields()
+        beside = {_FIT_STATE: held, **({_DATA_CALLS: backup_file.as_array(calls)} if calls else {})}
         if (seconds := time.monotonic() - begun) > _SLOW_SECONDS and not self._is_slow:
             self._is_slow = True
             say(
@@ -257,7 +261,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             )
         self._backups.back_up(
             self._step,
-            {**state.to_host(self._variables()), _FIT_STATE: held},
+            {**state.to_host(self._variables()), **beside},
             {
                 "epoch": epoch,
                 "batch": batch,

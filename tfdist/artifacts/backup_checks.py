@@ -74,7 +74,7 @@ def refuse_lost_order(
     seeds: `shuffled_by` of the data."""
     order = no_order(fit.iterator.data_adapter)
     if manifest is not None:
-        other = order or other_seeds(manifest.get("order_seeds"), seeds)
+        other = order or _other_seeds_than(manifest, seeds)
         if other is not None and manifest["batch"]:
             refuse_another_order(backup, other, manifest["batch"])
         if other is not None:
@@ -87,6 +87,12 @@ def refuse_lost_order(
             f' would take some samples twice and others never: {order.fix}, or give save_freq="epoch".'
         )
     return order
+
+
+def _other_seeds_than(manifest: Mapping[str, Any], seeds: list) -> NoOrder | None:
+    if "order_seeds" in manifest:
+        return other_seeds(manifest["order_seeds"], seeds)
+    return other_seeds(manifest.get("shuffled_by"), seeds, is_whole=False)  # of an earlier version
 
 
 def tell_another_order(order: NoOrder, fit: RunningFit, epoch: int, ends: Mapping[str, int | None]) -> None:
@@ -126,17 +132,16 @@ def refuse_another_order(backup: str, order: NoOrder, batch: int) -> None:
     )
 
 
-def tell_shared_generators(backup: str, shared: Sequence[str], batch: int = 0) -> None:
-    """Says so if the data may come in another order than in an uninterrupted fit (GeneratorsAgain.shared). Raises
-    CheckpointError if the backup was saved within an epoch, after `batch` batches."""
-    if shared:
-        why = (
-            f"reorder themselves in on_epoch_end by the global generator of {' and '.join(shared)}, from which"
-            " something else draws, too (a callback), and not by one of their own (np.random.default_rng(1))"
+def tell_another_first_order(whose: Sequence[str]) -> None:
+    """Says so if the data drew their first order by other random numbers than in the fit that wrote the backup. whose:
+    result of DataCalls.repeat."""
+    if whose:
+        say(
+            f"the data draw in on_epoch_end from {' and '.join(whose)} global generator, which began in another state"
+            " in the fit that wrote the backup (no seed, or another one): they may come in another order than in a fit"
+            " that was not interrupted. Call keras.utils.set_random_seed(1) before the data are made, or let them draw"
+            " from random numbers of their own (np.random.default_rng(1))."
         )
-        if batch:
-            refuse_another_order(backup, NoOrder(why, ""), batch)
-        say(f"the data {why}: they may come in another order than in a fit that was not interrupted.")
 
 
 def metrics_of(model: keras.Model) -> list[list[Any]]:

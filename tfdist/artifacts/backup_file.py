@@ -113,6 +113,16 @@ def parse(data: bytes) -> Any:
         raise ValueError(f"it has unexpected contents ({error})") from None
 
 
+def as_array(value: Any) -> np.ndarray:
+    """The bytes that `write` would write, as an array beside others."""
+    return np.frombuffer(to_bytes(value), np.uint8)
+
+
+def value_in(array: np.ndarray | None) -> Any:
+    """The inverse of `as_array`; None if there is no array."""
+    return None if array is None else parse(array.tobytes())
+
+
 class _Arrays(list[np.ndarray]):
     """The arrays that come after the JSON."""
 

@@ -186,7 +186,7 @@ def restore_generator_states(states: Mapping[str, Any]) -> None:
     """The inverse of `generator_states`; a generator whose state is missing stays as it is."""
     if "python" in states:
         version, internal, gauss = states["python"]
-        random.setstate((version, tuple(internal), gauss))
+        random.setstate((version, tuple(map(int, internal)), gauss))
     if "numpy" in states:
         name, keys, position, has_gauss, cached = states["numpy"]
         np.random.set_state((name, np.asarray(keys, np.uint32), position, has_gauss, cached))

@@ -22,7 +22,8 @@ class BackupContent:
     the program; epochs, those of the history; callbacks, for each the attributes that have changed; deleted, for each
     the attributes that it no longer has; shared, see callback_state.shared_in; attributes, those of the model that have
     changed, see plain_attributes.py; order, the seed with which tfdist shuffles arrays, if it does; shuffled_by, see
-    data_order.py; ends, see RunningFit.ends; generators, the states of the process's random generators.
+    data_order.py; ends, see RunningFit.ends; generators, the states of the process's random generators; data_calls, see
+    DataCalls.fields (None in files of earlier versions, whose shuffled_by may lack some seeds).
     """
 
     variables: list[np.ndarray]
@@ -42,6 +43,7 @@ class BackupContent:
     shuffled_by: list | None = None
     ends: dict[str, int | None]
     generators: dict[str, Any]
+    data_calls: Mapping[str, Any] | None = None
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BackupContent:

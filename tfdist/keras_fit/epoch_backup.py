@@ -22,7 +22,7 @@ from tfdist.artifacts import state as host_state
 from tfdist.artifacts.data_order import no_order, other_seeds, shuffled_by
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
-from tfdist.artifacts.generators_again import GeneratorsAgain
+from tfdist.artifacts.generators_again import DataCalls, GeneratorsAgain
 from tfdist.artifacts.hidden_state import variables_of_model
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
@@ -106,6 +106,7 @@ class EpochBackup(FitCallback):
         self._backup = self._read()
         self._data: data_identity.Identity = {}  # on the chief
         self._shuffled_by: list = []
+        self._data_calls = DataCalls()
         self._beside = FitState(others, says=runtime.rank == 0)
         self._at_first: list = []  # the variables of the model when training began
         self.epoch = self._backup.epoch if self._backup else 0
@@ -193,24 +194,28 @@ class EpochBackup(FitCallback):
         backup_checks.refuse_data_in_use(self._place.name, fit, backup is not None, within)
         backup_checks.note_data_in_use(self._place.name, fit)
         adapter = fit.iterator.data_adapter
-        self._shuffled_by = shuffled_by(adapter)
+        self._shuffled_by, self._data_calls = shuffled_by(adapter), DataCalls.of(adapter)
         if self._runtime.rank or backup is None or backup.stopped:
             return
-        if (other := no_order(adapter) or other_seeds(backup.shuffled_by, self._shuffled_by)) is not None:
+        other = other_seeds(backup.shuffled_by, self._shuffled_by, is_whole=backup.data_calls is not None)
+        if (other := no_order(adapter) or other) is not None:
             backup_checks.tell_another_order(other, fit, backup.epoch, backup.ends)
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
         iterator = RunningFit.of(self.fitted).iterator
-        generators = GeneratorsAgain(backup.generators, None if iterator.steps_per_epoch else backup.generators)
+        calls = self._data_calls
+        drawn_elsewhere = calls.repeat(backup.data_calls or {})
+        generators = GeneratorsAgain(backup.generators, None if iterator.steps_per_epoch else backup.generators, calls)
         reads = not backup.stopped  # but a later fit of the program may draw from the generators
-        with generators.reading_earlier_epochs(iterator.data_adapter):
+        with generators.reading_earlier_epochs():
             reads = reads and RunningFit.of(self.fitted).go_to(self.epoch, backup.ends)
         if reads and self._runtime.rank == 0:
             say(
                 "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
                 " PyDataset, a generator)."
             )
-            backup_checks.tell_shared_generators(self._place.name, generators.shared)
+            if self.epoch < self.epochs:
+                backup_checks.tell_another_first_order(drawn_elsewhere)
         generators.restore()
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -239,6 +244,7 @@ class EpochBackup(FitCallback):
             shuffled_by=self._shuffled_by,
             ends=RunningFit.of(self.fitted).ends(),
             generators=host_state.generator_states(),
+            data_calls=self._data_calls.fields(),
             **self._beside.fields(self.fitted),
         )
         if self._place.write(content):

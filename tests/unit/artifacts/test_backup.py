@@ -1,6 +1,7 @@
 """Keras' own test ideas for BackupAndRestore, written for ours, with plain `model.fit`: after every kind of
 interruption the run ends where an undisturbed one does, bit for bit, and no step is done twice or left out."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -694,48 +695,71 @@ def test_batches_that_keras_shuffles_come_once_beside_callbacks_that_draw(worker
 
 
 class ReorderedPages(NumberedPages):
-    """Reorders its rows at the end of an epoch, in the form of Keras' guides."""
+    """Reorders its rows in on_epoch_end, in the form of Keras' guides, or in on_epoch_begin."""
 
-    def __init__(self, random):
+    def __init__(self, random, at="on_epoch_end"):
         super().__init__(1)
-        self.order, self.random = np.arange(6), random
+        self.order = np.arange(6)
+        setattr(self, at, lambda: random.shuffle(self.order))
 
     def __getitem__(self, index):
         return super().__getitem__(self.order[index])
 
-    def on_epoch_end(self):
-        self.random.shuffle(self.order)
+
+class CountsRows(keras.Sequential):
+    """Only notes which rows it gets."""
+
+    def train_step(self, data):
+        self.seen.append(int(data[0][0, 0]))
+        self.optimizer.iterations.assign_add(1)
+        return {"loss": 0.0}
 
 
-@pytest.mark.parametrize("shares, save_freq", [(True, 2), (True, "epoch"), (False, "epoch")])
-def test_rows_reordered_by_a_generator_from_which_a_callback_draws(shares, save_freq, tmp_path, capsys):
-    """The callback is not called when earlier epochs are read again."""
+def rows_of(data, folder, save_freq, killed=None, steps=None):
+    """The rows of three epochs, beside a callback that draws in each from the generators with which data reorder."""
+    model = CountsRows([keras.Input((1,)), keras.layers.Dense(1)])
+    model.seen = []
+    model.compile("sgd", run_eagerly=True)
+    draws = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: (np.random.random(), random.random()))
+    callbacks = [BackupAndRestore(folder, save_freq=save_freq), draws, Counter([], die_after=killed)]
+    with contextlib.suppress(Killed):
+        model.fit(data, epochs=3, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=callbacks)
+    return model.seen
 
-    def losses(folder, *others):
+
+@pytest.mark.parametrize(
+    "random_numbers, at, save_freq, steps",
+    [
+        (np.random, "on_epoch_end", 2, None),
+        (random, "on_epoch_end", "epoch", None),
+        (np.random, "on_epoch_begin", 2, 6),
+        (None, "on_epoch_end", 2, None),
+    ],
+)
+def test_rows_reordered_by_a_generator_from_which_a_callback_draws(
+    random_numbers, at, save_freq, steps, tmp_path, capsys
+):
+    """The callback is not called when earlier epochs are read again; the second time by a fit that has resumed."""
+
+    def rows(folder, killed=None):
         keras.utils.set_random_seed(1)
-        found = []
-        note = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: found.append(logs["loss"]),
-            on_epoch_end=lambda epoch, logs: np.random.random() and None,
-        )
-        data = ReorderedPages(np.random if shares else np.random.default_rng(1))
-        unseeded_fit({"x": data, "shuffle": False}, folder, save_freq, note, *others)
-        return found
+        data = ReorderedPages(random_numbers or np.random.default_rng(1), at)
+        return rows_of(data, folder, save_freq, killed, steps)
 
-    expected = losses(tmp_path / "undisturbed")
-    with pytest.raises(Killed):
-        losses(tmp_path / "killed", Counter([], die_after=9))
-    capsys.readouterr()
-    if not shares:
-        assert losses(tmp_path / "killed") == expected[6:]
-    elif save_freq == "epoch":
-        losses(tmp_path / "killed")
-        assert "of their own (np.random.default_rng(1)): they may come in another order" in capsys.readouterr().err
-    else:
-        with pytest.raises(
-            CheckpointError, match="saved after 2 batches .* reorder themselves .* of their own .*default_rng"
-        ):
-            losses(tmp_path / "killed")
+    expected = rows(tmp_path / "undisturbed")
+    assert rows(tmp_path / "killed", 9) == expected[:9]
+    begun = 6 if save_freq == "epoch" else 8
+    assert rows(tmp_path / "killed", 15) == expected[begun:15]
+    assert rows(tmp_path / "killed") == expected[12 if save_freq == "epoch" else 14 :]
+    assert "another order" not in capsys.readouterr().err
+
+
+def test_a_first_order_of_rows_without_a_seed_is_said(tmp_path, capsys):
+    """Keras lets the data draw it before it calls callbacks."""
+    for seed, killed in ((1, 15), (2, None)):
+        keras.utils.set_random_seed(seed)
+        rows_of(ReorderedPages(np.random), tmp_path, 2, killed)
+    assert "draw in on_epoch_end from NumPy's global generator, which began in another" in capsys.readouterr().err
 
 
 class First(keras.callbacks.Callback):

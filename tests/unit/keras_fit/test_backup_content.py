@@ -10,7 +10,17 @@ from tfdist.artifacts import backup_file
 from tfdist.keras_fit.backup_content import BackupContent
 from tfdist.keras_fit.backup_place import FILE
 
-NEWER = ("drawn_without_one", "data", "fit", "deleted", "callback_names", "shared", "attributes", "shuffled_by")
+NEWER = (
+    "drawn_without_one",
+    "data",
+    "fit",
+    "deleted",
+    "callback_names",
+    "shared",
+    "attributes",
+    "shuffled_by",
+    "data_calls",
+)
 ENTRIES = {
     "variables": [np.ones(3, "float32")],
     "drawn_without_one": np.array([1, 2], "uint32"),
@@ -29,6 +39,7 @@ ENTRIES = {
     "shuffled_by": [[7, 5]],
     "ends": {"training": None, "validation": None},
     "generators": {"python": [], "numpy": []},
+    "data_calls": {"before": [{}, {"numpy": [np.ones(3, "uint32")]}], "first": {"numpy": 3}},
 }
 OLD = {name: value for name, value in ENTRIES.items() if name not in NEWER}
 
@@ -47,7 +58,7 @@ def test_a_file_of_an_earlier_version_is_read():
     content = BackupContent.from_dict(OLD)
     assert {name: getattr(content, name) for name in OLD} == OLD
     assert (content.drawn_without_one, content.data, content.fit) == (None, {}, 1)
-    assert content.shuffled_by is None
+    assert content.shuffled_by is None and content.data_calls is None
     assert not content.deleted and not content.callback_names and not content.shared and not content.attributes
 
 

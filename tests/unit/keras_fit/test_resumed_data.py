@@ -38,7 +38,7 @@ class KilledAfter(keras.callbacks.Callback):
 
 class Pages(keras.utils.PyDataset):
     """With state of its own; where nothing reads ahead over the end of an epoch, state of the process and of the epoch,
-    too.
+    too. It draws at the ends of epochs from a generator from which a callback draws.
     """
 
     def __init__(self, length=4, ahead=False):
@@ -54,7 +54,7 @@ class Pages(keras.utils.PyDataset):
         return x, x
 
     def on_epoch_end(self):
-        self.epochs += 1
+        self.epochs += np.random.normal()
 
 
 def rows():
@@ -167,7 +167,10 @@ def run(arguments, callbacks, seed=7, steps_per_execution=1, initial_epoch=0):
         run_eagerly=eagerly,
     )
     seen = []
-    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["mae"]))
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(logs["mae"]),
+        on_epoch_end=lambda epoch, logs: np.random.normal(),
+    )
     history = model.fit(
         epochs=EPOCHS, initial_epoch=initial_epoch, verbose=0, callbacks=[watch, *callbacks], **arguments()
     )
