@@ -178,16 +178,21 @@ def is_inside_a_call() -> bool:
 
 
 @contextlib.contextmanager
-def outside_the_call() -> Iterator[None]:
-    """Context manager in which a model can be called as if no layer were being called. Relies on the same attribute;
-    without it a model that is tried during a call ends that call, and the layers after it take training for inference.
-    """
+def _with_call(context: Any) -> Iterator[None]:
+    """Context manager in which another object says what layers were told."""
     around = get_global_attribute("current_call_ctx")
-    set_global_attribute("current_call_ctx", None)
+    set_global_attribute("current_call_ctx", context)
     try:
         yield
     finally:
         set_global_attribute("current_call_ctx", around)
+
+
+def outside_the_call() -> contextlib.AbstractContextManager[None]:
+    """Context manager in which a model can be called as if no layer were being called. Relies on the same attribute;
+    without it a model that is tried during a call ends that call, and the layers after it take training for inference.
+    """
+    return _with_call(None)
 
 
 @contextlib.contextmanager
@@ -211,17 +216,7 @@ def current_call() -> Callable[[], contextlib.AbstractContextManager[None]]:
     now, also when it is over. Relies on the same attribute, an object that holds what layers were told; without it
     layers inside a recomputed layer take training for inference in the backward pass."""
     kept = copy.copy(get_global_attribute("current_call_ctx"))
-
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        around = get_global_attribute("current_call_ctx")
-        set_global_attribute("current_call_ctx", copy.copy(kept))
-        try:
-            yield
-        finally:
-            set_global_attribute("current_call_ctx", around)
-
-    return again
+    return lambda: _with_call(copy.copy(kept))
 
 
 def is_training(given: Any) -> bool:

@@ -79,23 +79,16 @@ def kinds_called_by(operation: tf.Operation) -> set[str]:
 
 def kinds_made_here(graph: tf.Graph, since: int) -> set[str]:
     """The types of the operations that this replica has made after the graph had `since`, and of the operations in
-    functions that they call. Relies on the name scope that MirroredStrategy gives each replica; replicas are traced in
-    turns, so without it operations that another replica makes in between are attributed to this one.
-    """
-    mine = _replicas(f"{tf.get_current_name_scope()}/")
-    made = [operation for operation in graph.get_operations()[since:] if _replicas(operation.name) == mine]
-    nodes = [operation.node_def for operation in made]
+    functions that they call."""
+    nodes = [operation.node_def for operation in _made_here(graph, since)]
     calls = any(_called(node) for node in nodes)
     return _kinds(nodes, graph.as_graph_def().library.function if calls else ())[0]
 
 
 def taken_from_before(graph: tf.Graph, since: int) -> list[tf.Tensor]:
-    """The tensors of the first `since` operations that later ones of this replica take. Relies on the same."""
-    mine = _replicas(f"{tf.get_current_name_scope()}/")
-    operations = graph.get_operations()
-    older = {id(operation) for operation in operations[:since]}
-    made = (operation for operation in operations[since:] if _replicas(operation.name) == mine)
-    taken = {id(tensor): tensor for operation in made for tensor in operation.inputs}
+    """The tensors of the first `since` operations that later ones of this replica take."""
+    older = {id(operation) for operation in graph.get_operations()[:since]}
+    taken = {id(tensor): tensor for operation in _made_here(graph, since) for tensor in operation.inputs}
     return [tensor for tensor in taken.values() if id(tensor.op) in older]
 
 
@@ -147,6 +140,14 @@ def _is_made_of(
 def has_gradient(tensor: tf.Tensor) -> bool:
     """Whether a gradient with respect to tensors of this type is defined."""
     return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def _made_here(graph: tf.Graph, since: int) -> list[tf.Operation]:
+    """The operations that this replica has made after the graph had `since`. Relies on the name scope that
+    MirroredStrategy gives each replica; replicas are traced in turns, so without it operations that another replica
+    makes in between are attributed to this one."""
+    mine = _replicas(f"{tf.get_current_name_scope()}/")
+    return [operation for operation in graph.get_operations()[since:] if _replicas(operation.name) == mine]
 
 
 def _replicas(name: str) -> list[str]:

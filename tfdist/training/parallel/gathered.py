@@ -57,13 +57,12 @@ class _Sharded(NamedTuple):
 
 def _sharded_of(layers: Sequence[keras.Layer], sharded: Mapping[int, _Sharded]) -> list[_Sharded]:
     """The sharded variables of these layers, each once: of the first layer itself, then of those inside it."""
-    found = {
-        id(variable): sharded[id(variable)]._replace(is_inside=layer is not layers[0])
-        for layer in reversed(layers)
-        for variable in keras_layers.own_trainable_variables(layer)
-        if id(variable) in sharded
-    }
-    return list(reversed(found.values()))
+    found: dict[int, _Sharded] = {}
+    for layer in layers:
+        for variable in keras_layers.own_trainable_variables(layer):
+            if id(variable) in sharded:
+                found.setdefault(id(variable), sharded[id(variable)]._replace(is_inside=layer is not layers[0]))
+    return list(found.values())
 
 
 def _gather_when_called(layer: keras.Layer, held: list[_Sharded], turns: _Turns) -> None:

@@ -73,10 +73,9 @@ def refuse(
         raise ConfigError(
             f"--objective={name}: its result for a sample depends on the other samples of its batch (in-batch"
             f" negatives) or on their number, or its gradient does, but {reason}, so they would compute something else"
-            " than one process: make"
-            " losses, weights and metrics depend on each sample only, train on one device with --accumulation=1, or let"
-            " it see the samples of its micro-batch only with --row_mixing=replica. (tfdist.fit gives compute_loss the"
-            " outputs of all samples.)"
+            " than one process: make losses, weights and metrics depend on each sample only, train on one device with"
+            " --accumulation=1, or let it see the samples of its micro-batch only with --row_mixing=replica."
+            " (tfdist.fit gives compute_loss the outputs of all samples.)"
         )
 
 
