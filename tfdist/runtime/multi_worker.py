@@ -61,9 +61,8 @@ def _meet(cluster: Cluster, own: Worker, timeout_s: float) -> None:
     try:
         check_alike([Worker(*json.loads(each)) for each in said])
     except ConfigError:
-        with contextlib.suppress(
-            tf.errors.OpError
-        ):  # the chief holds what the others have said until they have read it
+        # The chief holds what the others have said until they have read it.
+        with contextlib.suppress(tf.errors.OpError):
             tensorflow_cluster.wait_at_barrier("tfdist/verdict", _VERDICT_SECONDS)
         raise
 
