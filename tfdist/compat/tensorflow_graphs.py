@@ -102,14 +102,16 @@ def is_made_of_variables(tensor: tf.Tensor) -> bool:
 
 
 def is_made_of_values(tensor: tf.Tensor) -> bool:
-    """Whether a tensor of a graph is computed from what the graph is given, from variables or from random numbers, and
-    not only from constants and shapes."""
+    """Whether a tensor of a function's graph is computed from what the function is given, from variables or from random
+    numbers, and not only from constants (also those outside of it) and shapes. Relies on `FuncGraph.captures`."""
+    constants = {id(inside.op) for _, inside in tensor.graph.captures}
 
     def is_a_value(one: tf.Tensor) -> bool:
         return one.dtype != tf.resource
 
     def is_given(operation: tf.Operation) -> bool:
-        return _reads_a_variable(operation) or operation.type == "Placeholder" or draws(operation.type)
+        is_argument = operation.type == "Placeholder" and id(operation) not in constants
+        return is_argument or _reads_a_variable(operation) or draws(operation.type)
 
     return is_a_value(tensor) and _is_made_of(tensor, is_given, is_a_value, ("Shape", "ShapeN", "Size", "Rank"))
 

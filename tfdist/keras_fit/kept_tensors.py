@@ -98,9 +98,13 @@ class KeptTensors:
         for layer, earlier in zip(layers, before, strict=True):
             counts = not is_of_keras(layer)
             for name, value in list(layer.__dict__.items()):
-                is_count = counts and type(value) is int and value == count and earlier.get(name) != value
+                is_count = counts and type(value) is int and value == count and not _is_number(earlier.get(name), value)
                 if is_count or any(id(one) not in known and _may_hold_rows(one) for one in _values_in(value)):
                     layer.__dict__[name] = OfOwnRows(value, layer.name, name)
+
+
+def _is_number(value: Any, number: int) -> bool:
+    return type(value) is int and value == number  # not what a stand-in, an array or a tensor says to ==
 
 
 def _values_in(value: Any) -> Sequence[Any]:

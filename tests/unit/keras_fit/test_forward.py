@@ -17,6 +17,7 @@ from tfdist.keras_fit import lookups, rows, used_outside
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
+from tfdist.keras_fit.kept_tensors import KeptTensors
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.models.blocks import positions
 
@@ -542,6 +543,18 @@ def test_what_layers_keep_of_own_rows_is_refused_outside_of_the_call(run_eagerly
                 run(x, use)
         assert run(x, lambda layer: tf.reduce_sum(layer.places)) == layer.length == 3
     assert isinstance(layer.own, tf.Tensor)
+
+
+@pytest.mark.parametrize("before, number", [(300, 300), (16, 7), (np.ones(2), 7), (tf.ones([2]), 7)])
+def test_a_number_of_rows_that_only_the_layer_uses_is_hidden_again_in_each_pass(before, number):
+    layer = keras.layers.Identity()
+    layer.__class__ = type("OfTheUser", (keras.layers.Identity,), {"__module__": __name__})
+    kept = KeptTensors(keras.Sequential([keras.Input((3,)), layer]))
+    for count in (before, number):
+        with kept.hidden_afterwards(count if isinstance(count, int) else number), kept.visible():
+            layer.count = count if isinstance(count, tf.Tensor | np.ndarray) else int(str(count))  # another object
+    with pytest.raises(ConfigError, match="its attribute 'count' may hold"):
+        _ = layer.count + 1
 
 
 @dataclasses.dataclass(frozen=True)

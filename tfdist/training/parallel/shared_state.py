@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
+from tfdist.compat.keras_layers import all_layers
 from tfdist.compat.keras_tensors import functional_of
 from tfdist.compat.tensorflow_graphs import is_made_of_values, taken_from_before
 from tfdist.control.exit_codes import ConfigError
@@ -22,7 +23,7 @@ from tfdist.runtime import batch_norm
 from tfdist.training.parallel.assigned_weights import refuse_assigned, refuse_rules_with_state
 from tfdist.training.parallel.segments import Segment, run
 from tfdist.training.row_checks.calm_layers import has_own_code
-from tfdist.training.row_checks.trial_scope import generators_kept
+from tfdist.training.row_checks.trial_scope import attributes_kept, generators_kept
 
 
 def refuse_shared(
@@ -88,7 +89,7 @@ def refuse_kept(model: keras.Model, parts: Sequence[Sequence[Segment]], flag: st
                     )
 
     x = model.inputs[0]
-    _traced(forward, tf.TensorSpec([micro_batch, *x.shape[1:]], x.dtype))
+    _traced(model, forward, tf.TensorSpec([micro_batch, *x.shape[1:]], x.dtype))
 
 
 def _why_and_fix(users: Sequence[int], stages: int) -> str:
@@ -110,9 +111,9 @@ def _trace(model: keras.Model, micro_batch: int) -> None:
     x = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec([micro_batch, *tensor.shape[1:]], tensor.dtype), functional_of(model).input
     )
-    _traced(lambda x: model(x, training=True), x)
+    _traced(model, lambda x: model(x, training=True), x)
 
 
-def _traced(function: Callable[[Any], Any], x: Any) -> None:
-    with batch_norm.each_alone(), generators_kept():
+def _traced(model: keras.Model, function: Callable[[Any], Any], x: Any) -> None:
+    with batch_norm.each_alone(), generators_kept(), attributes_kept(all_layers(model), traced=True):
         tf.function(function, autograph=False).get_concrete_function(x)

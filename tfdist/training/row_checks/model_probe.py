@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.artifacts.hidden_state import hidden_state, hidden_variables, metrics_held
 from tfdist.compat import keras_draws, keras_layers, keras_variables, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
+from tfdist.compat.tensorflow_graphs import function_graph
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.training.row_checks.calm_layers import calmed
 from tfdist.training.row_checks.trial_scope import attributes_kept
@@ -175,7 +176,7 @@ class Probe:
     def depends_on_rows(self, key: LossKey, training: bool) -> bool:
         """Returns whether the loss depends on the rows at all, and not only on weights or on nothing."""
         rows = self.some_rows()
-        with tf.Graph().as_default() as graph:
+        with function_graph("added_losses").as_default() as graph:  # the call may set variables of its own
             x = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), rows)
             inputs = {leaf.op for leaf in keras.tree.flatten(x)}
             waiting = [

@@ -18,7 +18,7 @@ from tfdist.training.parallel.pipe_schedule import make_schedule
 from tfdist.training.parallel.pipeline_parts import divide, stages_of
 from tfdist.training.parallel.pipeline_stages import Pipeline
 from tfdist.training.parallel.segments import cut_into_blocks
-from tfdist.training.parallel.shared_state import refuse_shared
+from tfdist.training.parallel.shared_state import refuse_kept, refuse_shared
 from tfdist.training.replica_gradients import ReplicaGradients
 from tfdist.training.seeds import with_generator
 from tfdist.training.step_options import Parallelism, StepOptions
@@ -63,6 +63,21 @@ def model_of(shared=None, blocks=(), count=2, takes=lambda x: x, gives=lambda x:
         y = layers.Dense(WIDTH, name=f"{name}_mlp")(layers.LayerNormalization(name=f"{name}_norm_1")(x))
         x = layers.Add(name=f"{name}_mlp_add")([x, shared(y) if number in blocks else y])
     return keras.Model(takes(inputs), gives(layers.Dense(2, name="head")(x)))
+
+
+class Adds(layers.Layer):
+    """Adds constants that are made outside, and one that it makes once."""
+
+    outside = tf.random.normal([256, 1])  # more than TensorFlow copies into a graph
+    inside = None
+
+    def call(self, x):
+        if self.inside is None:
+            self.inside = tf.fill(tf.shape(x)[-1:], 2.0)
+        return x + self.outside[:WIDTH, 0] + self.inside
+
+    def compute_output_shape(self, shape):
+        return shape
 
 
 class Keeping(layers.Layer):
@@ -142,6 +157,14 @@ def test_what_no_forward_pass_sets_may_be_shared(make, blocks):
     tf.function(lambda x: model(x, training=True), autograph=False).get_concrete_function(tf.TensorSpec([4, WIDTH]))
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_constants_that_several_parts_use_are_not_kept_by_an_earlier_one():
+    own = Adds()
+    model = model_of(own, (0, 1))
+    refuse_kept(model, divide(cut_into_blocks(model, "--mesh"), 2, "block_01"), "--mesh=pipe=2", 4)
+    assert own.inside is None
+    assert np.isfinite(tf.function(model)(tf.ones([4, WIDTH]))).all()
 
 
 def alone(model):

@@ -201,6 +201,19 @@ def test_a_mean_whose_gradient_is_none_is_refused():
     assert [one.reduction for one in added_losses(model_of(layers.Dense(5), Adds(mean, a_sum)), X)] == [MEAN, SUM]
 
 
+def test_a_layer_that_sets_a_variable_of_its_own_may_add_what_depends_on_no_row():
+    """KL warm-up: the factor is 0 at the start."""
+
+    class Warm(Adds):
+        def __init__(self, **options):
+            super().__init__(lambda x, gate: gate * self.beta, **options)
+            self.beta = tf.Variable(0.0, trainable=False)
+
+    model = model_of(layers.Dense(5), Warm(name="warm"))
+    assert [one.reduction for one in added_losses(model, X)] == [MEAN]
+    assert model.get_layer("warm").beta.numpy() == 0.0
+
+
 def test_a_mean_over_what_is_not_filled_up_is_refused():
     """Also where the first sentences are all of one length."""
 
