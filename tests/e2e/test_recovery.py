@@ -19,6 +19,7 @@ from tests.e2e.job import (
     CLUSTERS,
     ENVIRONMENT,
     IDENTIFIED,
+    TRAINED,
     batches,
     records,
     run,
@@ -50,7 +51,7 @@ def test_a_worker_stuck_in_python_is_named_by_all(tmp_path):
         "1:20:stuck",
         3,
         [
-            *CLUSTERS,
+            *TRAINED,
             "--steps=100000",
             "--steps_per_loop=5",
             "--step_timeout=4",
@@ -75,7 +76,7 @@ def test_a_stopped_worker_is_named_with_its_section(tmp_path):
         "1:20:stop",
         3,
         [
-            *CLUSTERS,
+            *TRAINED,
             "--steps=100000",
             "--steps_per_loop=5",
             "--heartbeat_timeout=3",
@@ -92,7 +93,7 @@ def test_a_stopped_worker_is_named_with_its_section(tmp_path):
 
 def test_the_first_error_reaches_every_log(tmp_path):
     code, output = with_faults(
-        "2:20:error", 3, [*CLUSTERS, "--steps=100000", "--progress=none", f"--run_dir={tmp_path}"]
+        "2:20:error", 3, [*TRAINED, "--steps=100000", "--progress=none", f"--run_dir={tmp_path}"]
     )
     assert code == 1 and "an injected error" in output.splitlines()[-2], output
     assert all("an injected error" in log for log in logs(tmp_path, 3))
@@ -102,7 +103,7 @@ def test_the_first_error_reaches_every_log(tmp_path):
 def test_more_and_fewer_workers_see_the_same_batches(tmp_path):
     """3 -> 1 -> 2 workers in one job, as --discover tells, with at most 8 samples per worker at a time."""
     room, steps = tmp_path / "room", 60
-    flags = [*IDENTIFIED, f"--steps={steps}", "--log_every=1", "--eval_every=-1", "--deterministic"]
+    flags = [*IDENTIFIED, f"--steps={steps}", "--log_every=1", "--deterministic"]
     run(1, [*flags, f"--run_dir={tmp_path / 'one'}"])
     room.write_text("3")
     many = tmp_path / "many"
@@ -146,7 +147,7 @@ def test_a_worker_that_cannot_be_brought_back_is_left_out(tmp_path):
 def test_backup_is_preferred_when_it_is_newer_and_deleted_at_the_end(tmp_path):
     backup = tmp_path / "backup"
     flags = [
-        *CLUSTERS,
+        *TRAINED,
         "--steps=30",
         "--save_every=10",
         f"--backup_dir={backup}",
@@ -165,7 +166,7 @@ def test_backup_is_preferred_when_it_is_newer_and_deleted_at_the_end(tmp_path):
 def test_rollback_goes_past_bad_samples(tmp_path):
     """Sample 70 is in step 3; --log_every makes calls of 5 steps."""
     flags = [
-        *CLUSTERS,
+        *TRAINED,
         "--source=tests.e2e.sources:with_nan",
         "--noshuffle",
         "--steps=20",
@@ -181,7 +182,7 @@ def test_rollback_goes_past_bad_samples(tmp_path):
     assert "600 samples consumed" in train([*flags, "--steps=24", f"--run_dir={tmp_path}"]).stdout
     everywhere = train(
         [
-            *CLUSTERS,
+            *TRAINED,
             "--source=tests.e2e.sources:all_nan",
             "--steps=20",
             "--log_every=5",
@@ -195,7 +196,7 @@ def test_rollback_goes_past_bad_samples(tmp_path):
 
 def test_a_rollback_leads_a_stopped_run_where_it_leads_an_undisturbed_one(tmp_path):
     """Sample 70 is in step 9, which is noticed at once; a stop at 7 leaves a snapshot that nobody goes back to."""
-    flags = [*CLUSTERS, "--source=tests.e2e.sources:with_nan", "--noshuffle", "--global_batch=8", "--steps=20"]
+    flags = [*TRAINED, "--source=tests.e2e.sources:with_nan", "--noshuffle", "--global_batch=8", "--steps=20"]
     flags += ["--deterministic", "--on_nan=rollback", "--save_every=5", "--log_every=1"]
     assert "rolled back to step 5 and skipped 32 samples" in run(1, [*flags, f"--run_dir={tmp_path / 'whole'}"])
     code, output = with_faults("0:6:term", 1, [*flags, f"--run_dir={tmp_path / 'stopped'}"])
@@ -211,7 +212,7 @@ def test_training_ends_well_on_a_full_disk(tmp_path):
     disk = tmp_path / "checkpoints"
     disk.mkdir()
     flags = [
-        *CLUSTERS,
+        *TRAINED,
         "--model_args=widths=(700,700)",
         "--optimizer=sgd",
         "--save_every=20",
@@ -241,7 +242,7 @@ def test_what_cannot_be_saved_within_the_grace_period_is_said(tmp_path):
             sys.executable,
             "-m",
             "tfdist.train",
-            *CLUSTERS,
+            *TRAINED,
             "--steps=100000",
             "--grace_period=4",
             f"--run_dir={tmp_path}",
@@ -258,7 +259,7 @@ def test_what_cannot_be_saved_within_the_grace_period_is_said(tmp_path):
 
 
 def test_a_changed_schedule_is_refused_or_said(tmp_path):
-    flags = [*CLUSTERS, f"--run_dir={tmp_path}"]
+    flags = [*TRAINED, f"--run_dir={tmp_path}"]
     assert train([*flags, "--steps=20"]).returncode == 0
     result = train([*flags, "--steps=30", "--learning_rate=0.5"])
     assert result.returncode == 9 and "--learning_rate: 0.01 there, 0.5 now" in result.stderr
@@ -270,7 +271,7 @@ def test_chaos_ends_where_the_undisturbed_run_ends(tmp_path):
     """Two faults of scripts/chaos.py, which this seed draws: the chief killed while saving, then a bit of the newest
     snapshot's data flipped and a worker killed.
     """
-    drawn = ["--kills=2", "--seed=125581", "--workers=2", "--steps=120"]
+    drawn = ["--kills=2", "--seed=125581", "--workers=2", "--steps=120", "--train=--phase_every=0"]
     done = subprocess.run(
         [sys.executable, "scripts/chaos.py", *drawn, f"--keep={tmp_path}"],
         env=ENVIRONMENT,
@@ -323,7 +324,7 @@ def test_a_notice_of_the_platform_saves_and_ends(tmp_path):
             sys.executable,
             "-m",
             "tfdist.train",
-            *CLUSTERS,
+            *TRAINED,
             "--steps=1000000",
             "--preemption_notice=gce",
             f"--run_dir={tmp_path}",
@@ -343,7 +344,7 @@ def test_a_notice_of_the_platform_saves_and_ends(tmp_path):
 
 def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(tmp_path):
     """Whether it is started by a launcher, which writes nothing to the first one's logs, or by hand."""
-    flags = [*CLUSTERS, "--steps=100000", "--log_every=1", "--progress=none", f"--run_dir={tmp_path}"]
+    flags = [*TRAINED, "--steps=100000", "--log_every=1", "--progress=none", f"--run_dir={tmp_path}"]
     first = start(2, flags, environment={"TFDIST_FAULTS": "0:5:slow"})
     try:
         wait_for(lambda: workers_training(tmp_path) == 2)
