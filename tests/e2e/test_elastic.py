@@ -12,22 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.job import CLUSTERS, children, records, run, snapshot, start, wait_for
+from tests.e2e.job import TRAINED, children, records, run, snapshot, start, wait_for
 from tfdist.telemetry.jsonl import read_jsonl
 
 SLOW_MACHINE_SECONDS = 300
-STEPS = 80
+STEPS = 50
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("horovod")]
 
 IDENTIFIED = [
-    *CLUSTERS,
+    *TRAINED,
     "--source=tests.e2e.sources:identified",
     "--objective=tests.e2e.sources:identifying",
     "--model_args=widths=(16,),num_outputs=2",
     "--optimizer=momentum",
     "--log_every=1",
     f"--steps={STEPS}",
-    "--eval_every=-1",
     "--grace_period=200",
 ]
 ELASTIC = ("--elastic", "--min_workers=2", "--grace=200")
@@ -76,7 +75,7 @@ def undisturbed(tmp_path_factory) -> Path:
 def elastic_job(run_dir: Path) -> Iterator[tuple[subprocess.Popen, list[str]]]:
     """(launcher, flags) of three workers that train, slowly, so that there is time for changes."""
     (run_dir / "faults").mkdir()
-    (run_dir / "faults" / "pace").write_text("1")  # seconds a call
+    (run_dir / "faults" / "pace").write_text("1.5")  # seconds a call
     flags = [*IDENTIFIED, "--strategy=horovod", "--steps_per_loop=1", f"--run_dir={run_dir}"]
     process = start(3, flags, ELASTIC, {"TFDIST_FAULTS": "armed"})
     try:

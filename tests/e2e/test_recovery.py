@@ -102,14 +102,14 @@ def test_the_first_error_reaches_every_log(tmp_path):
 
 def test_more_and_fewer_workers_see_the_same_batches(tmp_path):
     """3 -> 1 -> 2 workers in one job, as --discover tells, with at most 8 samples per worker at a time."""
-    room, steps = tmp_path / "room", 60
+    room, steps = tmp_path / "room", 40
     flags = [*IDENTIFIED, f"--steps={steps}", "--log_every=1", "--deterministic"]
     run(1, [*flags, f"--run_dir={tmp_path / 'one'}"])
     room.write_text("3")
     many = tmp_path / "many"
     (many / "faults").mkdir(parents=True)
     # A step, so that there is time for two changes: `--discover` is asked every 5 s.
-    (many / "faults" / "pace").write_text("0.6")
+    (many / "faults" / "pace").write_text("0.9")
     process = start(
         3, [*flags, f"--run_dir={many}"], ("--min_workers=1", f"--discover=cat {room}"), {"TFDIST_FAULTS": "armed"}
     )
@@ -271,7 +271,7 @@ def test_chaos_ends_where_the_undisturbed_run_ends(tmp_path):
     """Two faults of scripts/chaos.py, which this seed draws: the chief killed while saving, then a bit of the newest
     snapshot's data flipped and a worker killed.
     """
-    drawn = ["--kills=2", "--seed=125581", "--workers=2", "--steps=120", "--train=--phase_every=0"]
+    drawn = ["--kills=2", "--seed=125581", "--workers=2", "--steps=100", "--train=--phase_every=0"]
     done = subprocess.run(
         [sys.executable, "scripts/chaos.py", *drawn, f"--keep={tmp_path}"],
         env=ENVIRONMENT,
