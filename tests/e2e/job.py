@@ -40,8 +40,8 @@ CLUSTERS = [
     "--noplot",
     "--save_minutes=0",
 ]
-# The same without evaluations, phases and TensorBoard, for tests that do not look at them: what is traced for these takes
-# a third of a short worker's time.
+# The same without evaluations, phases and TensorBoard, for tests that do not look at them: what is traced for these
+# takes a third of a short worker's time.
 TRAINED = [*CLUSTERS, "--eval_every=-1", "--phase_every=0", "--trackers=none"]
 # The records of this job show which samples were in each global batch.
 IDENTIFIED = [
