@@ -83,7 +83,8 @@ class Attacker:
     def __init__(self, root: int, proof: Path, size: int, seconds: float = 300.0):
         self.root, self.proof, self.size = root, proof, size
         self.tcp, self.udp = set(), set()
-        self.rounds, self.pause = 0, 0.02  # seconds between two rounds: short while ports open and close
+        # Seconds between two rounds, and between two looks for new ports: short while ports open and close.
+        self.rounds, self.pause, self.look = 0, 0.1, 0.02
         self._end, self._stop = time.monotonic() + seconds, threading.Event()
         self._overheard: deque[tuple[int, bytes]] = deque(maxlen=200)  # (port, datagram)
         self._threads = [threading.Thread(target=self._attack, args=(seed,), daemon=True) for seed in range(2)]
@@ -203,7 +204,7 @@ class Attacker:
                     done_tcp, done_udp = done_tcp | tcp, done_udp | udp
                 else:
                     self.rounds += 1
-                self._stop.wait(self.pause)
+                self._stop.wait(self.look if new_only else self.pause)
         for connection in held:
             connection.close()
 

@@ -7,6 +7,7 @@ import os
 import time
 
 import numpy as np
+import tensorflow as tf
 
 CLASSES = 4
 
@@ -84,7 +85,6 @@ OWN_LOOKUPS = (
 def own_lookup(kind: str):
     """Returns a layer that looks up rows [..., 8] of a table of 10."""
     import keras
-    import tensorflow as tf
 
     class Own(keras.layers.Embedding):
         @tf.function
@@ -149,12 +149,11 @@ def identified_with_nan(split: str) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
+@tf.autograph.experimental.do_not_convert  # there is nothing to convert, which each trace would take long to see
 def identifying(outputs, y, w):
     """An objective whose metrics are checksums of the samples in a batch: they show whether two runs saw the same
     global batches.
     """
-    import tensorflow as tf
-
     from tfdist.training.objectives import Scores
 
     number = tf.cast(y[:, 1], tf.int32)
@@ -217,7 +216,5 @@ class LostEvaluationOfOne(LostEvaluation):
 
 def endless_evaluation(split: str):
     """Clusters whose evaluation split has no end."""
-    import tensorflow as tf
-
     data = tf.data.Dataset.from_tensor_slices(clean(split))
     return data.repeat() if split == "eval" else data

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.attacker import Attacker, processes
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, children, records, start, wait_for
+from tests.e2e.job import ENVIRONMENT, TRAINED, children, records, start, wait_for
 from tests.unit.control.test_packet_filter import machines_address
 from tfdist.control.preflight import PortReservation
 from tfdist.control.tf_config import worker_environment
@@ -100,7 +100,7 @@ def test_a_job_goes_on_and_who_is_lost_is_named(flags, listening, tmp_path):
     process = start(
         2,
         [
-            *CLUSTERS,
+            *TRAINED,
             *flags,
             "--steps=1000000",
             "--log_every=20",
@@ -113,12 +113,12 @@ def test_a_job_goes_on_and_who_is_lost_is_named(flags, listening, tmp_path):
     )
     with ended(process), Attacker(process.pid, proof, 2) as attacker:
         wait_for(lambda: is_training(folder, 2, process), 200)
-        attacker.pause = 0.2  # of a core, which the job needs as well
+        attacker.pause = attacker.look = 0.2  # of a core, which the job needs as well
         before, rounds = records(folder, 0, "train")[-1]["step"], attacker.rounds
         wait_for(
             lambda: (
                 process.poll() is not None
-                or (attacker.rounds > rounds + 20 and records(folder, 0, "train")[-1]["step"] > before + 100)
+                or (attacker.rounds > rounds + 12 and records(folder, 0, "train")[-1]["step"] > before + 100)
             ),
             120,
         )

@@ -89,7 +89,9 @@ def story(tmp_path_factory) -> tuple[Path, set[str]]:
 
 @pytest.mark.parametrize("page", runnable())
 def test_blocks_that_are_marked_run(page, story):
-    """As users start them: `bash` starts no process warm (tests/warm_start)."""
+    """The first command as users start it, by `bash`, which starts no process warm (tests/warm_start). The others warm;
+    e2e/test_package starts a launcher, its workers and a report as users do.
+    """
     folder, done_before = story
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for block in runnable()[page]:
@@ -97,18 +99,19 @@ def test_blocks_that_are_marked_run(page, story):
             (folder / block.run.removeprefix("run: ")).write_text(block.text)
             continue
         for _, command in shell_lines(block.text):
-            words = " ".join(shlex.split(command, comments=True))
-            if words in done_before:
+            words = shlex.split(command, comments=True)
+            if (text := " ".join(words)) in done_before:
                 continue
-            done_before.add(words)
+            assert words[0] == "python", f"{block.place}: not a command that the test can start warm"
             done = subprocess.run(
-                ["bash", "-c", command],
+                [sys.executable, *words[1:]] if done_before else ["bash", "-c", command],
                 cwd=folder,
                 env={**ENVIRONMENT, "PATH": path},
                 capture_output=True,
                 text=True,
                 timeout=200,
             )
+            done_before.add(text)
             assert done.returncode == 0, f"{block.place}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.job import CLUSTERS, children, records, run, snapshot, start, wait_for
+from tests.e2e.job import TRAINED, children, records, run, snapshot, start, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("horovod")]
 
-FLAGS = [*CLUSTERS, "--steps=50", "--save_every=25", "--optimizer=sgd", "--learning_rate=0.1"]
+FLAGS = [*TRAINED, "--steps=50", "--save_every=25", "--optimizer=sgd", "--learning_rate=0.1"]
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_stopped_worker_is_noticed(tmp_path):
     process = start(
         2,
         [
-            *CLUSTERS,
+            *TRAINED,
             "--steps=100000000",
             "--strategy=horovod",
             "--heartbeat_timeout=2",
@@ -73,7 +73,7 @@ def test_weights_that_differ_stop_the_run_before_they_are_saved(strategy, tmp_pa
     output = run(
         2,
         [
-            *CLUSTERS,
+            *TRAINED,
             f"--strategy={strategy}",
             "--model=tests.e2e.faults:unreduced_on_rank_1",
             "--model_args=",

@@ -4,7 +4,7 @@ import pytest
 
 from scripts.bench_leaks import RUNTIMES
 from scripts.bench_leaks import run as run_measured
-from tests.e2e.job import CLUSTERS, start
+from tests.e2e.job import TRAINED, start
 
 pytestmark = pytest.mark.slow
 
@@ -53,15 +53,15 @@ def test_a_peer_stuck_in_python_is_noticed_by_the_collective_time_out(name, tmp_
     process = start(
         2,
         [
-            *CLUSTERS,
+            *TRAINED,
             *STUCK[name],
             "--steps=100000",
             "--steps_per_loop=5",
-            "--collective_timeout=5",
+            "--collective_timeout=3",
             "--progress=none",
             f"--run_dir={tmp_path}",
         ],
-        ("--grace=2",),
+        ("--grace=1",),
         {"TFDIST_FAULTS": "1:20:stuck"},
     )
     output, _ = process.communicate(timeout=120)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, run, snapshot, start
+from tests.e2e.job import ENVIRONMENT, TRAINED, records, run, snapshot, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,7 @@ FLAGS = [
     "--export=none",
     "--noplot",
     "--trackers=none",
+    "--phase_every=0",
     "--save_minutes=0",
     "--progress=none",
 ]
@@ -55,7 +56,7 @@ CHAIN = [
 def test_saved_on_one_mesh_and_resumed_on_another(chain, more, tmp_path):
     """Against one device that did all the steps. The experts of the model are spread on the first mesh."""
     end, common = STEPS * len(chain), [*FLAGS, *more]
-    run(1, [*common, f"--steps={end}", f"--run_dir={tmp_path / 'one'}"])
+    assert train([*common, f"--steps={end}", f"--run_dir={tmp_path / 'one'}"]).returncode == 0
     for number, (workers, flags) in enumerate(chain, 1):
         last = ["--export=keras"] if number == 1 else []
         run(workers, [*common, f"--steps={STEPS * number}", f"--run_dir={tmp_path / 'many'}", *flags, *last])
@@ -85,12 +86,14 @@ def test_saved_on_one_mesh_and_resumed_on_another(chain, more, tmp_path):
 def test_a_pipeline_that_one_device_goes_on_with(tmp_path):
     """By the command: what a session does with the state of a run, it does on a stage that holds only some of it, too.
     The first stage has nothing to train in the last case of parity/test_mesh_parity; here it has."""
-    common = [*FLAGS, "--model_args=layers=2,width=32,heads=2", "--steps=4", "--save_every=2"]
-    stages = ["--strategy=mesh", "--mesh=pipe=2", "--accumulation=2"]
-    for folder, more in (("one", []), ("many", stages)):
-        run(2 if more else 1, [*common, f"--run_dir={tmp_path / folder}", *more])
-    run(1, [*common, "--steps=6", f"--run_dir={tmp_path / 'one'}"])
-    run(1, [*common, "--steps=6", f"--run_dir={tmp_path / 'many'}", "--export=keras"])
+    common = [*FLAGS, "--model_args=layers=2,width=32,heads=2", "--save_every=2"]
+    stages = ["--strategy=mesh", "--mesh=pipe=2", "--accumulation=2", "--steps=4"]
+    run(2, [*common, f"--run_dir={tmp_path / 'many'}", *stages])
+    for folder in ("one", "many"):
+        ended = train([*common, "--steps=6", f"--run_dir={tmp_path / folder}"])
+        assert ended.returncode == 0, ended.stderr
+    (restored,) = records(tmp_path / "many", kind="restore")
+    assert restored["step"] == 4
     one, many = snapshot(tmp_path / "one", 6), snapshot(tmp_path / "many", 6)
     assert one.keys() == many.keys()
     for key, array in one.items():
@@ -111,7 +114,7 @@ def test_a_pipeline_that_one_device_goes_on_with(tmp_path):
 def test_replicas_that_drift_apart_are_noticed(workers, flags, words, tmp_path):
     output = run(
         workers,
-        [*CLUSTERS, "--model=tests.e2e.faults:keeping", "--steps=4", f"--run_dir={tmp_path}", *flags],
+        [*TRAINED, "--model=tests.e2e.faults:keeping", "--steps=4", f"--run_dir={tmp_path}", *flags],
         code=8,
     )
     assert words in output and "keeps/kept)" in output, output

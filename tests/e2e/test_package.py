@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -71,7 +72,8 @@ def installed(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     packages = next(venv.glob("lib/python3*/site-packages"))
     (packages / "of_the_tests.pth").write_text("\n".join(site.getsitepackages()))
-    run("python", "-m", "pip", "install", "--quiet", "setuptools>=77", cwd=tmp_path)  # nothing to do, if it is there
+    if not importlib.util.find_spec("setuptools"):
+        run("python", "-m", "pip", "install", "--quiet", "setuptools>=77", cwd=tmp_path)
 
     source, dist = tmp_path / "source", tmp_path / "dist"
     dist.mkdir()
@@ -104,17 +106,6 @@ def test_built_installed_and_used_elsewhere(installed, tmp_path):
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
     installed("tfdist", "report", "runs/a", cwd=elsewhere)
     assert b"<svg" in (run / "report.html").read_bytes()
-    plan = installed(
-        "tfdist",
-        "plan",
-        "--devices=8",
-        "--",
-        "--model=transformer",
-        "--source=text",
-        "--global_batch=64",
-        cwd=elsewhere,
-    )
-    assert "hardware: 8 x h100" in plan
     job = installed(
         "tfdist",
         "jobs",

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import CLUSTERS, ENVIRONMENT, records, wait_for
+from tests.e2e.job import ENVIRONMENT, TRAINED, records, wait_for
 from tests.e2e.slurm_cluster import SlurmCluster, install
 
 pytestmark = pytest.mark.slow
 
-STEPS = 200
+STEPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def submit(slurm: SlurmCluster, run_dir: Path, *train: str, own: tuple[str, ...]
             f"--write={script}",
             *own,
             "--",
-            *CLUSTERS,
+            *TRAINED,
             "--progress=none",
             f"--run_dir={run_dir}",
             *train,
@@ -86,7 +86,7 @@ def wait_until_ended(slurm: SlurmCluster, job: str, log: Path) -> str:
         return slurm.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
     try:
-        wait_for(ended, 150)
+        wait_for(ended, 150, pause=0.3)  # each look starts two commands
     except AssertionError:
         raise AssertionError(f"{slurm.field(job, 'JobState')}:\n{log.read_text()}") from None
     return slurm.field(job, "JobState")
@@ -94,9 +94,9 @@ def wait_until_ended(slurm: SlurmCluster, job: str, log: Path) -> str:
 
 def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path, monkeypatch):
     (tmp_path / "faults").mkdir()
-    (tmp_path / "faults" / "pace").write_text("0.2")  # seconds a step: the signal comes before the last
+    (tmp_path / "faults" / "pace").write_text("0.6")  # seconds a step: the signal comes before the last
     monkeypatch.setitem(slurm.environment, "TFDIST_FAULTS", "armed")
-    job, log = submit(slurm, tmp_path, f"--steps={STEPS}", "--steps_per_loop=1", "--log_every=5")
+    job, log = submit(slurm, tmp_path, f"--steps={STEPS}", "--steps_per_loop=1", "--log_every=2")
     wait_for(lambda: trained(tmp_path))
     slurm.run("scancel", "--signal=TERM", job)
     (tmp_path / "faults" / "pace").unlink()
@@ -110,7 +110,7 @@ def test_a_signalled_job_saves_is_requeued_and_finishes(slurm, tmp_path, monkeyp
     last = 0
     for attempt in range(2):
         steps = [record["step"] for record in records(tmp_path, 0, "train") if record["attempt"] == attempt]
-        assert last < steps[0] <= last + 10
+        assert last < steps[0] <= last + 4
         last = steps[-1]
     assert last == STEPS == json.loads((tmp_path / "summary.json").read_text())["steps"]
 

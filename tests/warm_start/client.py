@@ -100,11 +100,13 @@ def packed(function: Callable) -> PackedFunction | None:
 
 
 def can_be_warm(arguments: Sequence[str]) -> bool:
-    """Whether the command is this Python with a module of tfdist or the tests, or with a script."""
+    """Whether the command is this Python with a module of tfdist or the tests, with Sphinx, which imports tfdist to
+    document it, or with a script.
+    """
     if len(arguments) < 2 or arguments[0] != sys.executable:
         return False
     if arguments[1] == "-m":
-        return len(arguments) > 2 and arguments[2].startswith(("tfdist.", "tests."))
+        return len(arguments) > 2 and (arguments[2].startswith(("tfdist.", "tests.")) or arguments[2] == "sphinx")
     return arguments[1].endswith(".py")
 
 

@@ -30,7 +30,7 @@ def import_all() -> None:
         importlib.import_module(f"tfdist.{name}")
     # modules that a worker imports late, if it needs them
     late = ("matplotlib.backends.backend_agg", "matplotlib.pyplot", "tensorboard.summary.writer.event_file_writer")
-    for name in ("sklearn.datasets", "fsspec", "tensorboard.plugins.hparams.api", *late):
+    for name in ("sklearn.datasets", "fsspec", "s3fs", "tensorboard.plugins.hparams.api", *late):
         importlib.import_module(name)
 
 
