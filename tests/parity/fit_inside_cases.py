@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdist
-from tests.parity.fit_cases import CASES, case, dense, samples
+from tests.parity.fit_cases import CASES, CROSSENTROPY, case, dense, samples
 from tests.parity.fit_gradient_cases import is_refused, weights
 
 __all__ = ["CASES"]  # those of all files
@@ -36,12 +36,12 @@ def table_beside_the_batch(fit, evaluate, predict, folder):
     table = np.random.default_rng(3).normal(size=(50, 8)).astype("float32")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     found = {}
-    for rows, remainder, options in (  # remainder: with and without a static number of rows
-        (50, False, {}),
-        (9, True, {}),
-        (8, True, {}),
-        (8, False, {}),
-        (8, True, {"run_eagerly": True}),
+    for rows, remainder, options, others in (  # remainder: with and without a static number of rows
+        (50, False, {}, (evaluate, predict)),
+        (9, True, {}, ()),
+        (8, True, {}, (evaluate,)),
+        (8, False, {}, (predict,)),
+        (8, True, {"run_eagerly": True}, ()),
     ):
 
         def beside(x, y, rows=rows):
@@ -51,12 +51,10 @@ def table_beside_the_batch(fit, evaluate, predict, folder):
         model = Beside()
         model.build(None)
         model.compile(keras.optimizers.SGD(0.1), loss, **options)
-        history = fit(model, dataset, epochs=1).history
         found[f"{rows} {remainder} {options}"] = {
-            "history": history,
+            "history": fit(model, dataset, epochs=1).history,
             "weights": weights(model),
-            "evaluate": evaluate(model, dataset),
-            "predict": predict(model, dataset),
+            "others": [function(model, dataset) for function in others],
         }
     model = Beside()
     model.build(None)
@@ -147,7 +145,7 @@ class Adding(layers.Layer):
         self.how, self.in_evaluation = how, in_evaluation or how
 
     def call(self, x, training=False):
-        ways = {"mean": [ops.mean], "sum": [ops.sum], "both": [ops.sum, ops.mean], "other": [ops.max]}
+        ways = {"mean": [ops.mean], "both": [ops.sum, ops.mean], "turned": [ops.mean, ops.sum], "other": [ops.max]}
         for reduce in ways[self.how if training else self.in_evaluation]:
             self.add_loss(0.03 * reduce(ops.square(x)))
         return x
@@ -181,36 +179,32 @@ def losses_weighted_by_layer(fit, evaluate, predict, folder):
 
 @case
 def losses_added_as_sums(fit, evaluate, predict, folder):
-    x, y = samples(45)
-    found = {}
-    for name, (how, options) in {
-        "both": ("both", {}),
-        "compiled": ("mean", {"jit_compile": True}),
-        "eager": ("sum", {"run_eagerly": True}),
-    }.items():
-        model = dense(
-            Adding(how),
-            layers.Dense(8, activity_regularizer="l2", kernel_regularizer="l2"),
-            optimizer=keras.optimizers.SGD(0.05),
-            **options,
-        )
-        rows = 15 if name == "compiled" else 16  # 45 samples: compiled for one number of rows
-        history = fit(model, x, y, batch_size=rows, epochs=2, validation_data=(x[:7], y[:7])).history
-        found[name] = {"history": history, "weights": weights(model)}
     from tfdist.keras_fit import own_rows
 
-    before, own_rows.LARGEST = own_rows.LARGEST, -1
-    try:
-        model = dense(Adding("both"), optimizer=keras.optimizers.SGD(0.05))
-        found["own rows"] = {"history": fit(model, x, y, batch_size=16, epochs=2).history, "weights": weights(model)}
-    finally:
-        own_rows.LARGEST = before
-    model, optimizer = dense(Adding("sum")), keras.optimizers.SGD(0.1)
-    with tfdist.spread(model, optimizer):
+    x, y = samples(45)
+    found = {}
+    # One model, as tfdist has to try each in training and in evaluation, where its losses are others here.
+    model = dense(
+        Adding("both", in_evaluation="turned"), layers.Dense(8, activity_regularizer="l2", kernel_regularizer="l2")
+    )
+    for name, options in {
+        "graph": {},
+        "compiled": {"jit_compile": True},
+        "eager": {"run_eagerly": True},
+        "own rows": {},
+    }.items():
+        before, own_rows.LARGEST = own_rows.LARGEST, -1 if name == "own rows" else own_rows.LARGEST
+        try:
+            model.compile(keras.optimizers.SGD(0.05), CROSSENTROPY, metrics=["accuracy"], **options)
+            rows = 15 if name == "compiled" else 16  # 45 samples: compiled for one number of rows
+            epochs = 1 if name == "eager" else 2  # an eager step takes long
+            history = fit(model, x, y, batch_size=rows, epochs=epochs, validation_data=(x[:7], y[:7])).history
+        finally:
+            own_rows.LARGEST = before
+        found[name] = {"history": history, "weights": weights(model)}
+    with tfdist.spread(model, keras.optimizers.SGD(0.1)):
         step = tf.function(lambda x: (ops.mean(model(x, training=True)), model.losses))
-        found["spread"] = [float(step(tf.constant(x[:9]))[1][0])]
-    model = dense(Adding("mean", "sum"))
-    found["evaluation"] = fit(model, x, y, batch_size=16, validation_data=(x[:7], y[:7])).history
+        found["spread"] = [float(loss) for loss in step(tf.constant(x[:9]))[1]]
     model = dense(Adding("mean", "other"))
     found["predict"] = predict(model, x)
     found["refused"] = is_refused(lambda: fit(dense(Adding("other")), x, y, epochs=1), "neither a mean nor a sum")
@@ -226,6 +220,7 @@ class Counting(keras.Model):
         self.out = layers.Dense(3, activation="softmax")
         self.mean, self.auc = metrics.get("mean"), metrics.get("auc")
         self.size, self.single = keras.metrics.Mean(name="size"), single
+        self.build(None)
 
     def build(self, shape):
         self.out.build((None, 8))
@@ -244,52 +239,50 @@ class Largest(keras.metrics.Mean):
     """A user's metric, which may compute anything."""
 
 
-def with_metrics_inside(fit, evaluate, metrics, rows=11, single=False, **options):
+def with_metrics_inside(fit, evaluate, model, rows=11, epochs=2, **options):
     x, y = samples(45)
-    model = Counting(single, **metrics)
-    model.build(None)
-    model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
+    model.compile(keras.optimizers.SGD(0.1), CROSSENTROPY, **options)
     return {
-        "history": fit(model, x, y, batch_size=rows, epochs=2).history,
+        "history": fit(model, x, y, batch_size=rows, epochs=epochs).history,
         "evaluate": evaluate(model, x, y, batch_size=rows),
     }
 
 
 def mean_and_auc():
-    return {"mean": keras.metrics.Mean(name="mean"), "auc": keras.metrics.AUC(name="auc")}
+    return Counting(mean=keras.metrics.Mean(name="mean"), auc=keras.metrics.AUC(name="auc"))
 
 
 @case
 def metrics_inside_the_call(fit, evaluate, predict, folder):
-    def refused(metric, words, **options):
-        return is_refused(lambda: with_metrics_inside(fit, evaluate, {"mean": metric}, **options), words)
+    return with_metrics_inside(fit, evaluate, mean_and_auc())
 
+
+@case
+def metrics_inside_the_call_otherwise(fit, evaluate, predict, folder):
+    """The added values are found in another way than in a graph, but travel in the same way."""
+
+    def refused(metric, words, **options):
+        return is_refused(lambda: with_metrics_inside(fit, evaluate, Counting(mean=metric, **options)), words)
+
+    model = mean_and_auc()
     return {
-        "graph": with_metrics_inside(fit, evaluate, mean_and_auc()),
+        "eager": with_metrics_inside(fit, evaluate, model, rows=23, epochs=1, run_eagerly=True),
+        # Compiled for one number of rows in each loop.
+        "jit": with_metrics_inside(fit, evaluate, model, rows=9, jit_compile=True),
         "own": refused(Largest(name="largest"), "not known to be a sum"),
         "single": refused(keras.metrics.Mean(name="mean"), "single number", single=True),
     }
 
 
 @case
-def metrics_inside_the_call_otherwise(fit, evaluate, predict, folder):
-    """The added values are found in another way than in a graph, but travel in the same way."""
-    return {
-        "eager": with_metrics_inside(fit, evaluate, mean_and_auc(), run_eagerly=True),
-        # Compiled for one number of rows in each loop.
-        "jit": with_metrics_inside(fit, evaluate, mean_and_auc(), rows=9, jit_compile=True),
-    }
-
-
-@case
 def single_batches(fit, evaluate, predict, folder):
-    x, y = samples(27)
+    x, y = samples(18)
     model = dense()
-    weighted = np.arange(10) / 5.0
+    weighted = np.arange(9) / 5.0
     found = []
     with tfdist.spread(model):
-        for first in (0, 10, 20):
-            rows = slice(first, first + 10)
+        for first in (0, 9):  # 9 rows: the workers have unlike numbers of them
+            rows = slice(first, first + 9)
             found.append(model.train_on_batch(x[rows], y[rows], return_dict=True))
             found.append(model.train_on_batch(x[rows], y[rows], sample_weight=weighted[: len(x[rows])]))
             found.append(model.train_on_batch(x[rows], y[rows], class_weight={0: 1.0, 1: 2.0, 2: 0.5}))
@@ -356,7 +349,7 @@ def compiled_loops_and_branches(fit, evaluate, predict, folder):
     outputs = {
         name: layers.Dense(3)(layers.Flatten()(part(hidden)))
         for name, part in {
-            "lstm": layers.LSTM(3),
+            "recurrent": layers.SimpleRNN(3),
             "map_fn": layers.Lambda(lambda t: tf.map_fn(lambda row: tf.tanh(tf.reduce_sum(row, 0)), t)),
             "branches": Branching(),
         }.items()
@@ -368,8 +361,4 @@ def compiled_loops_and_branches(fit, evaluate, predict, folder):
         found[name] = fit(model, steps, y, batch_size=9, epochs=2, shuffle=False).history
     together, targets = keras.Model(inputs, outputs), dict.fromkeys(outputs, y)
     together.compile("sgd", dict.fromkeys(outputs, loss), jit_compile=True)
-    return {
-        **found,
-        "evaluate": evaluate(together, steps, targets, batch_size=9, return_dict=True),
-        "predict": predict(together, steps, batch_size=9),
-    }
+    return {**found, "evaluate": evaluate(together, steps, targets, batch_size=9, return_dict=True)}

@@ -47,7 +47,7 @@ OTHER_PATHS = [
 # run -> (workers, way of communication, cases); one worker is Keras itself, a third changes only how rows are divided,
 # and what SIMPLE cases need of a worker others need, too
 RUNS = {
-    "1": (1, "auto", [UNKNOWN, "callback_backup_and_restore"]),
+    "1": (1, "auto", [UNKNOWN, "callbacks_that_save_and_stop"]),
     "2": (2, "auto", [name for name in CASES if name not in SIMPLE]),
     "2, more": (2, "auto", SIMPLE),
     "3": (3, "auto", FEW),
