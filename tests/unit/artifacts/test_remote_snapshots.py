@@ -315,7 +315,7 @@ def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_p
     chance = random.Random(seed)
 
     def draw(method: str, path: str) -> str:
-        return chance.choice(FAULTS) if chance.random() < 0.25 else ""
+        return chance.choice(FAULTS) if chance.random() < 0.35 else ""
 
     store, newest = local(tmp_path, "here"), 0
     with through_proxy(draw) as proxy:
