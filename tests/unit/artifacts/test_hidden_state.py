@@ -108,8 +108,9 @@ def drawing():
 
 
 @pytest.mark.parametrize("data", [arrays, drawing])
-@pytest.mark.parametrize("kind", ["of tfdist.fit", "for Keras"])
-def test_a_fit_goes_on_where_it_was_killed(kind, data, tmp_path):
+def test_a_fit_goes_on_where_it_was_killed(data, tmp_path):
+    """With the backup of tfdist.fit, and with that for Keras."""
+
     class Killed(Exception):
         pass
 
@@ -125,16 +126,18 @@ def test_a_fit_goes_on_where_it_was_killed(kind, data, tmp_path):
         drawn = keras_random.global_seed_generator().state
         return [np.asarray(each) for each in (*model.weights, drawn, *hidden_variables(model))]
 
-    def backup():
-        if kind == "for Keras":
-            return [BackupAndRestore(tmp_path)]
-        return epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path)], OneDevice())
+    def of_tfdist_fit():
+        return epoch_backup.replace([keras.callbacks.BackupAndRestore(tmp_path / "tfdist.fit")], OneDevice())
+
+    def for_keras():
+        return [BackupAndRestore(tmp_path / "Keras")]
 
     undisturbed = run()
-    with contextlib.suppress(Killed):
-        run(*backup(), Kills())
-    for found, wanted in zip(run(*backup()), undisturbed, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for backup in (of_tfdist_fit, for_keras):
+        with contextlib.suppress(Killed):
+            run(*backup(), Kills())
+        for found, wanted in zip(run(*backup()), undisturbed, strict=True):
+            np.testing.assert_array_equal(found, wanted, err_msg=backup.__name__)
 
 
 def test_what_nobody_would_save_is_refused():

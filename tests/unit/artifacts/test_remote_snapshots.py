@@ -16,7 +16,7 @@ import tensorflow as tf
 from tests.stores.faulty_proxy import FAULTS
 from tests.stores.s3_server import BUCKET
 from tests.stores.webhdfs_server import webhdfs_server
-from tfdist.artifacts import remote_snapshots
+from tfdist.artifacts import remote_snapshots, upload_thread
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.read_snapshots import bring_for_reading
 from tfdist.artifacts.remote_snapshots import RemoteSnapshots
@@ -27,6 +27,11 @@ from tfdist.storage.store_errors import StoreError
 
 URL = f"s3://{BUCKET}/runs/one"
 FOLDER = "runs/one/checkpoints"
+
+
+@pytest.fixture(autouse=True)
+def senders_look_often(monkeypatch):
+    monkeypatch.setattr(upload_thread, "_LOOK_SECONDS", 0.02)
 
 
 def arrays(step: int) -> dict[str, np.ndarray]:
@@ -310,7 +315,7 @@ def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_p
     chance = random.Random(seed)
 
     def draw(method: str, path: str) -> str:
-        return chance.choice(FAULTS) if chance.random() < 0.25 else ""
+        return chance.choice(FAULTS) if chance.random() < 0.35 else ""
 
     store, newest = local(tmp_path, "here"), 0
     with through_proxy(draw) as proxy:

@@ -321,7 +321,7 @@ def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_p
     monkeypatch.setattr(object_store, "_REFUSED_SECONDS", 60.0)
 
     def draw(method: str, path: str) -> str:
-        return chance.choice(FAULTS) if chance.random() < 0.2 else ""
+        return chance.choice(FAULTS) if chance.random() < 0.3 else ""
 
     with through_proxy(draw) as proxy:
         workers, step = Workers(tmp_path, 2), 0

@@ -59,6 +59,12 @@ AROUND = {
 SLEEP = "print('ready', flush=True)\ntime.sleep(60)\n"
 
 
+@pytest.fixture(autouse=True)
+def causes_are_known_soon(monkeypatch):
+    """How long a job waits for other workers once one has failed by itself."""
+    monkeypatch.setattr(job_module, "_CAUSE_KNOWN_SECONDS", 0.2)
+
+
 def job(tmp_path, code, workers=2, **options):
     script = tmp_path / "worker.py"
     script.write_text(PREAMBLE + code)
@@ -285,7 +291,7 @@ def test_workers_that_saved_on_request_are_not_disturbed(tmp_path, monkeypatch):
     made, _ = job(
         tmp_path,
         "signal.signal(signal.SIGTERM, lambda *_: os._exit(9))\nprint('ready', flush=True)\nif not rank:"
-        " time.sleep(1.5)\nsys.exit(42)",
+        " time.sleep(0.8)\nsys.exit(42)",
         grace=20.0,
     )
     result = run(made)
@@ -352,11 +358,11 @@ def test_stopped_while_starting(tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_workers(tmp_path):
-    made, output = job(tmp_path, "print('\\n'.join(f'{rank} {line}' for line in range(50)))", workers=20)
+def test_many_workers(tmp_path):
+    made, output = job(tmp_path, "print('\\n'.join(f'{rank} {line}' for line in range(50)))", workers=8)
     assert run(made).code == 0
     lines = output.getvalue().splitlines()
-    for rank in range(20):
+    for rank in range(8):
         assert [line for line in lines if line.startswith(f"[worker {rank}] ")] == [
             f"[worker {rank}] {rank} {line}" for line in range(50)
         ]
@@ -487,10 +493,13 @@ def test_the_only_worker_is_alone_whatever_the_launcher_was_started_in(tmp_path)
 
 
 def test_an_early_sigusr1_ends_no_worker(tmp_path):
-    made, output = job(tmp_path, "print('ready', flush=True)\ntime.sleep(1)")
+    asked = tmp_path / "asked"
+    wait = f"while not os.path.exists({str(asked)!r}): time.sleep(0.02)\n"
+    made, output = job(tmp_path, f"print('ready', flush=True)\n{wait}")
     made.start()
     until(lambda: output.getvalue().count("ready") == 2)
     made.forward(signal.SIGUSR1)
+    asked.touch()
     assert made.wait().code == 0
 
 
@@ -798,7 +807,8 @@ CHIEF_WAITS = (
 )
 
 
-def test_a_worker_of_parameter_servers_comes_back_alone(tmp_path):
+def test_a_worker_of_parameter_servers_comes_back_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tfdist.control.worker_restarts._WAIT_SECONDS", 0.1)
     code = (
         CHIEF_WAITS
         + """

@@ -62,8 +62,9 @@ def test_all_find_each_other_and_hand_the_port_over(addresses, reserved):
     assert not errors
 
 
-def test_a_peer_that_is_further_counts(addresses):
+def test_a_peer_that_is_further_counts(addresses, monkeypatch):
     """Its preflight is over, and TensorFlow's server answers in its place."""
+    monkeypatch.setattr(preflight, "_LINGER_SECONDS", 0.3)
     with contextlib.ExitStack() as servers:
         for address in addresses[1:]:
             servers.enter_context(socket.create_server(("127.0.0.1", port_of(address)), reuse_port=True))

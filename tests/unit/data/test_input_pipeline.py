@@ -15,7 +15,8 @@ from tfdist.data import input_pipeline, order, streams
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.data.sources.split import Split, array_split
 
-PLANS = [(97, 10, 1, (2, 3)), (97, 10, 2, (5,)), (97, 64, 3, (2, 3)), (1797, 64, 1, (2, 5))]
+# The sizes of data set and global batch, micro-batches, replicas: neither always divides the batch.
+PLANS = [(97, 10, 1, 3), (97, 10, 2, 5), (97, 64, 3, 2), (1797, 64, 1, 5)]
 
 
 def numbered(size: int, **changes) -> Split:
@@ -59,16 +60,13 @@ def global_batches(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "global_batch", "accumulation", "numbers"), PLANS)
+@pytest.mark.parametrize(("size", "global_batch", "accumulation", "replicas"), PLANS)
 def test_same_global_batches_and_every_sample_once_an_epoch_at_any_number_of_replicas(
-    size, global_batch, accumulation, numbers
+    size, global_batch, accumulation, replicas
 ):
     steps = -(-2 * size // global_batch)  # two epochs and the rest of a batch, so batches straddle epochs
     alone = global_batches(numbered(size), global_batch, accumulation, 1, steps)
-    for replicas in numbers:
-        np.testing.assert_array_equal(
-            global_batches(numbered(size), global_batch, accumulation, replicas, steps), alone
-        )
+    np.testing.assert_array_equal(global_batches(numbered(size), global_batch, accumulation, replicas, steps), alone)
     epochs = alone.reshape(-1)[: 2 * size].reshape(2, size)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(size), (2, 1)))
     assert (epochs[0] != epochs[1]).any()
@@ -192,10 +190,9 @@ def test_evaluation_masks_weights_a_token():
 def test_stream_has_the_same_global_batches_at_any_number_of_replicas(size, global_batch, accumulation, shuffle):
     steps = -(-2 * size // global_batch)
     alone = global_batches(stream(size), global_batch, accumulation, 1, steps, shuffle=shuffle)
-    for replicas in (2, 3):
-        np.testing.assert_array_equal(
-            global_batches(stream(size), global_batch, accumulation, replicas, steps, shuffle=shuffle), alone
-        )
+    np.testing.assert_array_equal(
+        global_batches(stream(size), global_batch, accumulation, 3, steps, shuffle=shuffle), alone
+    )
     epochs = alone.reshape(-1)[: 2 * size].reshape(2, size)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(size), (2, 1)))
     resumed = global_batches(
@@ -269,7 +266,7 @@ def test_a_stream_keeps_its_cut_when_it_goes_on_with_other_workers(monkeypatch, 
 
     assert streams.stream_cut(split, BatchPlan(24, 1, cut)) == cut
     whole = run(cut, 1, 4, 0)
-    assert in_any_order(np.concatenate([run(cut, 1, 1, 0), run(replicas, accumulation, 3, 24)])) == in_any_order(whole)
+    assert in_any_order(run(replicas, accumulation, 3, 24)) == in_any_order(whole[1:])
     np.testing.assert_array_equal(np.sort(whole[:2, :, 0].reshape(-1)), np.arange(48))
     if accumulation == 1 and cut > 1:  # the cut it would have taken anew is another one, and would have read some twice
         assert in_any_order(

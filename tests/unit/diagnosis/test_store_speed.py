@@ -9,11 +9,13 @@ from tfdist.config import Config
 from tfdist.diagnosis import store_speed
 from tfdist.diagnosis.findings import State
 from tfdist.doctor import DoctorOptions, examine
+from tfdist.storage import object_store
 
 
 @pytest.fixture(autouse=True)
 def without_delay(monkeypatch):
     monkeypatch.setattr(store_speed, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(object_store, "_REFUSED_SECONDS", 0.1)
 
 
 def found(**flags) -> dict[str, str]:

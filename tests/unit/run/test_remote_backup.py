@@ -13,9 +13,17 @@ from tests.unit.run.test_recovery import recovery_of
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease_owner import Patience
+from tfdist.storage import object_store
 
 BACKUP = "backups/one"
 URL = f"s3://{BUCKET}/{BACKUP}"
+
+
+@pytest.fixture
+def not_tried_long(monkeypatch):
+    """How long a run that ends tries to give back its place in a store that is away, or refuses."""
+    monkeypatch.setattr("tfdist.run.remote_backup._GIVE_BACK_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "_REFUSED_SECONDS", 0.2)
 
 
 def opened(tmp_path, machine="here", run="run", run_id="abc", **flags):
@@ -115,7 +123,9 @@ def test_of_what_the_cache_holds_only_this_runs_counts(s3, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "403"])
-def test_what_was_not_sent_is_gone_on_with_on_the_same_machine(s3, tmp_path, through_proxy, capsys, fault):
+def test_what_was_not_sent_is_gone_on_with_on_the_same_machine(
+    s3, tmp_path, through_proxy, not_tried_long, capsys, fault
+):
     """The store is away, or has become one that may only be read."""
     away = []
     with through_proxy(lambda method, path: fault if away and (fault == "500" or method != "GET") else ""):
@@ -141,7 +151,7 @@ def test_what_was_not_sent_is_gone_on_with_on_the_same_machine(s3, tmp_path, thr
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_when_the_run_has_finished_is_told_of(s3, tmp_path, through_proxy, capsys):
+def test_a_store_that_is_away_when_the_run_has_finished_is_told_of(s3, tmp_path, through_proxy, not_tried_long, capsys):
     away = []
     with through_proxy(lambda method, path: "500" if away else ""):
         first, *_ = opened(tmp_path, store_timeout=0.5)

@@ -155,6 +155,12 @@ def test_a_second_job_is_refused_and_nothing_of_the_first_touched(s3, tmp_path, 
         assert s3.content("runs/one/lease.json") == lease
 
 
+@pytest.fixture
+def not_tried_long(monkeypatch):
+    """How long a run that ends tries to give back its place in a store that is away."""
+    monkeypatch.setattr("tfdist.run.remote_run._GIVE_BACK_SECONDS", 0.3)
+
+
 def first_said(run: RemoteRun) -> list[str]:
     """What the run says first of its store, within 30 seconds."""
     deadline, said = time.monotonic() + 30, []
@@ -165,7 +171,7 @@ def first_said(run: RemoteRun) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_path, monkeypatch):
+def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, not_tried_long, tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
     away = []
     with through_proxy(lambda method, path: "500" if away else ""):
@@ -181,10 +187,11 @@ def test_a_store_that_is_away_is_said_once_and_again_later(through_proxy, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(through_proxy, tmp_path, monkeypatch):
+def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(
+    through_proxy, not_tried_long, tmp_path, monkeypatch
+):
     monkeypatch.setattr("tfdist.storage.mirror._PERIOD_SECONDS", 0.05)
     monkeypatch.setattr("tfdist.run.remote_run.SILENT_SECONDS", 0.5)
-    monkeypatch.setattr("tfdist.run.remote_run._GIVE_BACK_SECONDS", 1.0)
     silent = []
     with through_proxy(lambda method, path: "silence" if silent else ""):
         with pytest.raises(CheckpointError, match="does not answer"), stored(tmp_path / "here", timeout=1.0) as run:
@@ -198,7 +205,7 @@ def test_a_silent_store_is_said_and_holds_the_end_up_no_longer_than_allowed(thro
 
 
 @pytest.mark.slow
-def test_an_error_of_the_run_is_not_hidden_by_the_store(through_proxy, tmp_path):
+def test_an_error_of_the_run_is_not_hidden_by_the_store(through_proxy, not_tried_long, tmp_path):
     away = []
     raised = pytest.raises(KeyError, match="of the run")
     with (

@@ -218,12 +218,12 @@ def test_a_pulse_that_stops_is_noticed():
             barrier.wait(20)
             return list(endpoints)
 
-        return Heartbeat(Ring(cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001")), meet), 2.0)
+        return Heartbeat(Ring(cluster(rank, ("127.0.0.1:2000", "127.0.0.1:2001")), meet), 1.0)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(make, range(2))
     ticks = threading.Event()
-    for _ in range(12):  # three seconds: longer than the patience
+    for _ in range(6):  # a second and a half: longer than the patience
         assert first.is_alive(1)
         ticks.wait(0.25)
     second.close()

@@ -27,7 +27,7 @@ from tfdist.control.exit_codes import ConfigError, StartupError, UnsupportedErro
 from tfdist.control.lease_owner import Patience
 from tfdist.control.run_address import check_address, working_folder
 from tfdist.storage import mirror as mirror_module
-from tfdist.storage import store_lease
+from tfdist.storage import object_store, store_lease
 from tfdist.storage.mirror import FolderMirror, bring_files, files_below
 from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence, explained
@@ -277,6 +277,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty():
         objects._system.session.request = failing
         assert objects.names() == {"a": 3, "folder/b": 3, "folder/inner/c": 3} and not lost
         lost.extend(["folder/inner"] * 100)
+        objects.patience = 0.2
         with pytest.raises(StoreError, match="listing the folder failed: ConnectionError: it is lost"):
             objects.names()
     with pytest.raises(StoreError, match="listing folder failed: ConnectionError"):
@@ -292,8 +293,9 @@ def test_hdfs_without_its_library_is_told(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [301, 400])
-def test_a_bucket_of_another_region_is_told_with_its_region(s3, through_proxy, code):
+def test_a_bucket_of_another_region_is_told_with_its_region(s3, through_proxy, monkeypatch, code):
     """As S3 answers: to HEAD without a word, but with the region among the headers."""
+    monkeypatch.setattr(object_store, "_REFUSED_SECONDS", 0.1)
     with through_proxy(lambda method, path: str(code)):
         objects = ObjectStore(URL, patience=1)
         for use in (objects.names, lambda: objects.create_text("a", ""), lambda: objects.text("a")):
@@ -472,11 +474,11 @@ def test_a_dead_owners_lease_is_taken_over(url, monkeypatch):
     second.give_back()
     elsewhere = {**here, "machine": "another", "host": "far"}
     objects.put_text("lease.json", json.dumps(elsewhere))
-    monkeypatch.setattr(store_lease, "_PATIENCE", Patience(dead=1.0, damaged=1.0))
+    monkeypatch.setattr(store_lease, "_PATIENCE", Patience(dead=0.5, damaged=1.0))
     begun = time.monotonic()
     third = lease(objects, "other")
     third.take()
-    assert 1.0 < time.monotonic() - begun < 20
+    assert 0.5 < time.monotonic() - begun < 20
     third.give_back()
     objects.put_text("lease.json", json.dumps(elsewhere))
     monkeypatch.setattr(store_lease, "_PATIENCE", Patience(dead=1000.0, damaged=1.0))
@@ -555,5 +557,5 @@ def test_patience_ends(through_proxy):
     with through_proxy(lambda method, path: "500"):
         begun = time.monotonic()
         with pytest.raises(StoreError, match=f"{URL}: reading a failed"):
-            ObjectStore(URL, patience=2).text("a")
+            ObjectStore(URL, patience=0.5).text("a")
         assert time.monotonic() - begun < 15
