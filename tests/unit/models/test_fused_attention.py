@@ -58,16 +58,26 @@ def test_output_gradients_and_theirs_are_the_formulas(kernel, dtype, sizes, is_c
         assert one.dtype == dtype and np.linalg.norm(np.float32(one) - other) <= bound * np.linalg.norm(other)
 
 
-def loss_and_gradients(model, x, xla):
-    """In one vector."""
+def computing(model, xla):
+    """A function of a batch: the loss and its gradients, in one vector."""
 
-    @tf.function(jit_compile=xla)
+    @tf.function(jit_compile=xla, autograph=False)
     def compute(x):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.cast(model(x, training=True), tf.float32) ** 2)
-        return loss, tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        return tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in (loss, *gradients)], 0)
 
-    return np.concatenate([np.ravel(np.float32(value)) for value in tf.nest.flatten(compute(tf.constant(x)))])
+    return compute
+
+
+def loss_and_gradients(model, x, xla):
+    return computing(model, xla)(tf.constant(x)).numpy()
+
+
+def trace(model):
+    """As for XLA, which need not compile it: the kernel is taken, or not, while the model is traced."""
+    computing(model, True).get_concrete_function(tf.TensorSpec(X.shape))
 
 
 def is_near(found, expected):
@@ -114,7 +124,7 @@ def test_layers_of_keras_take_the_kernel_where_xla_compiles(kernel, layer, monke
     without = loss_and_gradients(attending(LAYERS[layer]), X, False)  # by the formula
     assert not kernel
     monkeypatch.setattr(backend.nn, "dot_product_attention", keras_attention._of_keras)
-    expected = loss_and_gradients(attending(LAYERS[layer]), X, True)
+    expected = loss_and_gradients(attending(LAYERS[layer]), X, False)
     assert is_near(found, expected) and is_near(without, expected)
 
 
@@ -129,14 +139,14 @@ OTHERS = {
 
 @pytest.mark.parametrize("layer", slow_but(OTHERS, "odd positions, masked"))
 def test_others_do_not(kernel, layer):
-    loss_and_gradients(attending(lambda: OTHERS[layer]), X, True)
+    trace(attending(lambda: OTHERS[layer]))
     assert not kernel
 
 
 def test_turned_off_by_kerass_own_switch(kernel):
     keras.config.disable_flash_attention()
     try:
-        loss_and_gradients(attending(LAYERS["causal"]), X, True)
+        trace(attending(LAYERS["causal"]))
     finally:
         keras.config.enable_flash_attention()
     assert not kernel

@@ -53,7 +53,7 @@ def test_cnn_learns_the_digits():
     images, labels = datasets.load_digits(return_X_y=True)
     images = images.reshape(-1, 8, 8, 1).astype(np.float32) / 16
     held_out = np.arange(len(labels)) % 5 == 4
-    model = cnn(x_spec=image(8, 1), num_outputs=10)
+    model = cnn(x_spec=image(8, 1), num_outputs=10, widths=(16, 32))
     model.compile(
         keras.optimizers.Adam(2e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
     )

@@ -23,15 +23,15 @@ MODELS = {
     "cnn on digits": ["--source=digits", "--model=cnn", "--model_args=norm=none,dropout=0.1"],
     "resnet50": [*IMAGE, "--model=resnet50"],
     "transformer": [*TEXT, "--model_args=layers=2,width=96,heads=3"],
-    "transformer, dropout": [*TEXT, "--model_args=layers=2,width=96,heads=3,dropout=0.1,tied=False"],
-    "transformer, bfloat16": [*TEXT, "--model_args=layers=2,width=96,heads=3", "--precision=bfloat16"],
+    "transformer, dropout": [*TEXT, "--model_args=layers=1,width=96,heads=3,dropout=0.1,tied=False"],
+    "transformer, bfloat16": [*TEXT, "--model_args=layers=1,width=96,heads=3", "--precision=bfloat16"],
     "transformer, bfloat16, dropout": [
         *TEXT,
-        "--model_args=layers=2,width=96,heads=3,dropout=0.1",
+        "--model_args=layers=1,width=96,heads=3,dropout=0.1",
         "--precision=bfloat16",
     ],
     "vit": [*IMAGE, "--model=vit", "--model_args=layers=2,pool=class"],
-    "vit, bfloat16": [*IMAGE, "--model=vit", "--model_args=layers=2", "--precision=bfloat16"],
+    "vit, bfloat16": [*IMAGE, "--model=vit", "--model_args=layers=1", "--precision=bfloat16"],
 }
 
 

@@ -89,6 +89,18 @@ def test_what_a_model_axis_can_repeat_is_not_refused(changes):
     assert not mesh_rules.refusal(config, runtime.mesh, build.plan_batch(config.batch, runtime.replicas))
 
 
+# A model of few layers.
+DIGITS = {"source": "digits", "source_args": "", "model": f"{__name__}:one_block", "model_args": ""}
+
+
+def one_block(num_outputs):
+    inputs = keras.Input((8, 8, 1))
+    x = keras.layers.Flatten()(inputs)
+    y = keras.layers.Dense(64, activation="tanh")(keras.layers.LayerNormalization(name="block_00_norm_1")(x))
+    x = keras.layers.Add(name="block_00_mlp_add")([x, y])
+    return keras.Model(inputs, keras.layers.Dense(num_outputs, dtype="float32")(x))
+
+
 @pytest.mark.slow
 def test_a_mesh_of_one_worker_with_everything_that_needs_no_other():
     losses = []
@@ -99,7 +111,7 @@ def test_a_mesh_of_one_worker_with_everything_that_needs_no_other():
         {"compression": "powersgd"},
     ):
         keras.backend.clear_session()
-        config = BASE.replace(model_args="layers=1,width=8,heads=2", **changes)
+        config = BASE.replace(**DIGITS, **changes)
         job = build.compose(config, build.start_runtime(config, Cluster()))
         output = job.step(job.iterators(0), 2)
         losses.append((output.means["loss"], job.evaluator()()["loss"]))
@@ -109,7 +121,7 @@ def test_a_mesh_of_one_worker_with_everything_that_needs_no_other():
 @pytest.mark.parametrize("optimizer", ["lamb", "muon", "adafactor"])
 def test_optimizers_that_need_whole_variables(optimizer):
     with pytest.raises(ConfigError, match=f"--optimizer={optimizer}"):
-        config = BASE.replace(zero=1, optimizer=optimizer, ema=0.0)
+        config = BASE.replace(**DIGITS, zero=1, optimizer=optimizer, ema=0.0)
         build.compose(config, build.start_runtime(config, Cluster()))
 
 

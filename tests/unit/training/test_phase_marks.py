@@ -31,11 +31,10 @@ def slow_batches(size, seconds):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"skip_non_finite": True, "clip_norm": 0.1},
         {"batch": 48, "accumulation": 3, "dropout": 0.2},
         {"deterministic": True},
         {"jit_compile": True},
-        {"skip_non_finite": True, "clip_norm": 0.1},
         {"as_on_gpu": True},
     ],
 )

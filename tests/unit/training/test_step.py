@@ -149,8 +149,18 @@ def test_an_update_compiled_by_xla_is_the_same(number, optimizer):
         precision = "float32"  # the next gradient, of which Muon's iteration makes 1e-5 (on a Xeon, not on an EPYC)
     found = []
     for compiled in (False, True):
+        # Each variable is a part of the program that XLA compiles: a matrix and a vector are enough.
+        keras.utils.set_random_seed(1)
+        set_policy(PrecisionConfig(precision=precision))
+        in_float32 = keras.layers.Activation("linear", dtype="float32")
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), in_float32])
         step = make_step(
-            optimizer=optimizer, precision=precision, clip_norm=clip_norm, jit_compile=True, compiled_update=compiled
+            model=model,
+            optimizer=optimizer,
+            precision=precision,
+            clip_norm=clip_norm,
+            jit_compile=True,
+            compiled_update=compiled,
         )
         output = step(batches(16), 5)
         found.append((weights(step), output.means["loss"], output.gradient_norm))

@@ -154,14 +154,16 @@ def unsaved(how):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
-    [(how, "sets the variable '(.*/)?calls'") for how in ("module", "late", "loop", "function")]
-    + [("table", "sets a lookup table")],
+    ("how", "options"),
+    [
+        *((how, {}) for how in ("module", "late", "loop", "function", "table")),
+        *((how, {"jit_compile": True}) for how in ("late", "loop")),
+        *((how, {"phase_every": 2}) for how in ("module", "table")),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"phase_every": 2}], ids=str)
-def test_what_is_unsaved_is_refused(how, words, options):
-    if how == "table" and "jit_compile" in options:
-        pytest.skip("XLA compiles no tables")
+def test_what_is_unsaved_is_refused(how, options):
+    words = "sets a lookup table" if how == "table" else "sets the variable '(.*/)?calls'"
     step = make_step(model=unsaved(how), **options)
     with pytest.raises(ConfigError, match=f"Each step {words}, which was not found in the model"):
         step(batches(16), 1)

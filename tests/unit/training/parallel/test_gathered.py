@@ -286,7 +286,6 @@ def found(make, gathered, loss_of=squares):
         sources = shard_variables(variables, groups)
         gather_layers(model, variables, sources, groups)
 
-    @tf.function(autograph=False)
     def run():
         with sums.counting(2.0):
             with tf.GradientTape() as tape:
@@ -294,7 +293,7 @@ def found(make, gathered, loss_of=squares):
             values = [variable.value for variable in sources]
             return loss, tape.gradient(loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
 
-    loss, gradients = run()
+    loss, gradients = tf.function(run, autograph=False)() if gathered else run()
     state = [variable.numpy() for variable in model.non_trainable_variables]
     return loss.numpy(), [*map(np.ravel, gradients), *state]
 

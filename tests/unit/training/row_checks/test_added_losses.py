@@ -34,18 +34,19 @@ class Adds(keras.layers.Layer):
 
 
 class Draws(keras.layers.Layer):
-    """The reparametrisation of a variational autoencoder, and its two losses."""
+    """The reparametrisation of a variational autoencoder, and its two losses, one of them as a mean and as a sum."""
 
-    def __init__(self, total, **options):
+    def __init__(self, **options):
         super().__init__(**options)
-        self.seeds, self.total, self.out = keras.random.SeedGenerator(3), total, layers.Dense(5)
+        self.seeds, self.out = keras.random.SeedGenerator(3), layers.Dense(5)
 
     def call(self, x):
         mean, log_variance = x[:, :2], x[:, 2:4]
         self.add_loss(ops.mean(ops.square(mean) + ops.exp(log_variance) - log_variance))
         z = mean + ops.exp(log_variance / 2) * keras.random.normal(ops.shape(mean), seed=self.seeds)
         y = self.out(z)
-        self.add_loss(self.total(ops.sum(ops.square(y - x), -1)))
+        for total in (ops.mean, ops.sum):
+            self.add_loss(total(ops.sum(ops.square(y - x), -1)))
         return y
 
 
@@ -177,6 +178,9 @@ def test_a_layer_of_keras_adds_what_a_users_regularizer_says(own):
     model = model_of(layers.Dense(5, activity_regularizer=own, name="odd"))
     with pytest.raises(ConfigError, match="loss number 1 that layer odd adds is neither .* as Keras divides it"):
         added_losses(model, X, proofs=Proofs(model, 64, 32))
+
+
+def test_a_sum_of_a_users_regularizer_is_a_mean_as_keras_divides_it():
     model = model_of(layers.Dense(5, activity_regularizer=lambda x: ops.sum(x**2)))
     assert [one.reduction for one in added_losses(model, X, proofs=Proofs(model, 64, 32))] == [MEAN]
 
@@ -186,6 +190,9 @@ def test_what_takes_the_first_rows_of_a_batch_is_refused(first):
     model = model_of(Adds(a_mean, lambda x, _: ops.mean(x[:first] ** 2), name="odd"))
     with pytest.raises(ConfigError, match="loss number 2 that layer odd adds is neither"):
         added_losses(model, X, proofs=Proofs(model, 64, 32))
+
+
+def test_many_rows_that_do_not_divide_are_no_reason():
     model = model_of(Adds(a_sum, a_mean))
     assert [one.reduction for one in added_losses(model, X, proofs=Proofs(model, 63, 32))] == [SUM, MEAN]
 
@@ -261,8 +268,7 @@ def test_only_in_training_behind_dropout_and_batch_statistics():
 
 @pytest.mark.slow
 def test_what_is_random_is_judged_by_its_mean():
-    assert scales(model_of(layers.Dense(5), Draws(ops.mean))) == [MEAN, MEAN]
-    assert scales(model_of(layers.Dense(5), Draws(ops.sum))) == [MEAN, SUM]
+    assert scales(model_of(layers.Dense(5), Draws())) == [MEAN, MEAN, SUM]
 
 
 def test_states_that_keras_does_not_know():

@@ -99,9 +99,13 @@ def config(function, **changes):
 
 
 @pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
-def test_what_mixes_samples_is_refused_in_parts_and_has_whole_batches_elsewhere(function):
+def test_what_mixes_samples_is_refused_in_parts(function):
     with pytest.raises(ConfigError, match=f"--augment={HERE}:{function.__name__} .*--row_mixing=replica"):
         with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, PARTS)
+
+
+@pytest.mark.parametrize("function", [roll, rarely, drawn_by_place], ids=lambda function: function.__name__)
+def test_what_mixes_samples_has_whole_batches_where_it_is_allowed(function):
     for allowed, plan in ((config(function), WHOLE), (config(function, row_mixing="replica"), PARTS)):
         assert SPLIT.cheap and not with_whole_batches_if_it_mixes(allowed, OneDevice(), SPLIT, plan).cheap
 
@@ -113,10 +117,10 @@ def test_what_shows_with_many_samples_alone_is_refused(function, plan):
         with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, plan)
 
 
-@pytest.mark.parametrize("plan", [PARTS, BatchPlan(32, 2, 1)], ids=["few", "many"])
 @pytest.mark.parametrize("function", [scaled, one_by_one, drawn, fails], ids=lambda function: function.__name__)
-def test_what_does_not_is_left_alone(function, plan):
-    assert with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, plan) is SPLIT
+def test_what_does_not_is_left_alone(function):
+    """With few samples, a micro-batch of them, and more."""
+    assert with_whole_batches_if_it_mixes(config(function), OneDevice(), SPLIT, BatchPlan(32, 2, 1)) is SPLIT
 
 
 def test_a_slow_one_is_tried_with_a_micro_batch_at_most(monkeypatch):

@@ -1,8 +1,11 @@
 """A trial of a model under a strategy of TensorFlow's asks nobody: not all workers try the same."""
 
-import os
 import subprocess
 import sys
+
+import pytest
+
+from tests.e2e.job import ENVIRONMENT
 
 PROGRAM = """
 import keras, numpy as np, tensorflow as tf
@@ -21,6 +24,9 @@ print([str(each) for each in captured_by(call.graph) if "total" in str(each)])
 """
 
 
-def test_a_metric_in_a_layer_is_read_here():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ, capture_output=True, text=True, timeout=120)
+@pytest.mark.usefixtures("warm_start")
+def test_a_metric_in_a_layer_is_read_here(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stderr

@@ -17,8 +17,7 @@ from tfdist.training.row_checks.added_losses import take_rows
 from tfdist.training.row_checks.random_mixing import Draws
 from tfdist.training.row_checks.row_proof import Proof, Proofs
 
-PROGRAMS = 100
-
+PROGRAMS, ALWAYS_RUN = 100, 30
 
 NOTHING = Draws(some=False, in_loops=False)
 
@@ -27,12 +26,12 @@ def proof_of(model, x=X, training=False) -> Proof:
     return Proofs(model).of(x, take_rows, training)
 
 
-@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", MIXING)
-def test_of_what_mixes_rows_there_is_no_proof(name, training):
-    apart = proof_of(model_of(layers.Dense(8), Own(MIXING[name])), training=training).apart
-    does = {"in training": training, "in inference": not training, "number of rows, in training": training}
-    assert apart is not does.get(name, True)
+def test_of_what_mixes_rows_there_is_no_proof(name):
+    proofs = Proofs(model_of(layers.Dense(8), Own(MIXING[name])))
+    for training in (False, True):
+        does = {"in training": training, "in inference": not training, "number of rows, in training": training}
+        assert proofs.of(X, take_rows, training).apart is not does.get(name, True)
 
 
 HIDDEN = tf.Variable(tf.zeros(5))
@@ -112,7 +111,7 @@ def test_nor_of_what_hides_it(name):
             return keras.KerasTensor(x.shape, x.dtype)
 
     model = model_of(Hiding(HIDING[name]))
-    assert not any(Proofs(model, many).of(X, take_rows, False).apart for many in (1, 6, 8, 23))
+    assert not any(Proofs(model, many).of(X, take_rows, False).apart for many in (1, 23))
 
 
 def test_nor_of_what_begins_after_some_calls():
@@ -157,9 +156,9 @@ def test_of_what_models_are_made_of_there_is_one(name):
     x = (np.abs(values) * 3).astype("int32") % 5 if name in OF_TOKENS else values
     inputs = layers.Input(shape, dtype=str(x.dtype))
     own = Own(lambda x, *_: ops.silu(x) + ops.gelu(ops.clip(x, -1, 1)))
-    model = keras.Model(inputs, own(made(inputs)))
+    proofs = Proofs(keras.Model(inputs, own(made(inputs))))
     for training in (False, True):
-        assert proof_of(model, x, training) == Proof(True, True)
+        assert proofs.of(x, take_rows, training) == Proof(True, True)
 
 
 @pytest.mark.parametrize("name", sorted(set(APART) - {"noise of its own", "dropout", "dropout in inference"}))
@@ -265,10 +264,11 @@ def test_random_operations_are_never_said_to_keep_rows_apart_that_they_mix():
         model.layer.build(None)
         model.built = True
         apart = proof_of(model, random.normal(size=(6, TOKENS, WIDTH)).astype("float32")).apart
-        mixes = mixes_when_run(model, random)
+        # Of what is not proved it only says that the programs are of use: enough of them mix rows.
+        mixes = mixes_when_run(model, random) if apart or seed < ALWAYS_RUN else None
         assert not (apart and mixes), seed
         proved, mixed = proved + (apart and mixes is False), mixed + bool(mixes)
-    assert min(proved, mixed) > PROGRAMS / 20
+    assert proved > PROGRAMS / 20 and mixed > ALWAYS_RUN / 20
 
 
 class Fewer(keras.Operation):
