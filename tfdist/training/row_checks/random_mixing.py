@@ -52,7 +52,8 @@ def mixes(
     """
     every = list(range(number))
     with draws_undone() as states:
-        functions = [_traced(outputs, take(rows, every)) for _ in range(3)]
+        whole = take(rows, every)
+        functions = [_traced(outputs, whole) for _ in range(3)]
     drawn = what_is_drawn(functions[0].graph)
     if not drawn.some:
         return False
@@ -61,11 +62,11 @@ def mixes(
         if run >= _FEWEST_RUNS and (found >= enough or time.process_time() - begun > _SECONDS):
             break
         kept = every[run % 2 :: 2]
-        given = [every, every, [row if row in kept else kept[0] for row in every]]
+        given = [whole, whole, take(rows, [row if row in kept else kept[0] for row in every])]
         turned = functions[run % 3 :] + functions[: run % 3]  # each may order the iterations of a loop differently
         one, same, other = (
-            of_rows(_run(function, take(rows, places), states, run), number)
-            for function, places in zip(turned, given, strict=True)
+            of_rows(_run(function, rows_given, states, run), number)
+            for function, rows_given in zip(turned, given, strict=True)
         )
         if any_differ(one, same, tolerance):
             return False
