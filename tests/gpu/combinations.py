@@ -22,8 +22,8 @@ from tfdist.runtime import host
 
 IMAGES = ("--source=synthetic", "--source_args=shape=(32,32,3),classes=10", "--global_batch=16")
 TEXT = ("--source=synthetic", "--source_args=task=text,vocab=300", "--sequence_length=32", "--global_batch=16")
-TRANSFORMER = (*TEXT, "--model=transformer", "--model_args=layers=2,width=64,heads=4,dropout=0.1")
-EXPERTS = (*TEXT, "--model=transformer", "--model_args=layers=2,width=64,heads=4,experts=4,balance=0.1")
+TRANSFORMER = (*TEXT, "--model=transformer", "--model_args=layers=1,width=64,heads=4,dropout=0.1")
+EXPERTS = (*TEXT, "--model=transformer", "--model_args=layers=1,width=64,heads=4,experts=4,balance=0.1")
 MODELS = {
     "mlp": (*IMAGES, "--model=mlp"),
     "cnn": (*IMAGES, "--model=cnn"),

@@ -14,7 +14,7 @@ from tfdist import flags
 from tfdist.build import compose, start_runtime
 from tfdist.control.cluster import Cluster
 
-NO_DROPOUT = "--model_args=layers=2,width=64,heads=4"
+NO_DROPOUT = "--model_args=layers=1,width=64,heads=4"
 
 
 @pytest.fixture(autouse=True)
