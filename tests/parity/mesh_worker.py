@@ -235,13 +235,13 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
             str(out / kind / name), lambda step: None, runtime.rank, runtime.size, "leg", 60.0
         )
         for leg, (mesh, spread) in enumerate(legs):
-            lean.next_model(collect=name.endswith(("memory", "peak")))  # these measure held memory
+            lean.next_model(collect=name.endswith("peak"))  # what is left of other rows would count
             config = base.replace(**row.job, **spread)
             if kind == "mesh":
                 config = config.replace(mesh=mesh)
                 runtime = MeshRuntime(Mesh.parse(mesh, cluster.size), cluster, runtime._world, 120.0)
             job = build.compose(config, runtime)
-            if kind == "mesh" and name.endswith("memory"):  # nothing to train
+            if name.endswith("memory"):  # nothing to train
                 continue
             first, last = leg * STEPS // len(legs), (leg + 1) * STEPS // len(legs)
             if leg % 2:
@@ -264,7 +264,7 @@ def main(out: Path, kind: str, chosen: list[str]) -> None:
                 store.write(leg, job.state.to_shards(), {"variables": job.state.table()})
                 runtime.barrier()
         held = bytes_held(job) if name.endswith("memory") else []
-        if kind == "mesh" and name.endswith("memory"):
+        if name.endswith("memory"):
             if runtime.rank == 0:
                 np.savez(out / kind / f"{name}.npz", held=held)
             continue
