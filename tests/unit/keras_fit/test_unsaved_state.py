@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.fuzz import keras_settings
 from tests.unit.keras_fit.test_forward import distribute  # noqa: F401 - a fixture
 from tests.unit.keras_fit.test_resumed_data import Killed, KilledAfter
 from tests.unit.training.test_unsaved_state_checks import HELD, Counts, Holds, MadeLate, model_of
@@ -169,7 +170,7 @@ BESIDE = [lambda: {"loss": Centered()}, relative, drawn, counted, balanced, smoo
 @pytest.mark.parametrize("given", [*BESIDE, warming, warming_behind_a_loss_scale])
 def test_what_losses_metrics_and_optimizers_keep_is_kept(given, run, make, tmp_path):
     def model():
-        keras.utils.set_random_seed(1)
+        keras_settings.seed(1)
         return compiled(model_of(keras.layers.Dense(4)), **given())
 
     expected = fit(model(), run=run, epochs=3)
@@ -285,7 +286,7 @@ class MadeByTheUser(keras.metrics.Metric):
 @pytest.mark.parametrize("metric", [Macro, MadeByTheUser])
 def test_a_metric_may_make_its_variables_at_the_first_batch(metric, run, make, tmp_path):
     def model():
-        keras.utils.set_random_seed(1)
+        keras_settings.seed(1)
         return compiled(model_of(keras.layers.Dense(4)), metrics=[metric()])
 
     expected = fit(model(), run=run, epochs=3)
