@@ -332,7 +332,7 @@ def test_what_is_known_of_datasets():
 def test_a_backup_every_few_batches_is_told_to_be_one_of_epochs(tmp_path, capsys, kind):
     for often, said in ((5, "(save_freq=5 is ignored: a killed run resumes from the last epoch)"), ("epoch", "")):
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", run_eagerly=True)
         tfdist.fit(model, np.ones([8, 4]), np.ones([8, 1]), verbose=0, callbacks=[kind(str(tmp_path), often)])
         told = capsys.readouterr().err
         assert "BackupAndRestore is replaced by the one of tfdist.fit" in told and ("save_freq" in told) == bool(said)
