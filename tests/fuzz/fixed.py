@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.fuzz import known, resume_space, space
-from tests.fuzz.coverage import Coverage
+from tests.fuzz.coverage import Coverage, pairs_of
 
 SEED, CANDIDATES = 15, 12
 STARTED = ("one_device", "mirrored:2", "sockets:2", "multi_worker:2")  # those of space.MOVABLE whose groups run anyway
@@ -77,8 +77,28 @@ BETWEEN = [
 ]
 
 
-def cases(count: int = 150) -> list[dict[str, Any]]:
-    """Returns always the same cases: `count` of them, where each set of data counts."""
+def cases() -> list[dict[str, Any]]:
+    """Returns always the same cases: the drawn ones, but of their data only those that bring a (feature, runtime) pair
+    which none before them has. Others would show the same, once more.
+    """
+    found: list[dict[str, Any]] = []
+    covered: set[tuple[str, str]] = set()
+    for case in drawn():
+        first, *others = space.parts(case)
+        covered.update(pairs_of(first))
+        again = []
+        for other in others:
+            if not covered.issuperset(pairs_of(other)):
+                again.append(other["data"])
+                covered.update(pairs_of(other))
+        found.append(
+            {name: value for name, value in case.items() if name != "again"} | ({"again": again} if again else {})
+        )
+    return found
+
+
+def drawn(count: int = 150) -> list[dict[str, Any]]:
+    """Returns always the same `count` drawn cases, where each set of data counts."""
     coverage, found, left = Coverage(), [], count
     for case in _drawn(coverage):
         if len(space.parts(case)) > left:

@@ -8,7 +8,6 @@ weights (tfdist.fit: from the weights that it has reached). A *feature* is a tex
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -94,6 +93,13 @@ class Chance(random.Random):
         return self.choice(range(a, b + 1))
 
 
+def copy_of(value: Any) -> Any:
+    """copy.deepcopy of what JSON can hold, which is all that a case consists of; several times as fast."""
+    if isinstance(value, dict):
+        return {name: copy_of(each) for name, each in value.items()}
+    return [copy_of(each) for each in value] if isinstance(value, list) else value
+
+
 def group_of(runtime: str) -> tuple[str, int]:
     """Returns (kind of process group, workers) of the group in which a runtime lives."""
     return RUNTIMES[runtime][:2]
@@ -131,7 +137,9 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
     if normed and random.Random(f"{seed}/{number}/places normed").random() < 0.3:
         case["model"]["places_normed"] = True
     for name, other in INSTEAD.items():
-        changed = copy.deepcopy(case)
+        if name not in flat_blocks(case):  # a copy is most of what a draw costs
+            continue
+        changed = copy_of(case)
         _some_instead(changed["model"]["blocks"], name, other, random.Random(f"{seed}/{number}/{other}"))
         case = case if conflicts(changed) and not conflicts(case) else changed
     if case["kind"] == "fit":
@@ -142,13 +150,13 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
             case["compile"]["counting_rate"] = True
         elif chance.random() < (0.5 if "backup" in case["fit"] else 0.1) and fit_space.may_count_rates(case):
             case["fit"]["callbacks"] = [*case["fit"].get("callbacks", ()), "ledger"]
-        rare = copy.deepcopy(case)
+        rare = copy_of(case)
         fit_space.with_rare(rare, random.Random(f"{seed}/{number}/rare in fit"))
         case = case if any(conflicts(part) for part in parts(rare)) else rare
-        attribute = copy.deepcopy(case)
+        attribute = copy_of(case)
         fit_space.with_plain_attribute(attribute, random.Random(f"{seed}/{number}/plain attribute"))
         case = case if any(conflicts(part) for part in parts(attribute)) else attribute
-        fit_space.with_kept_tensors(kept := copy.deepcopy(case), random.Random(f"{seed}/{number}/kept tensors"))
+        fit_space.with_kept_tensors(kept := copy_of(case), random.Random(f"{seed}/{number}/kept tensors"))
         case = case if any(conflicts(part) for part in parts(kept)) else kept
         if runtime == "fit:1":
             backed_up = fit_space.backed_up(case, random.Random(f"{seed}/{number}/backed up"))

@@ -310,7 +310,7 @@ def fitted_in_turn(folder, epochs, end_at=-1, others=(), **options):
             raise Ended
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     backup = keras.callbacks.BackupAndRestore(folder, **options)
     callbacks = [*others, keras.callbacks.LambdaCallback(on_epoch_begin=end), backup]
     data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
@@ -358,7 +358,7 @@ def test_generators_go_on_where_a_fit_that_was_stopped_had_left_them(tmp_path):
 
 def test_a_resumed_fit_that_fails_leaves_no_epoch_at_which_later_ones_begin(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
 
     def end(at):
@@ -434,7 +434,8 @@ def trained(folder, epochs, most=5, end_at=-1):
     keras.utils.set_random_seed(3)
     beta = keras.Variable(0.0, trainable=False)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), lambda y, p: (y - p) ** 2 + beta * p**2)
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+    model.compile(optimizer, lambda y, p: (y - p) ** 2 + beta * p**2)
 
     def end(epoch, logs=None):
         if epoch == end_at:
@@ -475,7 +476,7 @@ def test_what_callbacks_draw_goes_on_where_data_are_read_again(tmp_path):
     def drawn_in(folder, end_at=-1):
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", run_eagerly=True)
         found = {}
 
         def draw(epoch, logs=None):
@@ -497,7 +498,7 @@ def test_what_callbacks_draw_goes_on_where_data_are_read_again(tmp_path):
 def test_of_two_jobs_on_one_folder_the_second_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "_PATIENCE", Patience(dead=20.0, damaged=2.0, to_end=0.1))
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
 
     def fit(epochs):
@@ -526,7 +527,7 @@ def test_no_data_is_read_with_the_tuner():
     """Its end may hold Python's lock for up to a minute (data/tuning.py)."""
     read = []
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     with keras_epochs.data_changed(lambda dataset: read.append(untuned(dataset)) or read[-1]):
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
         model.predict(tf.data.Dataset.from_tensors(np.ones((4, 2))), verbose=0)
@@ -537,7 +538,7 @@ def test_one_worker_reads_without_the_tuner_too(monkeypatch):
     read = []
     monkeypatch.setattr("tfdist.keras_fit.api.untuned", lambda dataset: read.append(untuned(dataset)) or read[-1])
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     x, y = np.ones((4, 2)), np.ones((4, 1))
     tfdist.fit(model, x, y, validation_data=tf.data.Dataset.from_tensors((x, y)), verbose=0)
     of_fit = len(read)

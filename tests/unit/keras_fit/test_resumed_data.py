@@ -3,6 +3,7 @@
 Against plain Keras in the same process: the batches that each callback sees, the history, the weights."""
 
 import functools
+import random
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.eager import context
 
 import tfdist
+from tests.fuzz import keras_settings
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.data_position import _are_independent
 from tfdist.control.exit_codes import CheckpointError, ConfigError
@@ -151,15 +153,23 @@ RUNS = [pytest.param(name, {}, marks=[] if name in QUICK else [pytest.mark.slow]
 ]
 
 
+def set_seed(number):
+    """keras.utils.set_random_seed, which also makes TensorFlow forget its compiled kernels: half of the time of a fit
+    here, where no kernel holds a state of draws.
+    """
+    keras_settings.seed(number)
+    context.context()._seed, context.context()._rng = number, random.Random(number)
+
+
 def run(arguments, callbacks, seed=7, steps_per_execution=1, initial_epoch=0):
-    keras.backend.clear_session()
+    keras_settings.forget_names()
     if seed is not None:
-        keras.utils.set_random_seed(seed)
+        set_seed(seed)
     eagerly = steps_per_execution == 1  # quick; few operations in a step
     layer = keras.layers.Dense(1, use_bias=not eagerly, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((1,)), layer])
     model.compile(
-        keras.optimizers.SGD(0.01, momentum=0.5) if eagerly else keras.optimizers.Adam(0.1),
+        keras.optimizers.SGD(0.01, momentum=0.5),
         "mse",
         metrics=["mae"],
         steps_per_execution=steps_per_execution,
@@ -322,7 +332,7 @@ def test_what_is_known_of_datasets():
 def test_a_backup_every_few_batches_is_told_to_be_one_of_epochs(tmp_path, capsys, kind):
     for often, said in ((5, "(save_freq=5 is ignored: a killed run resumes from the last epoch)"), ("epoch", "")):
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", run_eagerly=True)
         tfdist.fit(model, np.ones([8, 4]), np.ones([8, 1]), verbose=0, callbacks=[kind(str(tmp_path), often)])
         told = capsys.readouterr().err
         assert "BackupAndRestore is replaced by the one of tfdist.fit" in told and ("save_freq" in told) == bool(said)
@@ -366,10 +376,10 @@ def test_a_fit_that_resumes_with_other_data_is_refused(tmp_path, name):
     before, now, changed = DATA[name]
 
     def fit(given, *callbacks):
-        keras.utils.set_random_seed(3)
+        keras_settings.seed(3)
         inputs = {"a": keras.Input([1])} if isinstance(given["x"], dict) else keras.Input([1])
         model = keras.Model(inputs, keras.layers.Dense(1)(*keras.tree.flatten(inputs)))
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", run_eagerly=True)
         backup = keras.callbacks.BackupAndRestore(str(tmp_path))
         return tfdist.fit(model, **given, epochs=EPOCHS, verbose=0, callbacks=[*callbacks, backup])
 

@@ -1,11 +1,14 @@
 """What a fit sets and a backup does not hold, or each worker would have another value of: kept, refused, or told."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.fuzz import keras_settings
 from tests.unit.keras_fit.test_forward import distribute  # noqa: F401 - a fixture
 from tests.unit.keras_fit.test_resumed_data import Killed, KilledAfter
 from tests.unit.training.test_unsaved_state_checks import HELD, Counts, Holds, MadeLate, model_of
@@ -165,19 +168,27 @@ def warming_behind_a_loss_scale():
 BESIDE = [lambda: {"loss": Centered()}, relative, drawn, counted, balanced, smoothed]
 
 
+def seeded(given):
+    keras_settings.seed(1)
+    return compiled(model_of(keras.layers.Dense(4)), **given())
+
+
+@functools.cache
+def uninterrupted(given):
+    """Weights and history of plain Keras, which both functions and both callbacks must reach bit for bit."""
+    model = fit(seeded(given), run=keras.Model.fit, epochs=3)
+    return model.get_weights(), model.history.history
+
+
 @pytest.mark.parametrize(("run", "make"), [(tfdist.fit, kept), (keras.Model.fit, backup.BackupAndRestore)])
 @pytest.mark.parametrize("given", [*BESIDE, warming, warming_behind_a_loss_scale])
 def test_what_losses_metrics_and_optimizers_keep_is_kept(given, run, make, tmp_path):
-    def model():
-        keras.utils.set_random_seed(1)
-        return compiled(model_of(keras.layers.Dense(4)), **given())
-
-    expected = fit(model(), run=run, epochs=3)
     with pytest.raises(Killed):
-        fit(model(), [make(tmp_path), KilledAfter(2)], run, 3)
-    resumed = fit(model(), [make(tmp_path)], run, 3)
-    assert all((a == b).all() for a, b in zip(expected.get_weights(), resumed.get_weights(), strict=True))
-    assert expected.history.history == resumed.history.history
+        fit(seeded(given), [make(tmp_path), KilledAfter(2)], run, 3)
+    resumed = fit(seeded(given), [make(tmp_path)], run, 3)
+    weights, history = uninterrupted(given)
+    assert all((a == b).all() for a, b in zip(weights, resumed.get_weights(), strict=True))
+    assert history == resumed.history.history
 
 
 class Lazy(Centered):
@@ -274,6 +285,14 @@ class MadeByTheUser(keras.metrics.Metric):
         return keras.ops.max(self.total)
 
 
+def macro():
+    return {"loss": "sparse_categorical_crossentropy", "metrics": [Macro()]}
+
+
+def made_by_the_user():
+    return {"loss": "sparse_categorical_crossentropy", "metrics": [MadeByTheUser()]}
+
+
 @pytest.mark.parametrize(
     ("run", "make"),
     [
@@ -282,20 +301,15 @@ class MadeByTheUser(keras.metrics.Metric):
         (keras.Model.fit, lambda folder: backup.BackupAndRestore(folder, save_freq=1)),
     ],
 )
-@pytest.mark.parametrize("metric", [Macro, MadeByTheUser])
+@pytest.mark.parametrize("metric", [macro, made_by_the_user])
 def test_a_metric_may_make_its_variables_at_the_first_batch(metric, run, make, tmp_path):
-    def model():
-        keras.utils.set_random_seed(1)
-        return compiled(model_of(keras.layers.Dense(4)), metrics=[metric()])
-
-    expected = fit(model(), run=run, epochs=3)
     with pytest.raises(Killed):
-        fit(model(), [make(tmp_path), KilledAfter(2)], run, 3)
-    again = model()
-    if metric is Macro:  # in the same process, too, where the variables are there before fit
+        fit(seeded(metric), [make(tmp_path), KilledAfter(2)], run, 3)
+    again = seeded(metric)
+    if metric is macro:  # in the same process, too, where the variables are there before fit
         with pytest.raises(Killed):
             fit(again, [make(tmp_path), KilledAfter(2)], run, 3)
-    assert fit(again, [make(tmp_path)], run, 3).history.history == expected.history.history
+    assert fit(again, [make(tmp_path)], run, 3).history.history == uninterrupted(metric)[1]
 
 
 @pytest.mark.parametrize("traced", ["fit", "train_on_batch"])
