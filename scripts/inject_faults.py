@@ -406,7 +406,7 @@ FAULTS: dict[str, Fault] = {
     "another number": Fault(
         "a worker whose layer has another number one level down takes part in training",
         "training/own_values.py",
-        "return _attributes(_attributes_of(value), depth) or None if _is_own(value) else None",
+        "return _attributes(attributes_of(value), depth) or None if _is_own(value) else None",
         "return None",
         ("tests/unit/training/test_same_model.py",),
     ),
