@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist.artifacts.hidden_state import hidden_state, hidden_variables, metrics_held
 from tfdist.compat import keras_draws, keras_layers, keras_variables, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
-from tfdist.compat.tensorflow_graphs import function_graph
+from tfdist.compat.tensorflow_graphs import function_graph, operations_behind
 from tfdist.compat.tensorflow_variables import values_kept, writes_undone
 from tfdist.training.row_checks.calm_layers import calmed
 from tfdist.training.row_checks.trial_scope import attributes_kept
@@ -175,17 +175,9 @@ class Probe:
         with function_graph("added_losses").as_default() as graph:  # the call may set variables of its own
             x = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), rows)
             inputs = {leaf.op for leaf in keras.tree.flatten(x)}
-            waiting = [
+            added = [
                 loss.op
                 for at, loss in self.added(x, self.weights, Conditions(training))
                 if at == key and getattr(loss, "graph", None) is graph
             ]
-            seen = set(waiting)
-            while waiting:
-                operation = waiting.pop()
-                if operation in inputs:
-                    return True
-                more = {tensor.op for tensor in operation.inputs} - seen
-                seen |= more
-                waiting += more
-        return False
+        return not inputs.isdisjoint(operations_behind(added))
