@@ -15,7 +15,7 @@ from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import lookups, unsaved_state, used_outside
+from tfdist.keras_fit import lookups, unsaved_state, used_outside, worker_dependence
 from tfdist.keras_fit.batch_inputs import Returned, of_the_batch, with_other_rows
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
@@ -222,7 +222,7 @@ class DistributedCall:
             with (
                 self._gradients.of_own_rows(),
                 self._random_numbers.of_own_rows(),
-                lookups.stateful_operations_marked(),
+                worker_dependence.stateful_operations_marked(),
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),

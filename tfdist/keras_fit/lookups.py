@@ -8,9 +8,8 @@ and each has a part of its gradient: these parts must be added up. There are two
 whatever the batch, by all workers; and those that the batch looked up, each once (tf.unique, sparse lookups), by the
 workers that have any of its samples.
 
-The graph tells the kinds apart: by whether the row numbers depend on the own rows of the batch, on their count, or on
-random numbers of the worker, and by the operation that made them. What was gathered from all workers, and what is drawn
-outside of the forward pass over own rows, is the same on all.
+The graph tells the kinds apart: by whether the row numbers differ between workers (worker_dependence.py), and by the
+operation that made them.
 """
 
 from __future__ import annotations
@@ -18,116 +17,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
+import keras
 import tensorflow as tf
 
-# Of variables: the same on all workers.
-_READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.worker_dependence import (
+    is_worker_dependent,
+    made_of,
+    mark_worker_dependent,
+    stateful_operations_marked,
+)
+
+if TYPE_CHECKING:
+    from tfdist.keras_fit.forward import DistributedCall
+
 _LOOKUPS = ("GatherV2", "ResourceGather")
 _PASS_ON = ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze", "Placeholder")  # the same row numbers
 # Their gradients leave the rows of a table rows.
 _COPIES = ("ReadVariableOp", "Identity", "Cast", "Neg")
 # Beside functions: look up a number of rows that is unknown, or give them the gradient of such a lookup.
 _MAY_LOOK_UP = ("GatherNd", "ResourceGatherNd", "ConcatV2", "IdentityN")
-_OF_ZEROS = ("ZerosLike", "Fill", "Cast", "Sum")
 _BRANCHES = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "TensorListReserve")
-# graph -> names of operations -> whether their results differ between workers
-_marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
-
-
-def mark_worker_dependent(tensor: tf.Tensor) -> tf.Tensor:
-    """Marks the tensor as one that differs between workers, and returns it."""
-    return _mark(tensor, differs=True)
-
-
-def mark_same_on_all(tensor: tf.Tensor) -> tf.Tensor:
-    """Marks the tensor as one that all workers hold, although it is made of those of each, and returns it."""
-    return _mark(tensor, differs=False)
-
-
-def _mark(tensor: tf.Tensor, differs: bool) -> tf.Tensor:
-    if isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph"):
-        _marked.setdefault(tensor.graph, {})[tensor.op.name] = differs
-    return tensor
-
-
-@contextlib.contextmanager
-def stateful_operations_marked() -> Iterator[None]:
-    """Context manager for a forward pass over own rows: stateful operations inside differ between workers."""
-    if tf.executing_eagerly():
-        yield
-        return
-    graph = tf.compat.v1.get_default_graph()
-    before = len(graph.get_operations())
-    yield
-    for op in graph.get_operations()[before:]:
-        if op.op_def.is_stateful and op.type not in _READS:
-            _marked.setdefault(graph, {}).setdefault(op.name, True)
-
-
-def is_worker_dependent(tensor: tf.Tensor) -> bool:
-    """Whether the values or the shape of a tensor in a graph differ between workers."""
-    waiting, seen = [tensor], set()
-    while waiting:
-        tensor = waiting.pop()
-        op = tensor.op
-        if (op.graph, op.name) in seen or _is_length_of_a_row(op) or _are_zeros_alike(tensor):
-            continue
-        seen.add((op.graph, op.name))
-        differs = _marked.get(op.graph, {}).get(op.name)
-        if differs:
-            return True
-        if differs is None:
-            waiting += _made_of(op)
-    return False
-
-
-def worker_dependent_inputs(graph: tf.Graph) -> Iterator[tuple[int, tf.Operation, tf.Tensor]]:
-    """Yields, for each operation that takes a tensor which differs between workers, its place in the graph, the
-    operation, and the tensor."""
-    marked = {graph.get_operation_by_name(name): differs for name, differs in _marked.get(graph, {}).items()}
-    differing = set[tf.Operation]()
-    for place, op in enumerate(graph.get_operations() if any(marked.values()) else ()):
-        taken = [each for each in op.inputs if each.op in differing] if differing else []
-        if taken := [each for each in taken if not _are_zeros_alike(each)]:
-            yield place, op, taken[0]
-        if marked.get(op, bool(taken) and not _is_length_of_a_row(op)):
-            differing.add(op)
-
-
-def _made_of(op: tf.Operation) -> list[tf.Tensor]:
-    """The tensors of which an operation makes its results, as far as graphs tell. What a branch takes from the graph
-    outside is a placeholder in it."""
-    if op.type != "Placeholder" or op.outputs[0].dtype == tf.resource:
-        return list(op.inputs)
-    captures = getattr(op.graph, "captures", ())
-    return [outside for outside, inside in captures if inside is op.outputs[0] and hasattr(outside, "graph")]
-
-
-def _are_zeros_alike(tensor: tf.Tensor) -> bool:
-    """Whether the tensor holds zeros, equally many on all workers: of a known shape, or added up over rows. Those that
-    are made like own rows depend on nothing else; positions may be made of such a sum."""
-    op = tensor.op
-    if op.type not in _OF_ZEROS or (not tensor.shape.is_fully_defined() and not _is_sum_over_rows(op)):
-        return False
-    while op.type in ("Cast", "Sum"):
-        op = op.inputs[0].op
-    return op.type == "ZerosLike" or (op.type == "Fill" and tf.get_static_value(op.inputs[1]) == 0)
-
-
-def _is_sum_over_rows(op: tf.Operation) -> bool:
-    axes = tf.get_static_value(op.inputs[1]) if op.type == "Sum" and op.get_attr("keep_dims") else None
-    return axes is not None and 0 in axes.ravel()
-
-
-def _is_length_of_a_row(op: tf.Operation) -> bool:
-    """Whether the operation is tf.shape(x)[k] with k > 0, which is equal on all workers."""
-    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
-        return False
-    begin, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].op.inputs[0].shape.rank
-    return begin is not None and rank is not None and begin.shape == (1,) and int(begin[0]) % max(rank, 1) > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,12 +89,12 @@ def _passed_on(op: tf.Operation) -> list[tf.Tensor]:
     """The row numbers that an operation passes on, if it does no more."""
     if op.type == "SelectV2" and op.inputs[1].op.type == "AddV2" and op.inputs[1].op.inputs[0] is op.inputs[2]:
         return [op.inputs[2]]  # Keras' lookups count negative numbers from the end
-    return _made_of(op)[:1] if op.type in _PASS_ON else []
+    return made_of(op)[:1] if op.type in _PASS_ON else []
 
 
 def _is_hidden(op: tf.Operation) -> bool:
     """Whether nothing in this graph tells of what the operation makes its results."""
-    return (op.type == "Placeholder" and not _made_of(op)) or _calls_functions(op)
+    return (op.type == "Placeholder" and not made_of(op)) or _calls_functions(op)
 
 
 def _calls_functions(op: tf.Operation) -> bool:
@@ -296,3 +210,43 @@ def rows_in(passes: Iterable[Callable[[], LookupFacts]], handle: tf.Tensor) -> l
         except Exception:  # noqa: BLE001 - the pass failed, or cannot be traced once more
             found.append(None)
     return found
+
+
+def judged(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collection[DistributedCall]) -> Lookup:
+    """Returns the lookup with a judgment from all forward passes, if its numbers do not show of what they are
+    made."""
+    if lookup.is_worker_dependent is not None:
+        return lookup if lookup.is_worker_dependent else _judged_by_count(lookup, table, calls)
+    for call in calls:
+        name = call.shared_lookups().get(id(table.handle))
+        if name:
+            raise _not_told_apart(
+                f"looks up rows of {table.name} whatever the batch is, as for positions, or each of them once, as"
+                f" after tf.unique ({name})"
+            )
+    counts = [count for call in calls for count in call.rows_looked_up(table.handle)]
+    all_rows = lookup.numbers.shape[0]
+    known = [count for count in counts if count is not None]
+    # Some of a pass's lookups may not be in the gradient.
+    if any(known) and len(known) == len(counts) and all_rows and all_rows % math.gcd(*known):
+        raise _not_told_apart(f"looks up rows of {table.name} in its call, and a step others outside of it")
+    # Rows that no pass over own rows looks up were looked up outside, where all workers do the same.
+    return dataclasses.replace(lookup, is_worker_dependent=bool(counts))
+
+
+def _judged_by_count(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collection[DistributedCall]) -> Lookup:
+    """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if there are more numbers
+    where the batch has more rows: zeros made for each row, in a batch of known size."""
+    count = lookup.numbers.shape[0]
+    found = [call.counts_of_shared(table.handle) for call in calls if lookup.first_dim in call.counts]
+    follows = any(count in following for following, _ in found)
+    if follows and any(count in fixed for _, fixed in found):
+        raise _not_told_apart(f"looks up {count} rows of {table.name} for the rows of a batch, and others as many")
+    return dataclasses.replace(lookup, is_worker_dependent=follows)
+
+
+def _not_told_apart(what: str) -> ConfigError:
+    return ConfigError(
+        f"The model {what}, and its gradient is taken where tfdist cannot tell these rows from those of the batch:"
+        " without run_eagerly=True, and in the same tf.function as the model's call, it can."
+    )

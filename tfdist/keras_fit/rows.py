@@ -21,8 +21,8 @@ from tfdist.compat.keras_tensors import carry_alike, taken_apart
 from tfdist.compat.tensorflow_graphs import has_gradient
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
-from tfdist.keras_fit.lookups import mark_same_on_all, mark_worker_dependent
 from tfdist.keras_fit.losses_inside import Combination
+from tfdist.keras_fit.worker_dependence import mark_same_on_all, mark_worker_dependent
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.host import as_list
