@@ -315,8 +315,8 @@ FAULTS: dict[str, Fault] = {
     "rows in a branch": Fault(
         "rows that a call looks up inside a branch are added up, row by row, with those of the other workers",
         "keras_fit/lookups.py",
-        ", *(None for _ in unknown)]",
-        "]",
+        "if _is_lookup(op) or _may_look_up(op)",
+        "if _is_lookup(op)",
         ("tests/unit/keras_fit/test_forward.py",),
     ),
     "rows of a step": Fault(

@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from tfdist.compat import tensorflow_autograph, tensorflow_vectorized
 from tfdist.compat.temporary_attributes import attribute_replaced
+from tfdist.compat.tensorflow_graphs import has_gradient
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import used_outside
 from tfdist.keras_fit.lookups import Lookup, judged, lookups
@@ -224,7 +225,7 @@ def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.
         raise ConfigError(
             f"tape.gradient of {type(target).__name__} cannot be spread over workers: differentiate a tensor."
         )
-    if not (target.dtype.is_floating or target.dtype.is_complex):
+    if not has_gradient(target):
         return given
     whole = tf.ones_like(target) if given is None else tf.convert_to_tensor(given)
     # In bfloat16 1/3 is too large by 0.2 %, and so would be all gradients that are given.

@@ -324,7 +324,8 @@ def test_what_layers_have_added_outlives_a_look_at_the_model(distribute):
     def step(x):
         model(x)
         before = list(model.losses)
-        assert model.call.shared_lookups() == {} and len(before) == 1
+        [[use]] = model.call.uses_of(model.weights[0].handle)
+        assert use.rows == 12 and not use.is_shared and len(before) == 1
         assert [id(loss) for loss in model.losses] == [id(loss) for loss in before]
         return before[0]
 
@@ -342,7 +343,8 @@ def test_a_pass_that_failed_does_not_disturb_other_models(distribute):
     distribute(model)
     with pytest.raises(ValueError):
         tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([6, 3]))
-    assert model.call._finders and model.call.shared_lookups() == {}
+    [[use]] = model.call.uses_of(tf.Variable(0.0).handle)
+    assert use.rows is None and not use.is_shared
 
 
 LOGITS = np.array([[30.0, 0.0], [-25.0, 25.0]], np.float32)
