@@ -315,8 +315,8 @@ FAULTS: dict[str, Fault] = {
     "rows in a branch": Fault(
         "rows that a call looks up inside a branch are added up, row by row, with those of the other workers",
         "keras_fit/lookups.py",
-        ", *(None for _ in unknown)]",
-        "]",
+        "if _is_lookup(op) or _may_look_up(op)",
+        "if _is_lookup(op)",
         ("tests/unit/keras_fit/test_forward.py",),
     ),
     "rows of a step": Fault(
@@ -406,7 +406,7 @@ FAULTS: dict[str, Fault] = {
     "another number": Fault(
         "a worker whose layer has another number one level down takes part in training",
         "training/own_values.py",
-        "return _attributes(_attributes_of(value), depth) or None if _is_own(value) else None",
+        "return _attributes(attributes_of(value), depth) or None if _is_own(value) else None",
         "return None",
         ("tests/unit/training/test_same_model.py",),
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import keras
 
 from tfdist.artifacts import backup_file, callback_values
 from tfdist.compat.code_origin import is_of_keras, package_of
+from tfdist.compat.object_attributes import attributes_of, slots_of
 
 Facts = dict[str, tuple[Any, ...]]  # name of an attribute -> facts that tell whether it has changed
 Path = tuple[Any, ...]  # name of the callback, of its attribute, then keys and places in containers
@@ -48,7 +48,6 @@ def not_held(callback: keras.callbacks.Callback, state: dict[str, Any]) -> list[
 def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
     """The attributes of a callback, including containers that are class attributes: `self.rows.append` changes them."""
     is_tensorboard = isinstance(callback, keras.callbacks.TensorBoard)
-    in_slots = {name: getattr(callback, name) for name in _slots(callback) if hasattr(callback, name)}
     in_classes = {
         name: member
         for kind in reversed(type(callback).__mro__)
@@ -58,14 +57,9 @@ def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
     }
     return {
         name: value
-        for name, value in (in_classes | callback.__dict__ | in_slots).items()
+        for name, value in (in_classes | attributes_of(callback)).items()
         if name not in _NOT_STATE and not (is_tensorboard and name.startswith("_") and name not in _OF_TENSORBOARD)
     }
-
-
-def _slots(callback: keras.callbacks.Callback) -> list[str]:
-    kinds = type(callback).__mro__
-    return [name for kind in kinds for name, member in vars(kind).items() if inspect.ismemberdescriptor(member)]
 
 
 def facts_of(
@@ -148,13 +142,12 @@ def restore(
         held = _attributes(callback)
         for attribute, value in states.get(name, {}).items():
             merged = restored.value((name, attribute), value, held.get(attribute))
-            if attribute in _slots(callback):
+            if attribute in slots_of(type(callback)):
                 setattr(callback, attribute, merged)
             elif attribute in callback.__dict__ or merged is not held.get(attribute):  # else it is a class attribute
                 callback.__dict__[attribute] = merged
-        for attribute in set(without.get(name, ())) & {*callback.__dict__, *_slots(callback)}:
-            with contextlib.suppress(AttributeError):  # for an empty slot
-                object.__delattr__(callback, attribute)
+        for attribute in set(without.get(name, ())) & attributes_of(callback).keys():
+            object.__delattr__(callback, attribute)
 
 
 def _objects_in(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[Any, list[Path]]]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_optimizers, keras_trainer, keras_variables
 from tfdist.compat.code_origin import is_of_keras, module_of, package_of
+from tfdist.compat.object_attributes import attributes_of
 
 _DEPTH = 4  # nesting depth of lists, dictionaries and objects
 _DEPTH_BESIDE = 8  # the same for objects that are not layers, which are few
@@ -278,8 +279,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return ()
     if isinstance(value, types.FunctionType):
         return _closed_over(value)
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return (*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots))
+    return attributes_of(value).values()
 
 
 def _closed_over(function: types.FunctionType) -> list[Any]:

@@ -8,6 +8,8 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
+from tfdist.compat.tensorflow_graphs import inputs_of, operations_behind
+
 
 def add_rows_to_rows() -> None:
     """Makes Keras add what it adds where it does not know the number of rows, as in `keras.Model.fit`.
@@ -55,17 +57,10 @@ def _is_made_of_weights(value: Any) -> bool:
         return True
     if not hasattr(value, "graph"):
         return not tf.executing_eagerly()  # in a graph it is a constant
-    waiting, seen = [value.op], set()
-    while waiting:
-        operation = waiting.pop()
-        if operation.name in seen or operation.type in ("Const", "ReadVariableOp") or _is_variable(operation):
-            continue
-        if not operation.inputs:
-            return False
-        seen.add(operation.name)
-        waiting += [tensor.op for tensor in operation.inputs]
-    return True
+    behind = operations_behind([value.op], lambda operation: [] if _is_weight(operation) else inputs_of(operation))
+    return all(_is_weight(operation) or operation.inputs for operation in behind)
 
 
-def _is_variable(operation: tf.Operation) -> bool:
-    return any(output.dtype == tf.resource for output in operation.outputs)
+def _is_weight(operation: tf.Operation) -> bool:
+    is_variable = any(output.dtype == tf.resource for output in operation.outputs)
+    return is_variable or operation.type in ("Const", "ReadVariableOp")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -128,15 +128,28 @@ def _is_made_of(
 ) -> bool:
     """Whether the operations before a tensor lead to a source. follows: to which inputs; ends: kinds of operations at
     which a way ends."""
-    seen, waiting = set(), [tensor.op]
+
+    def before(operation: tf.Operation) -> list[tf.Operation]:
+        return [] if operation.type in ends else [each.op for each in operation.inputs if follows(each)]
+
+    return any(map(is_source, operations_behind([tensor.op], before)))
+
+
+def inputs_of(operation: tf.Operation) -> list[tf.Operation]:
+    """The operations whose results an operation takes."""
+    return [tensor.op for tensor in operation.inputs]
+
+
+def operations_behind(
+    operations: Iterable[tf.Operation], before: Callable[[tf.Operation], Iterable[tf.Operation]] = inputs_of
+) -> Iterator[tf.Operation]:
+    """Yields these operations, those `before` them, and so on, each once."""
+    waiting, seen = list(operations), set()
     while waiting:
-        operation = waiting.pop()
-        if is_source(operation):
-            return True
-        if id(operation) not in seen and operation.type not in ends:
-            seen.add(id(operation))
-            waiting += [each.op for each in operation.inputs if follows(each)]
-    return False
+        if (operation := waiting.pop()) not in seen:
+            seen.add(operation)
+            yield operation
+            waiting += before(operation)
 
 
 def has_gradient(tensor: tf.Tensor) -> bool:

@@ -15,6 +15,7 @@ from tensorflow.python.framework import random_seed
 
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.compat.tensorflow_functions import functions_inline
+from tfdist.compat.tensorflow_variables import values_kept
 
 _BETWEEN_KEYS = 0x9E3779B97F4A7C1  # distance between the keys of two replicas
 _BETWEEN_SEEDS = 0x9E3779B1  # the same of their seeds; odd, so that no two of them are the same
@@ -215,11 +216,7 @@ def keys_moved(by: int | tf.Tensor) -> Iterator[None]:
 def moved(states: Sequence[tf.Variable], by: int) -> Iterator[None]:
     """Context manager in which generators with these states draw other numbers, the same for the same `by`; restores
     the states at exit."""
-    before = [tf.identity(state) for state in states]
-    try:
-        for state, value in zip(states, before, strict=True):
-            state.assign(value + tf.cast(by, value.dtype))
+    with values_kept(states) as before:
+        for state, value in before:
+            state.assign(value + by)
         yield
-    finally:
-        for state, value in zip(states, before, strict=True):
-            state.assign(value)

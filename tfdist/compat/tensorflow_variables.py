@@ -1,9 +1,9 @@
-"""Undoes what eager code writes to TensorFlow's variables; reads large tables in place."""
+"""Puts back what variables held; reads large tables in place."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,17 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, Re
 from tfdist.compat.tensorflow_replicas import of_this_replica
 
 _WRITERS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update", "scatter_nd_update")
+
+
+@contextlib.contextmanager
+def values_kept(variables: Sequence[Any]) -> Iterator[list[tuple[Any, np.ndarray]]]:
+    """Context manager that restores these variables at exit. Yields each with its value."""
+    kept = [(variable, variable.numpy()) for variable in variables]
+    try:
+        yield kept
+    finally:
+        for variable, value in kept:
+            variable.assign(value)
 
 
 @contextlib.contextmanager

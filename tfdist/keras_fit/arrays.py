@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.artifacts.state import restore_generator_states
 from tfdist.compat import keras_arrays, tensorflow_random
 from tfdist.control.exit_codes import DataError
 from tfdist.keras_fit.epoch_backup import EpochBackup
@@ -96,8 +97,7 @@ def _draw_alike(runtime: Runtime) -> None:
     state = random.getstate()
     digests = runtime.all_gather(np.array([zlib.crc32(repr(state).encode())], np.uint32))
     if (digests != digests[0]).any():
-        version, numbers, following = runtime.broadcast_object(state, "random")
-        random.setstate((version, tuple(numbers), following))
+        restore_generator_states({"python": runtime.broadcast_object(state, "random")})
 
 
 def _random_numbers_agree(runtime: Runtime) -> bool:

@@ -15,7 +15,7 @@ from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import lookups, unsaved_state, used_outside
+from tfdist.keras_fit import lookups, unsaved_state, used_outside, worker_dependence
 from tfdist.keras_fit.batch_inputs import Returned, of_the_batch, with_other_rows
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
 from tfdist.keras_fit.gradients import Gradients
@@ -222,7 +222,7 @@ class DistributedCall:
             with (
                 self._gradients.of_own_rows(),
                 self._random_numbers.of_own_rows(),
-                lookups.stateful_operations_marked(),
+                worker_dependence.stateful_operations_marked(),
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),
@@ -251,17 +251,9 @@ class DistributedCall:
             combinations = self._combinations.of(list(losses), args, kwargs, cut, training)
         return Forward(outputs, losses, combinations)
 
-    def shared_lookups(self) -> dict[int, str]:
-        """The lookups, in all forward passes so far, that do not depend on the batch; see lookups.py."""
-        return lookups.shared_in(self._finders.values())
-
-    def rows_looked_up(self, handle: tf.Tensor) -> list[int | None]:
-        """See lookups.rows_in, for all forward passes so far."""
-        return lookups.rows_in(self._finders.values(), handle)
-
-    def counts_of_shared(self, handle: tf.Tensor) -> tuple[set[int | None], set[int | None]]:
-        """See lookups.counts_of_shared, for all forward passes so far."""
-        return lookups.counts_of_shared(self._finders.values(), handle, 1 + max(self.counts))
+    def uses_of(self, handle: tf.Tensor, rows: int | None = None) -> list[list[lookups.Use]]:
+        """For each forward pass so far, how it uses the table with this handle. rows: another number of own rows."""
+        return [lookups.uses_in(find, handle, rows) for find in self._finders.values()]
 
     def _on_tensors(self, rebuild: Callable) -> Callable[[list[tf.Tensor]], Any]:
         """The forward pass as a function of tensors."""
@@ -281,13 +273,13 @@ class DistributedCall:
         """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""
 
         @functools.cache
-        def find(rows: int | None = None) -> lookups.LookupFacts:
+        def find(rows: int | None) -> lookups.LookupFacts:
             with self._state_restored():
                 return lookups.traced(self._on_tensors(rebuild), with_other_rows(specs, cut, rows) if rows else specs)
 
         return find
 
-    def _compiles(self, kwargs: dict, find: Callable[[], lookups.LookupFacts]) -> bool:
+    def _compiles(self, kwargs: dict, find: Callable[[None], lookups.LookupFacts]) -> bool:
         """Whether XLA compiles the pass over own rows. Not if it has collectives, nor if its gradient needs values from
         inside it: those that loops or branches compute, and lookups that do not depend on the batch, which could no
         longer be told from other lookups."""
@@ -297,4 +289,5 @@ class DistributedCall:
         layers = keras_layers.all_layers(self._model)
         if kwargs.get("training") and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
             return False
-        return not find().shared and not (find().branches and kwargs.get("training") is not False)
+        uses, branches = find(None)
+        return not any(use.is_shared for use in uses) and not (branches and kwargs.get("training") is not False)

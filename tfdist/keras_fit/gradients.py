@@ -18,8 +18,6 @@ so derivatives of any order are right.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +29,12 @@ import tensorflow as tf
 
 from tfdist.compat import tensorflow_autograph, tensorflow_vectorized
 from tfdist.compat.temporary_attributes import attribute_replaced
+from tfdist.compat.tensorflow_graphs import has_gradient
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import used_outside
-from tfdist.keras_fit.lookups import Lookup, is_worker_dependent, lookups, mark_same_on_all
+from tfdist.keras_fit.lookups import Lookup, judged, lookups
 from tfdist.keras_fit.rows import every_row, total
+from tfdist.keras_fit.worker_dependence import is_worker_dependent, mark_same_on_all
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.scopes import Once, ThreadScope
 from tfdist.training.dtypes import Gradient, at_least_float32, scaled
@@ -188,7 +188,7 @@ class Gradients:
         Rows of a table stay rows: those that one process would have (lookups.py).
         """
         parts_of = [
-            [self._judged(lookup, variable) for lookup in lookups(gradient)]
+            [judged(lookup, variable, self.calls) for lookup in lookups(gradient)]
             if isinstance(gradient, tf.IndexedSlices)
             else []
             for gradient, variable in zip(gradients, variables, strict=True)
@@ -219,51 +219,13 @@ class Gradients:
         shape = None if shape is None else mark_same_on_all(shape)
         return tf.IndexedSlices(mark_same_on_all(values), mark_same_on_all(numbers), shape)
 
-    def _judged_by_count(self, lookup: Lookup, table: keras.Variable | tf.Variable) -> Lookup:
-        """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if there are more numbers
-        where the batch has more rows: zeros made for each row, in a batch of known size."""
-        count = lookup.numbers.shape[0]
-        found = [call.counts_of_shared(table.handle) for call in self.calls if lookup.first_dim in call.counts]
-        follows = any(count in following for following, _ in found)
-        if follows and any(count in fixed for _, fixed in found):
-            raise _not_told_apart(f"looks up {count} rows of {table.name} for the rows of a batch, and others as many")
-        return dataclasses.replace(lookup, is_worker_dependent=follows)
-
-    def _judged(self, lookup: Lookup, table: keras.Variable | tf.Variable) -> Lookup:
-        """Returns the lookup with a judgment from all forward passes, if its numbers do not show of what they are
-        made."""
-        if lookup.is_worker_dependent is not None:
-            return lookup if lookup.is_worker_dependent else self._judged_by_count(lookup, table)
-        for call in self.calls:
-            name = call.shared_lookups().get(id(table.handle))
-            if name:
-                raise _not_told_apart(
-                    f"looks up rows of {table.name} whatever the batch is, as for positions, or each of them once, as"
-                    f" after tf.unique ({name})"
-                )
-        counts = [count for call in self.calls for count in call.rows_looked_up(table.handle)]
-        all_rows = lookup.numbers.shape[0]
-        known = [count for count in counts if count is not None]
-        # Some of a pass's lookups may not be in the gradient.
-        if any(known) and len(known) == len(counts) and all_rows and all_rows % math.gcd(*known):
-            raise _not_told_apart(f"looks up rows of {table.name} in its call, and a step others outside of it")
-        # Rows that no pass over own rows looks up were looked up outside, where all workers do the same.
-        return dataclasses.replace(lookup, is_worker_dependent=bool(counts))
-
-
-def _not_told_apart(what: str) -> ConfigError:
-    return ConfigError(
-        f"The model {what}, and its gradient is taken where tfdist cannot tell these rows from those of the batch:"
-        " without run_eagerly=True, and in the same tf.function as the model's call, it can."
-    )
-
 
 def _seed(target: Any, given: tf.Tensor | None, share: float | tf.Tensor) -> tf.Tensor | None:
     if not isinstance(target, tf.Tensor):
         raise ConfigError(
             f"tape.gradient of {type(target).__name__} cannot be spread over workers: differentiate a tensor."
         )
-    if not (target.dtype.is_floating or target.dtype.is_complex):
+    if not has_gradient(target):
         return given
     whole = tf.ones_like(target) if given is None else tf.convert_to_tensor(given)
     # In bfloat16 1/3 is too large by 0.2 %, and so would be all gradients that are given.

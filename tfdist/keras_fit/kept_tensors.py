@@ -20,7 +20,7 @@ from tfdist.artifacts.hidden_state import tensors_in
 from tfdist.compat import keras_layers, keras_trainer
 from tfdist.compat.code_origin import is_of_keras
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit.lookups import is_worker_dependent
+from tfdist.keras_fit.worker_dependence import is_worker_dependent
 
 OF_ONE_WORKER = (
     "may hold the rows of one worker only: return it from the call, add what you need of it with add_loss, or train in"

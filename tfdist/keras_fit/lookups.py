@@ -8,126 +8,39 @@ and each has a part of its gradient: these parts must be added up. There are two
 whatever the batch, by all workers; and those that the batch looked up, each once (tf.unique, sparse lookups), by the
 workers that have any of its samples.
 
-The graph tells the kinds apart: by whether the row numbers depend on the own rows of the batch, on their count, or on
-random numbers of the worker, and by the operation that made them. What was gathered from all workers, and what is drawn
-outside of the forward pass over own rows, is the same on all.
+The graph tells the kinds apart: by whether the row numbers differ between workers (worker_dependence.py), and by the
+operation that made them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import keras
 import tensorflow as tf
 
-# Of variables: the same on all workers.
-_READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+from tfdist.compat.tensorflow_graphs import kinds_of_operations
+from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.worker_dependence import (
+    is_worker_dependent,
+    made_of,
+    mark_worker_dependent,
+    stateful_operations_marked,
+)
+
+if TYPE_CHECKING:
+    from tfdist.keras_fit.forward import DistributedCall
+
 _LOOKUPS = ("GatherV2", "ResourceGather")
 _PASS_ON = ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze", "Placeholder")  # the same row numbers
 # Their gradients leave the rows of a table rows.
 _COPIES = ("ReadVariableOp", "Identity", "Cast", "Neg")
 # Beside functions: look up a number of rows that is unknown, or give them the gradient of such a lookup.
 _MAY_LOOK_UP = ("GatherNd", "ResourceGatherNd", "ConcatV2", "IdentityN")
-_OF_ZEROS = ("ZerosLike", "Fill", "Cast", "Sum")
 _BRANCHES = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase", "TensorListReserve")
-# graph -> names of operations -> whether their results differ between workers
-_marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
-
-
-def mark_worker_dependent(tensor: tf.Tensor) -> tf.Tensor:
-    """Marks the tensor as one that differs between workers, and returns it."""
-    return _mark(tensor, differs=True)
-
-
-def mark_same_on_all(tensor: tf.Tensor) -> tf.Tensor:
-    """Marks the tensor as one that all workers hold, although it is made of those of each, and returns it."""
-    return _mark(tensor, differs=False)
-
-
-def _mark(tensor: tf.Tensor, differs: bool) -> tf.Tensor:
-    if isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph"):
-        _marked.setdefault(tensor.graph, {})[tensor.op.name] = differs
-    return tensor
-
-
-@contextlib.contextmanager
-def stateful_operations_marked() -> Iterator[None]:
-    """Context manager for a forward pass over own rows: stateful operations inside differ between workers."""
-    if tf.executing_eagerly():
-        yield
-        return
-    graph = tf.compat.v1.get_default_graph()
-    before = len(graph.get_operations())
-    yield
-    for op in graph.get_operations()[before:]:
-        if op.op_def.is_stateful and op.type not in _READS:
-            _marked.setdefault(graph, {}).setdefault(op.name, True)
-
-
-def is_worker_dependent(tensor: tf.Tensor) -> bool:
-    """Whether the values or the shape of a tensor in a graph differ between workers."""
-    waiting, seen = [tensor], set()
-    while waiting:
-        tensor = waiting.pop()
-        op = tensor.op
-        if (op.graph, op.name) in seen or _is_length_of_a_row(op) or _are_zeros_alike(tensor):
-            continue
-        seen.add((op.graph, op.name))
-        differs = _marked.get(op.graph, {}).get(op.name)
-        if differs:
-            return True
-        if differs is None:
-            waiting += _made_of(op)
-    return False
-
-
-def worker_dependent_inputs(graph: tf.Graph) -> Iterator[tuple[int, tf.Operation, tf.Tensor]]:
-    """Yields, for each operation that takes a tensor which differs between workers, its place in the graph, the
-    operation, and the tensor."""
-    marked = {graph.get_operation_by_name(name): differs for name, differs in _marked.get(graph, {}).items()}
-    differing = set[tf.Operation]()
-    for place, op in enumerate(graph.get_operations() if any(marked.values()) else ()):
-        taken = [each for each in op.inputs if each.op in differing] if differing else []
-        if taken := [each for each in taken if not _are_zeros_alike(each)]:
-            yield place, op, taken[0]
-        if marked.get(op, bool(taken) and not _is_length_of_a_row(op)):
-            differing.add(op)
-
-
-def _made_of(op: tf.Operation) -> list[tf.Tensor]:
-    """The tensors of which an operation makes its results, as far as graphs tell. What a branch takes from the graph
-    outside is a placeholder in it."""
-    if op.type != "Placeholder" or op.outputs[0].dtype == tf.resource:
-        return list(op.inputs)
-    captures = getattr(op.graph, "captures", ())
-    return [outside for outside, inside in captures if inside is op.outputs[0] and hasattr(outside, "graph")]
-
-
-def _are_zeros_alike(tensor: tf.Tensor) -> bool:
-    """Whether the tensor holds zeros, equally many on all workers: of a known shape, or added up over rows. Those that
-    are made like own rows depend on nothing else; positions may be made of such a sum."""
-    op = tensor.op
-    if op.type not in _OF_ZEROS or (not tensor.shape.is_fully_defined() and not _is_sum_over_rows(op)):
-        return False
-    while op.type in ("Cast", "Sum"):
-        op = op.inputs[0].op
-    return op.type == "ZerosLike" or (op.type == "Fill" and tf.get_static_value(op.inputs[1]) == 0)
-
-
-def _is_sum_over_rows(op: tf.Operation) -> bool:
-    axes = tf.get_static_value(op.inputs[1]) if op.type == "Sum" and op.get_attr("keep_dims") else None
-    return axes is not None and 0 in axes.ravel()
-
-
-def _is_length_of_a_row(op: tf.Operation) -> bool:
-    """Whether the operation is tf.shape(x)[k] with k > 0, which is equal on all workers."""
-    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
-        return False
-    begin, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].op.inputs[0].shape.rank
-    return begin is not None and rank is not None and begin.shape == (1,) and int(begin[0]) % max(rank, 1) > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,12 +88,12 @@ def _passed_on(op: tf.Operation) -> list[tf.Tensor]:
     """The row numbers that an operation passes on, if it does no more."""
     if op.type == "SelectV2" and op.inputs[1].op.type == "AddV2" and op.inputs[1].op.inputs[0] is op.inputs[2]:
         return [op.inputs[2]]  # Keras' lookups count negative numbers from the end
-    return _made_of(op)[:1] if op.type in _PASS_ON else []
+    return made_of(op)[:1] if op.type in _PASS_ON else []
 
 
 def _is_hidden(op: tf.Operation) -> bool:
     """Whether nothing in this graph tells of what the operation makes its results."""
-    return (op.type == "Placeholder" and not _made_of(op)) or _calls_functions(op)
+    return (op.type == "Placeholder" and not made_of(op)) or _calls_functions(op)
 
 
 def _calls_functions(op: tf.Operation) -> bool:
@@ -199,21 +112,25 @@ def _parts(numbers: tf.Tensor) -> Iterator[tf.Tensor]:
         yield numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class LookupFacts:
-    """Facts about a forward pass, read from a trace.
+class Use(NamedTuple):
+    """How a forward pass uses a table.
 
-    Attributes: shared, the lookups of rows that several workers share, because they do not depend on the batch, or as
-    each is looked up once: id of the table's handle -> name; rows, for each variable that it uses: id of the handle ->
-    the number of rows of each lookup, None where it is unknown; branches, whether it has loops (of RNNs, tf.map_fn) or
-    tf.cond, whose gradients XLA can take only if it compiles these gradients, too; counts_of_shared, `rows` of just the
-    lookups that several workers share.
+    Attributes: table, the id of its handle; rows, how many it looks up, None if that is unknown; is_shared, whether
+    several workers share these rows, because they do not depend on the batch, or as each is looked up once.
     """
 
-    shared: dict[int, str]
-    rows: dict[int, list[int | None]]
+    table: int
+    name: str
+    rows: int | None
+    is_shared: bool
+
+
+class LookupFacts(NamedTuple):
+    """What a trace tells of a forward pass. branches: whether it has loops (of RNNs, tf.map_fn) or tf.cond, whose
+    gradients XLA can take only if it compiles these gradients, too."""
+
+    uses: list[Use]
     branches: bool
-    counts_of_shared: dict[int, list[int | None]]
 
 
 def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
@@ -225,36 +142,43 @@ def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
         return [output for output in outputs if isinstance(output, tf.Tensor)]
 
     graph = tf.function(trace, autograph=False).get_concrete_function(*arguments).graph
-    shared, rows, counts = dict[int, str](), dict[int, list[int | None]](), dict[int, list[int | None]]()
-    for table, handle in graph.captures:
-        if handle.dtype != tf.resource:
-            continue
-        uses = list(_uses(handle))
-        known = [op for op in uses if op.type in _LOOKUPS and op.outputs[0].dtype.is_floating]
-        unknown = [op for op in uses if _may_look_up(op)]
-        rows[id(table)] = [*(op.inputs[1].shape.num_elements() for op in known), *(None for _ in unknown)]
-        shared |= {id(table): op.name for op in uses if _looks_up_shared_rows(op)}
-        counts[id(table)] = [op.inputs[1].shape.num_elements() for op in known if _looks_up_shared_rows(op)]
-    definition = graph.as_graph_def()
-    nodes = itertools.chain(definition.node, *(inner.node_def for inner in definition.library.function))
-    return LookupFacts(shared, rows, any(node.op in _BRANCHES for node in nodes), counts)
+    uses = [
+        Use(id(table), op.name, op.inputs[1].shape.num_elements() if _is_lookup(op) else None, _is_shared(op))
+        for table, handle in graph.captures
+        if handle.dtype == tf.resource
+        for op in _users(handle)
+        if _is_lookup(op) or _may_look_up(op)
+    ]
+    return LookupFacts(uses, not kinds_of_operations(graph)[0].isdisjoint(_BRANCHES))
 
 
-def _uses(table: tf.Tensor) -> Iterator[tf.Operation]:
+def uses_in(find: Callable[[int | None], LookupFacts], handle: tf.Tensor, rows: int | None) -> list[Use]:
+    """How a forward pass uses the table with this handle; one unknown use if the pass has failed, cannot be traced once
+    more, or takes no batches of another size. find: traces it, on this number of rows, to describe it."""
+    try:
+        return [use for use in find(rows).uses if use.table == id(handle)]
+    except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise
+        return [Use(id(handle), "", None, is_shared=False)]
+
+
+def _users(table: tf.Tensor) -> Iterator[tf.Operation]:
     """Yields the operations that take a table, or a mere copy of it."""
     for op in table.consumers():
         if op.type in _COPIES and op.outputs[0].dtype.is_floating:
-            yield from _uses(op.outputs[0])
+            yield from _users(op.outputs[0])
         else:
             yield op
 
 
-def _looks_up_shared_rows(op: tf.Operation) -> bool:
+def _is_lookup(op: tf.Operation) -> bool:
+    return op.type in _LOOKUPS and op.outputs[0].dtype.is_floating
+
+
+def _is_shared(op: tf.Operation) -> bool:
     """Whether an operation that takes a table looks up rows that several workers share."""
     if op.type.startswith("SparseSegment"):
         return op.get_attr("sparse_gradient")  # which has each row once
-    is_lookup = op.type in _LOOKUPS and op.outputs[0].dtype.is_floating
-    return is_lookup and (_has_each_once(op.inputs[1]) or not is_worker_dependent(op.inputs[1]))
+    return _is_lookup(op) and (_has_each_once(op.inputs[1]) or not is_worker_dependent(op.inputs[1]))
 
 
 def _may_look_up(op: tf.Operation) -> bool:
@@ -262,37 +186,49 @@ def _may_look_up(op: tf.Operation) -> bool:
     return op.type in _MAY_LOOK_UP or op.type.startswith("SparseSegment") or _calls_functions(op)
 
 
-def shared_in(passes: Iterable[Callable[[], LookupFacts]]) -> dict[int, str]:
-    """The lookups, in these forward passes, that do not depend on the batch. passes: functions that trace a pass to
-    describe it."""
-    shared = dict[int, str]()
-    for find in passes:
-        with contextlib.suppress(Exception):  # for a pass that failed: nothing was computed with it
-            shared |= find().shared
-    return shared
+def judged(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collection[DistributedCall]) -> Lookup:
+    """Returns the lookup with a judgment from all forward passes, if its numbers do not show of what they are
+    made."""
+    if lookup.is_worker_dependent is not None:
+        return lookup if lookup.is_worker_dependent else _judged_by_count(lookup, table, calls)
+    uses = [use for call in calls for of_pass in call.uses_of(table.handle) for use in of_pass]
+    if shared := _shared(uses):
+        raise _not_told_apart(
+            f"looks up rows of {table.name} whatever the batch is, as for positions, or each of them once, as"
+            f" after tf.unique ({shared[0].name})"
+        )
+    all_rows = lookup.numbers.shape[0]
+    known = [use.rows for use in uses if use.rows is not None]
+    # Some of a pass's lookups may not be in the gradient.
+    if any(known) and len(known) == len(uses) and all_rows and all_rows % math.gcd(*known):
+        raise _not_told_apart(f"looks up rows of {table.name} in its call, and a step others outside of it")
+    # Rows that no pass over own rows looks up were looked up outside, where all workers do the same.
+    return dataclasses.replace(lookup, is_worker_dependent=bool(uses))
 
 
-def counts_of_shared(
-    passes: Iterable[Callable[..., LookupFacts]], handle: tf.Tensor, other: int
-) -> tuple[set[int | None], set[int | None]]:
-    """How many rows of the table with this handle are looked up whatever the batch is: (by lookups of which the number
-    follows that of the batch's rows, by others). other: another number of rows than that of the passes."""
-    following, fixed = set[int | None](), set[int | None]()
-    for find in passes:
-        with contextlib.suppress(Exception):  # as above, or the pass takes batches of one size only
-            counts = [find(rows).counts_of_shared.get(id(handle), []) for rows in (None, other)]
-            for now, then in zip(*counts, strict=True):
-                (fixed if now == then else following).add(now)
-    return following, fixed
+def _shared(uses: Sequence[Use]) -> list[Use]:
+    return [use for use in uses if use.is_shared]
 
 
-def rows_in(passes: Iterable[Callable[[], LookupFacts]], handle: tf.Tensor) -> list[int | None]:
-    """The number of rows of each lookup, in these forward passes, in the table with this handle, and None for what is
-    unknown. passes: functions that trace a pass to describe it."""
-    found: list[int | None] = []
-    for find in passes:
-        try:
-            found += find().rows.get(id(handle), [])
-        except Exception:  # noqa: BLE001 - the pass failed, or cannot be traced once more
-            found.append(None)
-    return found
+def _judged_by_count(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collection[DistributedCall]) -> Lookup:
+    """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if there are more numbers
+    where the batch has more rows: zeros made for each row, in a batch of known size."""
+    count, handle = lookup.numbers.shape[0], table.handle
+    follows = {
+        now.rows != then.rows
+        for call in calls
+        if lookup.first_dim in call.counts
+        for uses in zip(call.uses_of(handle), call.uses_of(handle, 1 + max(call.counts)), strict=True)
+        for now, then in zip(*map(_shared, uses), strict=False)  # none of a pass that takes batches of one size only
+        if now.rows == count
+    }
+    if len(follows) > 1:
+        raise _not_told_apart(f"looks up {count} rows of {table.name} for the rows of a batch, and others as many")
+    return dataclasses.replace(lookup, is_worker_dependent=True in follows)
+
+
+def _not_told_apart(what: str) -> ConfigError:
+    return ConfigError(
+        f"The model {what}, and its gradient is taken where tfdist cannot tell these rows from those of the batch:"
+        " without run_eagerly=True, and in the same tf.function as the model's call, it can."
+    )

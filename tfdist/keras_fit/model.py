@@ -30,11 +30,11 @@ from tfdist.data.tuning import untuned
 from tfdist.keras_fit import variables
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
-from tfdist.keras_fit.lookups import mark_same_on_all
 from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.refusals import inner_models
 from tfdist.keras_fit.step_function import Replacements, StepFunction
+from tfdist.keras_fit.worker_dependence import mark_same_on_all
 from tfdist.models.nested_functions import traced_anew
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime

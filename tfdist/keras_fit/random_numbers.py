@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tfdist.compat import keras_random, tensorflow_random
 from tfdist.compat.temporary_attributes import attribute_replaced
-from tfdist.keras_fit.lookups import mark_worker_dependent
 from tfdist.keras_fit.variables import take_the_chiefs
+from tfdist.keras_fit.worker_dependence import mark_worker_dependent
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.scopes import Once, ThreadScope
 from tfdist.training.row_checks.trial_scope import in_trials

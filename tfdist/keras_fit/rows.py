@@ -18,10 +18,11 @@ import tensorflow as tf
 
 from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_tensors import carry_alike, taken_apart
+from tfdist.compat.tensorflow_graphs import has_gradient
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.batches import batch_stamp
-from tfdist.keras_fit.lookups import mark_same_on_all, mark_worker_dependent
 from tfdist.keras_fit.losses_inside import Combination
+from tfdist.keras_fit.worker_dependence import mark_same_on_all, mark_worker_dependent
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import PeerRuntime
 from tfdist.runtime.host import as_list
@@ -86,10 +87,10 @@ class OwnRows:
         return own
 
     def _all_of(self, whole: tf.Tensor) -> tf.Tensor:
-        return used_by_all(self._runtime, [whole])[0] if _is_differentiable(whole) else whole
+        return used_by_all(self._runtime, [whole])[0] if has_gradient(whole) else whole
 
     def _own_of(self, whole: tf.Tensor) -> tf.Tensor:
-        if not _is_differentiable(whole):
+        if not has_gradient(whole):
             return mark_worker_dependent(whole[self._first : self._last])
         return mark_worker_dependent(_own_rows(self._runtime, whole, self._first, self._last, self.count))
 
@@ -211,7 +212,7 @@ def every_row(runtime: PeerRuntime, tensors: Sequence[tf.Tensor], same: Sequence
             return [
                 (
                     _own_rows(runtime, grad, start, start + count, count) * tf.cast(runtime.size, grad.dtype)
-                    if _is_differentiable(grad)
+                    if has_gradient(grad)
                     else None
                 )
                 for grad, start, count in zip(dense(upstream), starts, counts, strict=True)
@@ -259,7 +260,3 @@ def with_rows(structure: Any) -> list[tf.Tensor]:
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and value.shape.rank != 0
-
-
-def _is_differentiable(tensor: tf.Tensor) -> bool:
-    return tensor.dtype.is_floating or tensor.dtype.is_complex

@@ -18,7 +18,7 @@ from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.tensorflow_graphs import is_inside
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit.kept_tensors import OF_ONE_WORKER
-from tfdist.keras_fit.lookups import worker_dependent_inputs
+from tfdist.keras_fit.worker_dependence import worker_dependent_inputs
 
 _FOR_GRADIENTS = ("OptionalFromValue", "TensorListPushBack")  # how a branch or a loop keeps what its gradient takes
 # graph -> the places, in the order of its operations, at which tfdist began and ended to compute in it

@@ -19,13 +19,12 @@ from tfdist.planner import memory_check, mesh_rules
 from tfdist.planner.layout import Layout
 from tfdist.planner.memory_check import MemoryLimits
 from tfdist.planner.shapes import Weight
-from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.mesh import Mesh
 from tfdist.training import same_model
 from tfdist.training.objectives import Objective
 from tfdist.training.row_checks.calm_layers import has_own_code
-from tfdist.training.row_checks.trial_scope import attributes_kept, generators_kept
+from tfdist.training.row_checks.trial_scope import trace
 from tfdist.training.unsaved_state_checks import drawn, kinds_here
 
 
@@ -105,10 +104,8 @@ def _draws_without_seeds(config: Config, model: keras.Model, objective: Objectiv
         objective(model(x, training=True), y, w)
         found.append(drawn(kinds_here()))
 
-    layers = list(keras_layers.all_layers(model))
-    reported_by_step = contextlib.suppress(Exception)  # user code may raise anything
-    with batch_norm.each_alone(), generators_kept(), attributes_kept(layers, traced=True), reported_by_step:
-        tf.function(compute, autograph=False).get_concrete_function(*spec)
+    with contextlib.suppress(Exception):  # user code may raise anything: the step reports it
+        trace(model, compute, *spec)
     return any(found)
 
 
@@ -138,8 +135,7 @@ def check_added(runtime: Runtime, model: keras.Model, weighted: bool, x: Any) ->
         model(x, training=True)
         found.append(len(model.losses))
 
-    with generators_kept():
-        tf.function(call, autograph=False).get_concrete_function(x)
+    trace(model, call, x)
     if any(found):
         raise ConfigError(
             "Losses that layers add, and regularizers, do not work with weighted samples, or your own --objective, on a"

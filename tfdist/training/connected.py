@@ -17,10 +17,9 @@ import tensorflow as tf
 from tfdist.compat import keras_optimizers
 from tfdist.config import Config
 from tfdist.models.model_names import MODELS
-from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective
-from tfdist.training.row_checks.trial_scope import generators_kept
+from tfdist.training.row_checks.trial_scope import trace
 
 _NAMED = 5
 
@@ -102,6 +101,5 @@ def unconnected(
             targets = [tf.reduce_sum(scores.losses * scores.weights), *model.losses]
         found[:] = tape.gradient(targets, [variable.value for variable in model.trainable_variables])
 
-    with batch_norm.each_alone(), generators_kept():
-        tf.function(differentiate, autograph=False).get_concrete_function(*spec)
+    trace(model, differentiate, *spec)
     return [variable for variable, gradient in zip(model.trainable_variables, found, strict=True) if gradient is None]

@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.compat.tensorflow_graphs import graph_called_by, kinds_called_by
+from tfdist.compat.tensorflow_graphs import graph_called_by, inputs_of, kinds_called_by, operations_behind
 
 # Views: they share their input's memory.
 _VIEWS = {"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "IdentityN"}
@@ -77,9 +77,9 @@ def trace(model: Any, objective: Any, specs: tuple, batch: int) -> dict[str, dic
         scores = objective(output, y, w)
         loss = tf.reduce_sum(scores.losses * scores.weights)
         forward = set(graph.get_operations())
-        needed = _ancestors(
-            [gradient.op for gradient in tf.nest.flatten(tf.gradients(loss, values[0])) if gradient is not None]
-        )
+        gradients = [gradient.op for gradient in tf.gradients(loss, values[0]) if gradient is not None]
+        # TensorFlow prunes what these do not depend on, such as the gradients of constants.
+        needed = set(operations_behind(gradients, lambda op: [*inputs_of(op), *op.control_inputs]))
     parts = {
         name: {"flops": 0.0, "is_counted": True, "saved": {}, "output": 0}
         for name in [*(layer.name for layer in model.layers), "loss"]
@@ -105,18 +105,6 @@ def _fill(parts: dict[str, dict[str, Any]], operations: list, inputs: set, in_mo
             root = _memory_of(tensor)
             if root.op in forward and root.op not in inputs and root.op.type not in ("Const", *_SHAPES_ONLY):
                 owner[root.op]["saved"][root.name] = _bytes(root)
-
-
-def _ancestors(operations: list) -> set:
-    """Returns the operations and all that they depend on. TensorFlow prunes the others, such as the gradients of
-    constants."""
-    found = set()
-    while operations:
-        operation = operations.pop()
-        if operation not in found:
-            found.add(operation)
-            operations += [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
-    return found
 
 
 def _layer_of(name: str, layers: dict[str, Any]) -> str | None:

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_optimizers
+from tfdist.compat.tensorflow_variables import values_kept
 from tfdist.config import OptimizerConfig, parse_args
 from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS, OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
@@ -218,11 +219,7 @@ def ema_variables(optimizer: keras.Optimizer) -> list:
 @contextlib.contextmanager
 def swapped_in(variables: Sequence, values: Sequence) -> Iterator[None]:
     """Context manager in which `variables` hold `values` (for example moving averages); restores them at exit."""
-    trained = [variable.numpy() for variable in variables]
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value.numpy())
-    try:
+    with values_kept(variables):
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value.numpy())
         yield
-    finally:
-        for variable, value in zip(variables, trained, strict=True):
-            variable.assign(value)

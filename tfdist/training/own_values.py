@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.code_origin import package_of
+from tfdist.compat.object_attributes import attributes_of
 
 LIBRARIES = ("keras", "tensorflow", "tfdist", "builtins", "numpy")
 _DEEPEST = 4
@@ -37,16 +38,7 @@ def own_value(value: Any) -> Any:
     """Returns a value that is equal for objects that compute the same, made of numbers, strings, arrays, lists and
     mappings: for an object {attribute: its value}.
     """
-    return _function(value, 0) if isinstance(value, _FUNCTIONS) else _attributes(_attributes_of(value), 0)
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    slots = [name for kind in type(value).__mro__ for name in _in_list(getattr(kind, "__slots__", ()))]
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
-
-
-def _in_list(names: Any) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)
+    return _function(value, 0) if isinstance(value, _FUNCTIONS) else _attributes(attributes_of(value), 0)
 
 
 def _attributes(held: Mapping[Any, Any], depth: int) -> dict[str, Any]:
@@ -83,7 +75,7 @@ def _attribute(value: Any, depth: int) -> Any:
         return sorted(numbers) or None
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, range, memoryview)):
         return _attributes(dict(enumerate(value)), depth) or None if len(value) <= _MANY else None
-    return _attributes(_attributes_of(value), depth) or None if _is_own(value) else None
+    return _attributes(attributes_of(value), depth) or None if _is_own(value) else None
 
 
 def _number(value: float) -> float | None:

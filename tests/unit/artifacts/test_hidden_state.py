@@ -172,6 +172,15 @@ def test_a_module_of_the_users_whose_name_begins_like_one_of_pythons():
     assert [variable is kept.count for variable in hidden_variables(layer)] == [True]
 
 
+@pytest.mark.parametrize("slots, name", [("count", "count"), (("__count",), "_Own__count")])
+def test_a_variable_in_a_slot(slots, name):
+    own = type("Own", (), {"__slots__": slots})()
+    setattr(own, name, count := tf.Variable(0.0, trainable=False))
+    layer = keras.layers.Layer()
+    layer.held = own
+    assert [variable is count for variable in hidden_variables(layer)] == [True]
+
+
 def test_tensors_are_found_in_all_that_is_not_a_layer():
     class Own:
         def __init__(self, value):

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_random
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit import lookups, rows, used_outside
+from tfdist.keras_fit import lookups, rows, used_outside, worker_dependence
 from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
@@ -181,7 +181,7 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int64)], autograph=False)
     def trace(ids):
-        own = lookups.mark_worker_dependent(ids[:2])
+        own = worker_dependence.mark_worker_dependent(ids[:2])
         unique, places = tf.unique(tf.reshape(own, [-1]))
         kinds = {
             "own": own,
@@ -204,7 +204,7 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
             "unique, again": tf.gather(unique, places),
             "third output": tf.split(own, 3, axis=1)[2],
         }
-        with lookups.stateful_operations_marked():
+        with worker_dependence.stateful_operations_marked():
             kinds["random"] = tf.random.uniform([3], maxval=9, dtype=tf.int32)
         with tf.GradientTape(persistent=True) as tape:
             losses = {name: tf.reduce_sum(tf.gather(table, numbers)) for name, numbers in kinds.items()}
@@ -324,7 +324,8 @@ def test_what_layers_have_added_outlives_a_look_at_the_model(distribute):
     def step(x):
         model(x)
         before = list(model.losses)
-        assert model.call.shared_lookups() == {} and len(before) == 1
+        [[use]] = model.call.uses_of(model.weights[0].handle)
+        assert use.rows == 12 and not use.is_shared and len(before) == 1
         assert [id(loss) for loss in model.losses] == [id(loss) for loss in before]
         return before[0]
 
@@ -342,7 +343,8 @@ def test_a_pass_that_failed_does_not_disturb_other_models(distribute):
     distribute(model)
     with pytest.raises(ValueError):
         tf.function(model, autograph=False).get_concrete_function(tf.TensorSpec([6, 3]))
-    assert model.call._finders and model.call.shared_lookups() == {}
+    [[use]] = model.call.uses_of(tf.Variable(0.0).handle)
+    assert use.rows is None and not use.is_shared
 
 
 LOGITS = np.array([[30.0, 0.0], [-25.0, 25.0]], np.float32)

@@ -1,10 +1,14 @@
 """Variables on which the loss does not depend, beside Keras' own update."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.training.connected import apply_connected
+from tfdist.config import Config
+from tfdist.training.connected import apply_connected, unconnected
+from tfdist.training.objectives import classification
 from tfdist.training.optimizer import ema_variables, switch_off_reduction
 
 
@@ -41,3 +45,21 @@ def test_without_averages_it_is_an_update_all_the_same():
     optimizer.build([weight])
     apply_connected(optimizer, [None], [weight])
     assert optimizer.iterations.numpy() == 1 and ema_variables(optimizer) == []
+
+
+def test_layers_keep_nothing_of_the_trace_that_looks_for_them():
+    class Once(keras.layers.Dense):
+        made = None
+
+        def call(self, x):
+            if self.made is None:
+                self.made = tf.fill([1], 2.0)
+            return super().call(x) + self.made
+
+    own = Once(2)
+    idle, model = own.add_weight(shape=()), keras.Sequential([keras.Input((3,)), own])
+    own.made = None
+    config = Config().replace(recompute="blocks", model="own:model")
+    spec = tf.TensorSpec([4, 3]), tf.TensorSpec([4], tf.int32), tf.TensorSpec([4])
+    found = unconnected(config, SimpleNamespace(mesh=None), model, classification(), spec)
+    assert [one is idle for one in found] == [True] and own.made is None

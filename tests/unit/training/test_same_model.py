@@ -127,6 +127,13 @@ class Slotted:
         self.rate = rate
 
 
+class Privately:
+    __slots__ = ("__rate",)
+
+    def __init__(self, rate):
+        self.__rate = rate
+
+
 class Kind(enum.Enum):
     SOFT, HARD = 0.1, 0.9
 
@@ -152,6 +159,7 @@ HELD = [
     (Settings(0.1, "/a", 1), Settings(0.2, "/b", 2), 'held ({"rate": 0.1} against {"rate": 0.2})'),
     (SimpleNamespace(rate=0.1), SimpleNamespace(rate=0.2), 'held ({"rate": 0.1} against {"rate": 0.2})'),
     (Slotted(0.1), Slotted(0.2), 'held ({"rate": 0.1} against {"rate": 0.2})'),
+    (Privately(0.1), Privately(0.2), 'held ({"_Privately__rate": 0.1} against'),
     ({"a": {"b": (1, 0.1)}}, {"a": {"b": (1, 0.2)}}, '{"a": {"b": {"1": 0.1}}}'),
     ([0.1], [0.2], "held"),
     ({0.1}, {0.2}, "held"),

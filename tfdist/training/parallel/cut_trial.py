@@ -24,6 +24,7 @@ from tfdist.compat import keras_layers
 from tfdist.compat.keras_draws import constant_draws
 from tfdist.compat.keras_layers import in_float32
 from tfdist.compat.tensorflow_graphs import draws, kinds_of_operations
+from tfdist.compat.tensorflow_variables import values_kept
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.user_errors import what_in_text, without_internals
 from tfdist.runtime.decisions import any_worker, every_worker
@@ -164,17 +165,13 @@ class CutTrial:
     def _disturbed(self, attempt: Attempt, parts: Mapping[int, VariablePart], nearby: float) -> Iterator[None]:
         """Context manager that perturbs the weights and restores all variables at exit. parts: see `check`. nearby:
         relative size of an additional perturbation of each weight."""
-        states = [(variable, variable.numpy()) for variable in (*self._model.variables, *hidden_state(self._model))]
-        try:
+        with values_kept([*self._model.variables, *hidden_state(self._model)]) as states:
             for variable, value in states:
                 if (change := attempt.changes.get(id(variable))) is not None:
                     part = parts.get(id(variable))
                     value = value + (part.cut(change) if part and change.shape != value.shape else change)
                     variable.assign(nearly(value, nearby))
             yield
-        finally:
-            for variable, value in states:
-                variable.assign(value)
 
     def _traced(self, training: bool, attempt: Attempt, other_seeds: bool = False) -> Any:
         """Traces the model's forward and backward pass into a graph. Nothing runs yet, so no worker waits for one that

@@ -8,22 +8,20 @@ parts draw from is state, too: one device draws different numbers for each part,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
-from tfdist.compat.keras_layers import all_layers
 from tfdist.compat.keras_tensors import functional_of
 from tfdist.compat.tensorflow_graphs import is_made_of_values, taken_from_before
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime import batch_norm
 from tfdist.training.parallel.assigned_weights import refuse_assigned, refuse_rules_with_state
 from tfdist.training.parallel.segments import Segment, run
 from tfdist.training.row_checks.calm_layers import has_own_code
-from tfdist.training.row_checks.trial_scope import attributes_kept, generators_kept
+from tfdist.training.row_checks.trial_scope import trace
 
 
 def refuse_shared(
@@ -46,7 +44,10 @@ def refuse_shared(
             refuse_assigned(model, [variable], flag, _why_and_fix(sorted(users[key]), stages))
             is_state |= isinstance(variable, tf.Variable) or not variable.trainable
     if is_state:
-        _trace(model, micro_batch)
+        x = keras.tree.map_structure(
+            lambda tensor: tf.TensorSpec([micro_batch, *tensor.shape[1:]], tensor.dtype), functional_of(model).input
+        )
+        trace(model, lambda x: model(x, training=True), x)
 
 
 def refuse_hidden(model: keras.Model, flag: str) -> None:
@@ -89,7 +90,7 @@ def refuse_kept(model: keras.Model, parts: Sequence[Sequence[Segment]], flag: st
                     )
 
     x = model.inputs[0]
-    _traced(model, forward, tf.TensorSpec([micro_batch, *x.shape[1:]], x.dtype))
+    trace(model, forward, tf.TensorSpec([micro_batch, *x.shape[1:]], x.dtype))
 
 
 def _why_and_fix(users: Sequence[int], stages: int) -> str:
@@ -104,16 +105,3 @@ def _why_and_fix(users: Sequence[int], stages: int) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
-
-
-def _trace(model: keras.Model, micro_batch: int) -> None:
-    """Traces a forward pass in training, without running it."""
-    x = keras.tree.map_structure(
-        lambda tensor: tf.TensorSpec([micro_batch, *tensor.shape[1:]], tensor.dtype), functional_of(model).input
-    )
-    _traced(model, lambda x: model(x, training=True), x)
-
-
-def _traced(model: keras.Model, function: Callable[[Any], Any], x: Any) -> None:
-    with batch_norm.each_alone(), generators_kept(), attributes_kept(all_layers(model), traced=True):
-        tf.function(function, autograph=False).get_concrete_function(x)

@@ -16,8 +16,8 @@ import tensorflow as tf
 from tfdist.artifacts.hidden_state import hidden_state, hidden_variables, metrics_held
 from tfdist.compat import keras_draws, keras_layers, keras_variables, tensorflow_random
 from tfdist.compat.keras_random import is_seed_state
-from tfdist.compat.tensorflow_graphs import function_graph
-from tfdist.compat.tensorflow_variables import writes_undone
+from tfdist.compat.tensorflow_graphs import function_graph, operations_behind
+from tfdist.compat.tensorflow_variables import values_kept, writes_undone
 from tfdist.training.row_checks.calm_layers import calmed
 from tfdist.training.row_checks.trial_scope import attributes_kept
 from tfdist.training.row_checks.trial_values import disturbed
@@ -112,13 +112,9 @@ class Probe:
     def watching(self) -> Iterator[None]:
         """Context manager in which `add_loss` reports to this probe, and Keras' own layers draw no random numbers and
         do not mix rows."""
-        kept = [(variable, variable.numpy()) for variable in hidden_state(self.model)]
-        try:
-            with calmed(self.layers, self._record), writes_undone(), attributes_kept(self.layers):
-                yield
-        finally:
-            for variable, value in kept:
-                variable.assign(value)
+        kept = values_kept(hidden_state(self.model))
+        with kept, calmed(self.layers, self._record), writes_undone(), attributes_kept(self.layers):
+            yield
 
     def _record(self, number: int, loss: Any) -> None:
         key = LossKey(number, sum(key.layer == number for key, _ in self._added))
@@ -179,17 +175,9 @@ class Probe:
         with function_graph("added_losses").as_default() as graph:  # the call may set variables of its own
             x = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), rows)
             inputs = {leaf.op for leaf in keras.tree.flatten(x)}
-            waiting = [
+            added = [
                 loss.op
                 for at, loss in self.added(x, self.weights, Conditions(training))
                 if at == key and getattr(loss, "graph", None) is graph
             ]
-            seen = set(waiting)
-            while waiting:
-                operation = waiting.pop()
-                if operation in inputs:
-                    return True
-                more = {tensor.op for tensor in operation.inputs} - seen
-                seen |= more
-                waiting += more
-        return False
+        return not inputs.isdisjoint(operations_behind(added))

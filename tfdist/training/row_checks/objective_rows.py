@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdist.compat import tensorflow_random
 from tfdist.compat.tensorflow_functions import always_traced
 from tfdist.compat.tensorflow_random import seeded_graphs
-from tfdist.compat.tensorflow_variables import writes_undone
+from tfdist.compat.tensorflow_variables import values_kept, writes_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime import batch_norm
 from tfdist.runtime.base import Runtime
@@ -185,13 +185,8 @@ class _Runs:
 @contextlib.contextmanager
 def _undone(states: Sequence[tf.Variable]) -> Iterator[None]:
     """Context manager in which the first numbers are drawn, and which restores the states of generators at exit."""
-    before = [state.numpy() for state in states]
-    try:
-        with tensorflow_random.repeated(1):
-            yield
-    finally:
-        for state, value in zip(states, before, strict=True):
-            state.assign(value)
+    with values_kept(states), tensorflow_random.repeated(1):
+        yield
 
 
 def _mixes(run: _Runs) -> bool:

@@ -16,7 +16,7 @@ from tfdist.runtime.host import known_dims
 from tfdist.training.row_checks.model_probe import ROWS, Conditions, LossKey, Probe
 from tfdist.training.row_checks.random_mixing import REDRAWN
 from tfdist.training.row_checks.reductions import MEAN, SUM, Reduction
-from tfdist.training.row_checks.trial_values import ROUNDED, differ_beyond_noise, sound, spread
+from tfdist.training.row_checks.trial_values import ROUNDED, differ_beyond_noise, nearly, sound, spread
 
 _SCALES = np.geomspace(1e-3, 1e3, ROWS)  # of the rows' gradients, so that limits lie between two of them
 # The noise of a gradient that is 0 except for rounding (as of a bias that a softmax cancels) is estimated from the same
@@ -93,7 +93,11 @@ def _mixed(
         limits = _SMALL if rounded == ROUNDED else _SMALL_IN_HALF_PRECISION
         doubtful = [index for index in small if _gap(together, sums, index) > limits.says * sizes[index]]
         if doubtful:
-            moved = gradients(every, weights=[_moved(weight, limits.moved) for weight in weights])
+            nearby = [
+                tf.constant(nearly(weight.numpy(), limits.moved)) if weight.dtype.is_floating else weight
+                for weight in weights
+            ]
+            moved = gradients(every, weights=nearby)
             redrawn = [gradients(every, draw) for draw in REDRAWN]
             if any(
                 all(_gap(together, other, index) <= limits.stays * sizes[index] for other in (moved, *redrawn))
@@ -112,13 +116,6 @@ def _mixed(
 
 def _gap(some: Sequence[np.ndarray], others: Sequence[np.ndarray], index: int) -> float:
     return float(np.max(np.abs(some[index] - others[index]), initial=0.0))
-
-
-def _moved(weight: tf.Tensor, part: float) -> tf.Tensor:
-    if not weight.dtype.is_floating:
-        return weight
-    drawn = np.random.default_rng(3).normal(size=known_dims(weight.shape))
-    return weight * tf.cast(1 + part * tf.constant(drawn), weight.dtype)
 
 
 def _numbers(gradients: Any) -> list[np.ndarray]:

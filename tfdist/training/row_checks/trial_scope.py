@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.artifacts import state
 from tfdist.artifacts.hidden_state import tensors_in
-from tfdist.compat import keras_random, tensorflow_random
+from tfdist.compat import keras_layers, keras_random, tensorflow_random
 from tfdist.compat.tensorflow_functions import functions_inline
+from tfdist.runtime import batch_norm
 from tfdist.runtime.scopes import ThreadScope
 
 _PLAIN = (tf.Tensor, bool, int, float, str, bytes, tuple, type(None))
@@ -63,6 +65,13 @@ def attributes_kept(layers: Sequence[keras.Layer], traced: bool = False) -> Iter
             ):
                 for held, values in kept:
                     _forget(held, values)
+
+
+def trace(model: keras.Model, function: Callable, *specs: Any) -> None:
+    """Traces a function that calls the model, without running it, just for what happens in the trace."""
+    layers = keras_layers.all_layers(model)
+    with batch_norm.each_alone(), generators_kept(), attributes_kept(layers, traced=True):
+        tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
 def _held_by(layer: keras.Layer) -> list[dict]:
