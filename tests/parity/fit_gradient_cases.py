@@ -401,8 +401,10 @@ KINDS = {
 }
 # The gradient of a lookup is made before any setting applies to it, so not every kind needs every setting.
 SETTINGS = {
-    ("duplicates", "rows"): {"adam": (lambda: keras.optimizers.Adam(0.05), {})},
-    ("duplicates",): {"clipnorm": (lambda: keras.optimizers.SGD(0.5, clipnorm=0.05), {"jit_compile": True})},
+    ("duplicates", "rows"): {
+        "clipnorm": (lambda: keras.optimizers.SGD(0.5, clipnorm=0.05), {"jit_compile": True}),
+        "adam": (lambda: keras.optimizers.Adam(0.05), {}),
+    },
     ("positions", "both"): {
         "clipped": (lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1), {}),
         "accumulated": (lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2), {}),

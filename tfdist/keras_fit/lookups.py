@@ -70,10 +70,18 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
             row_numbers,
             None if _is_hidden(row_numbers.op) else is_worker_dependent(row_numbers),
             _has_each_once(row_numbers),
-            (row_numbers.op.inputs[0] if row_numbers.op.type == "Reshape" else row_numbers).shape[:1].as_list()[0],
+            _first_dim(row_numbers),
         )
         for part, row_numbers in zip(values, numbers, strict=True)
     ]
+
+
+def _first_dim(numbers: tf.Tensor) -> int | None:
+    """The first dimension of row numbers before TensorFlow's gradient has made a list of them, perhaps of another dtype
+    than theirs."""
+    while numbers.op.type in ("Cast", "Identity"):
+        numbers = numbers.op.inputs[0]
+    return (numbers.op.inputs[0] if numbers.op.type == "Reshape" else numbers).shape[:1].as_list()[0]
 
 
 def _has_each_once(numbers: tf.Tensor) -> bool:

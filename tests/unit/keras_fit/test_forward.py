@@ -269,14 +269,22 @@ class Positions(keras.layers.Embedding):
 
 
 class OfEachRow(keras.layers.Embedding):
-    """Looks up one row for each of the batch, whatever the batch is; Python knows how many."""
+    """Looks up the same row for each number of the batch, whatever it is; Python knows how many."""
 
     def call(self, ids):
-        return super().call(ids) + super().call(keras.ops.zeros_like(ids[:, :1])) + super().call(tf.constant([1, 1]))[0]
+        zeros = keras.ops.zeros_like(ids)
+        ids = tf.cast(ids, self.of_others)
+        return super().call(ids) + super().call(zeros) + super().call(tf.constant([1, 1]))[0]
+
+    of_others = "int32"
+
+
+class OfEachRowBesideInt64(OfEachRow):
+    of_others = "int64"  # a tape casts the numbers of all lookups to one dtype
 
 
 @pytest.mark.parametrize("in_a_branch", [False, True])
-@pytest.mark.parametrize("kind", [keras.layers.Embedding, Unique, Positions, OfEachRow])
+@pytest.mark.parametrize("kind", [keras.layers.Embedding, Unique, Positions, OfEachRow, OfEachRowBesideInt64])
 def test_the_gradient_of_a_table_has_the_rows_that_it_has_in_one_process(distribute, kind, in_a_branch):
     ids = keras.Input((4,), dtype="int32")
     model = keras.Model(ids, kind(9, 3)(ids))
@@ -293,7 +301,7 @@ def test_the_gradient_of_a_table_has_the_rows_that_it_has_in_one_process(distrib
         return tf.cond(loss > 0, update, update) if in_a_branch else update()
 
     def run():
-        spec = tf.TensorSpec([6 if kind is OfEachRow else None, 4], tf.int32)
+        spec = tf.TensorSpec([6 if issubclass(kind, OfEachRow) else None, 4], tf.int32)
         numbers, values = tf.function(step, autograph=False, input_signature=[spec])(BATCH)
         return sorted((int(number), *np.round(value, 6)) for number, value in zip(numbers, values.numpy(), strict=True))
 
