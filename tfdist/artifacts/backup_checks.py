@@ -74,7 +74,7 @@ def refuse_lost_order(
     seeds: `shuffled_by` of the data."""
     order = no_order(fit.iterator.data_adapter)
     if manifest is not None:
-        other = order or _other_seeds_than(manifest, seeds)
+        other = order or other_seeds(manifest.get("order_seeds"), seeds)
         if other is not None and manifest["batch"]:
             refuse_another_order(backup, other, manifest["batch"])
         if other is not None:
@@ -87,12 +87,6 @@ def refuse_lost_order(
             f' would take some samples twice and others never: {order.fix}, or give save_freq="epoch".'
         )
     return order
-
-
-def _other_seeds_than(manifest: Mapping[str, Any], seeds: list) -> NoOrder | None:
-    if "order_seeds" in manifest:
-        return other_seeds(manifest["order_seeds"], seeds)
-    return other_seeds(manifest.get("shuffled_by"), seeds, is_whole=False)  # of an earlier version
 
 
 def tell_another_order(order: NoOrder, fit: RunningFit, epoch: int, ends: Mapping[str, int | None]) -> None:

@@ -197,8 +197,7 @@ class EpochBackup(FitCallback):
         self._shuffled_by, self._data_calls = shuffled_by(adapter), DataCalls.of(adapter)
         if self._runtime.rank or backup is None or backup.stopped:
             return
-        other = other_seeds(backup.shuffled_by, self._shuffled_by, is_whole=backup.data_calls is not None)
-        if (other := no_order(adapter) or other) is not None:
+        if (other := no_order(adapter) or other_seeds(backup.shuffled_by, self._shuffled_by)) is not None:
             backup_checks.tell_another_order(other, fit, backup.epoch, backup.ends)
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:
