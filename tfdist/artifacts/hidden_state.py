@@ -201,6 +201,11 @@ def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.
     return [*(one for each in metrics for one in each.variables), *held_by(attributes)]
 
 
+def metric_variables(model: keras.Model) -> list[keras.Variable | tf.Variable]:
+    """The variables of all metrics: the model's, those that layers hold, and those that `compile` was given."""
+    return variables_of_metrics([*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)])
+
+
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
     """The metrics that the layer, or a layer inside it, holds; they are local to a worker."""
     return [each for each in _held(layer) if isinstance(each, keras.metrics.Metric)]
