@@ -148,16 +148,13 @@ def _with_held(optimizers: Sequence[keras.Optimizer]) -> list[keras.Optimizer]:
     """The optimizers, and those that they hold under any name."""
     found: dict[int, Any] = {}
 
-    def look(value: Any, depth: int) -> None:
-        if isinstance(value, keras.optimizers.Optimizer):
-            if id(value) not in found:
-                found[id(value)] = value
-                look(list(vars(value).values()), _DEPTH)
-        elif isinstance(value, (list, tuple, dict)) and depth:
-            for each in value.values() if isinstance(value, dict) else value:
-                look(each, depth - 1)
+    def look(values: Sequence[Any]) -> None:
+        for each in keras_trainer.optimizers_in(values):
+            if id(each) not in found:
+                found[id(each)] = each
+                look(list(vars(each).values()))
 
-    look(list(optimizers), _DEPTH)
+    look(list(optimizers))
     return list(found.values())
 
 
