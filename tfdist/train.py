@@ -14,6 +14,7 @@ from tfdist.artifacts.status import is_finished
 from tfdist.config import MOST_PORT, Config
 from tfdist.config.strategies import check_strategy, strategy_or_undecided
 from tfdist.control import exit_codes, versions
+from tfdist.control.amounts_text import counted
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.membership import VARIABLE
@@ -127,14 +128,14 @@ def dry_run(config: Config, cluster: Cluster) -> str:
     is_mesh = strategy_or_undecided(config.strategy.strategy).mesh
     replicas = replicas_of(config, cluster.size, local)
     number = replicas if is_mesh else local
-    counted = f"{number} replica{'s' if number > 1 else ''} {'of the mesh' if is_mesh else 'per worker'}"
+    counting = f"{counted(number, 'replica')} {'of the mesh' if is_mesh else 'per worker'}"
     lines = [line for line in flags.as_arguments(config) if line != "--dry_run"]
     lines += ["", f"cluster: {cluster.describe()}", f"configuration digest: {config.digest()}"]
     try:
         plan = plan_batch(config.batch, replicas)
     except ConfigError as error:
-        raise ConfigError(f"{error} (Counting {counted}.)") from None
-    lines.append(f"{plan.describe()} (counting {counted})")
+        raise ConfigError(f"{error} (Counting {counting}.)") from None
+    lines.append(f"{plan.describe()} (counting {counting})")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from tests.fuzz import fit_space, gpu_form, mesh_space, models, resume_space, stored_data
+from tfdist.config import checks
 
 # name of a runtime -> (kind of process group, workers, replicas)
 RUNTIMES: dict[str, tuple[str, int, int]] = {
@@ -66,7 +67,7 @@ INSTEAD = {  # block -> another block, which is sometimes drawn in its place
 }
 OTHER_MASKS = models.MASKS[1:]  # sometimes drawn in place of the first mask
 UNDRAWN = ("block", *INSTEAD.values())  # not drawn directly
-MESH_ONLY = ("mesh", "zero", "pipe_schedule", "offload", "all_reduce", "workers_per_host", "sequence_parallel")
+MESH_ONLY = (*checks.MESH_ONLY, "pipe_schedule", "workers_per_host")
 MASKED, HARDEST = "tests.fuzz.objectives:masked", "tests.fuzz.objectives:hardest"
 AGAIN = 5  # sets of other data for a case's graph
 MOVABLE = (

@@ -265,7 +265,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             {
                 "epoch": epoch,
                 "batch": batch,
-                "order_seeds": self._order_seeds,  # earlier versions wrote fewer, as "shuffled_by"
+                "order_seeds": self._order_seeds,
                 "metric_variables": backup_checks.metrics_of(self._trained),
                 **self._optimizers.fields(),
                 "fit": backup_checks.number(self.backup_dir),

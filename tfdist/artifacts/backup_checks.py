@@ -17,14 +17,8 @@ import keras
 
 from tfdist.artifacts.data_order import NoOrder, no_order, other_seeds, seeded_shuffles
 from tfdist.artifacts.data_position import RunningFit
-from tfdist.artifacts.hidden_state import (
-    metrics_held,
-    state_of_other_optimizers,
-    variables_of_metrics,
-    variables_of_model,
-)
+from tfdist.artifacts.hidden_state import metric_variables, state_of_other_optimizers, variables_of_model
 from tfdist.artifacts.state import name_of, tf_variable
-from tfdist.compat import keras_trainer
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.terminal import say
 
@@ -74,7 +68,7 @@ def refuse_lost_order(
     seeds: `shuffled_by` of the data."""
     order = no_order(fit.iterator.data_adapter)
     if manifest is not None:
-        other = order or _other_seeds_than(manifest, seeds)
+        other = order or other_seeds(manifest.get("order_seeds"), seeds)
         if other is not None and manifest["batch"]:
             refuse_another_order(backup, other, manifest["batch"])
         if other is not None:
@@ -87,12 +81,6 @@ def refuse_lost_order(
             f' would take some samples twice and others never: {order.fix}, or give save_freq="epoch".'
         )
     return order
-
-
-def _other_seeds_than(manifest: Mapping[str, Any], seeds: list) -> NoOrder | None:
-    if "order_seeds" in manifest:
-        return other_seeds(manifest["order_seeds"], seeds)
-    return other_seeds(manifest.get("shuffled_by"), seeds, is_whole=False)  # of an earlier version
 
 
 def tell_another_order(order: NoOrder, fit: RunningFit, epoch: int, ends: Mapping[str, int | None]) -> None:
@@ -108,8 +96,7 @@ def tell_another_order(order: NoOrder, fit: RunningFit, epoch: int, ends: Mappin
 def refuse_later_variables(model: keras.Model, at_first: Iterable[Any]) -> None:
     """Raises ConfigError if the model has other variables than `at_first`, when the fit began: a resumed fit would not
     have them when it is restored. Metrics may make theirs late: Keras resets them at each epoch."""
-    metrics = [*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)]
-    known = {id(tf_variable(each)) for each in (*at_first, *variables_of_metrics(metrics))}
+    known = {id(tf_variable(each)) for each in (*at_first, *metric_variables(model))}
     present = [*variables_of_model(model), *(one for each in state_of_other_optimizers(model) for one in each)]
     later = [each for each in present if id(tf_variable(each)) not in known]
     if later:

@@ -69,10 +69,9 @@ def shuffled_by(adapter: Any) -> list:
     return [zlib.crc32(repr(random.getstate()).encode())] if keras_epochs.shuffles_pages(adapter) else []
 
 
-def other_seeds(before: list | None, now: list, is_whole: bool = True) -> NoOrder | None:
-    """`no_order` of data that were shuffled by the seeds `before` (None: not known), and now are by others. is_whole:
-    whether `before` has all of them; earlier versions saw fewer."""
-    if before in (None, now) or (not is_whole and all(seed in now for seed in before)):
+def other_seeds(before: list | None, now: list) -> NoOrder | None:
+    """`no_order` of data that were shuffled by the seeds `before` (None: not known), and now are by others."""
+    if before in (None, now):
         return None
     return NoOrder(f"are shuffled with another seed (the seeds were {before} and are {now})", _SEED, _SEED_AGAIN)
 

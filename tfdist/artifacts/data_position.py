@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_epochs, tensorflow_data
+from tfdist.compat import keras_epochs, tensorflow_data, tensorflow_graphs
 from tfdist.compat.keras_epochs import EpochIterator
 from tfdist.control.exit_codes import CheckpointError
 
@@ -231,8 +231,8 @@ def _begins_anew(function: Any) -> bool:
     """Whether a function of a dataset keeps no state from one iterator to the next."""
     graph = function.function.graph.as_graph_def()
     known = {called.signature.name for called in graph.library.function}
-    operations = {node.op for node in tensorflow_data.nodes_of(graph)}
-    return not any(map(tensorflow_data.is_stateful, operations - known - _ANEW))
+    operations = {node.op for node in tensorflow_graphs.nodes_of(graph)}
+    return not any(map(tensorflow_graphs.is_stateful, operations - known - _ANEW))
 
 
 def _repeated(adapter: Any) -> int | None:

@@ -149,16 +149,13 @@ def _with_held(optimizers: Sequence[keras.Optimizer]) -> list[keras.Optimizer]:
     """The optimizers, and those that they hold under any name."""
     found: dict[int, Any] = {}
 
-    def look(value: Any, depth: int) -> None:
-        if isinstance(value, keras.optimizers.Optimizer):
-            if id(value) not in found:
-                found[id(value)] = value
-                look(list(vars(value).values()), _DEPTH)
-        elif isinstance(value, (list, tuple, dict)) and depth:
-            for each in value.values() if isinstance(value, dict) else value:
-                look(each, depth - 1)
+    def look(values: Sequence[Any]) -> None:
+        for each in keras_trainer.optimizers_in(values):
+            if id(each) not in found:
+                found[id(each)] = each
+                look(list(vars(each).values()))
 
-    look(list(optimizers), _DEPTH)
+    look(list(optimizers))
     return list(found.values())
 
 
@@ -200,6 +197,11 @@ def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.
     """The variables of metrics, including TensorFlow variables in user-defined metrics."""
     attributes = [value for each in metrics for value in vars(each).values() if not callable(value)]
     return [*(one for each in metrics for one in each.variables), *held_by(attributes)]
+
+
+def metric_variables(model: keras.Model) -> list[keras.Variable | tf.Variable]:
+    """The variables of all metrics: the model's, those that layers hold, and those that `compile` was given."""
+    return variables_of_metrics([*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)])
 
 
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:

@@ -31,6 +31,7 @@ _TYPES: dict[str, Any] = {
     "identity": dict,
     "workers": int,
     "replicas": int,
+    "stream_cut": int,
     "strategy": str,
     "versions": dict,
     "variables": dict,

@@ -32,10 +32,7 @@ _PIECE_BYTES = 1 << 25  # bytes brought at a time
 
 
 class PartialDownload(SnapshotFolder):
-    """The snapshots below `objects`, and their local bytes, below a working copy.
-
-    brought: number of bytes that have come from the store.
-    """
+    """The snapshots below `objects`, and their local bytes, below a working copy."""
 
     def __init__(
         self,
@@ -45,7 +42,7 @@ class PartialDownload(SnapshotFolder):
         options: FolderOptions = OF_A_RUN,
     ):
         super().__init__(str(folder / PARTS), options=options)
-        self.objects, self._remote, self.brought = objects, remote, 0
+        self.objects, self._remote = objects, remote
 
     def newest_valid(self, scheduled: ScheduledSteps = ALL_STEPS) -> tuple[Snapshot | None, list[str]]:
         """The newest snapshot in the store, among the `scheduled` steps, that is valid by its table of contents. On the
@@ -119,7 +116,6 @@ class PartialDownload(SnapshotFolder):
             os.pwrite(descriptor, content, start)
         finally:
             os.close(descriptor)
-        self.brought += size
 
     def _bring_index(self, snapshot: Snapshot) -> CheckpointIndex:
         """Brings the table of contents, if it is not here. Raises CheckpointError, StoreError, OSError."""
@@ -132,7 +128,6 @@ class PartialDownload(SnapshotFolder):
                     temporary.write_bytes(self.objects.piece(f"{step_folder(snapshot.step)}/{name}", 0, entry["bytes"]))
                 except FileNotFoundError:
                     raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is missing.") from None
-            self.brought += entry["bytes"]
         if not has_content(str(file), entry):
             raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is damaged: its checksum does not match.")
         try:

@@ -20,7 +20,7 @@ from tfdist.config.run_options import RunConfig
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 # The entries of a manifest that are needed to resume.
-REQUIRED = ("consumed", "config_digest", "identity", "workers", "replicas", "generators", "clock")
+REQUIRED = ("consumed", "config_digest", "identity", "workers", "stream_cut", "generators", "clock")
 
 
 def pick_snapshot(

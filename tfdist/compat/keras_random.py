@@ -58,3 +58,9 @@ def global_seed_generator() -> keras.random.SeedGenerator | None:
     """The generator for draws without one of their own, if it has been made. Relies on the global attribute
     GLOBAL_SEED_GENERATOR of keras.src.random.seed_generator."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+def states_beside() -> list[keras.Variable]:
+    """Returns the states of generators that belong to no model: of Keras' global generator, if it has been made."""
+    generator = global_seed_generator()
+    return [] if generator is None else [generator.state]

@@ -49,7 +49,7 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     and dicts, and those of inner models that can train; not those inside other optimizers. Relies on Keras keeping a
     model's attributes in its `__dict__`; without it the others do not start with the chief's values.
     """
-    held = _optimizers_in([getattr(model, "optimizer", None), list(vars(model).values()), compiled_inside(model)])
+    held = optimizers_in([getattr(model, "optimizer", None), list(vars(model).values()), compiled_inside(model)])
     found = {id(one): one for one in held}
     inside = {id(one) for each in found.values() for one in keras_optimizers.with_inner(each)[1:]}
     return [one for one in found.values() if id(one) not in inside]
@@ -58,15 +58,16 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
 def compiled_inside(model: keras.Model) -> list[keras.Optimizer]:
     """The compiled optimizers of inner models that can train."""
     inner = [layer for layer in keras_layers.all_layers(model, include_self=False) if isinstance(layer, keras.Model)]
-    return list(_optimizers_in([getattr(each, "optimizer", None) for each in inner if each.trainable_variables]))
+    return list(optimizers_in([getattr(each, "optimizer", None) for each in inner if each.trainable_variables]))
 
 
-def _optimizers_in(value: Any, depth: int = 0) -> Iterator[keras.Optimizer]:
+def optimizers_in(value: Any, depth: int = 0) -> Iterator[keras.Optimizer]:
+    """Yields the optimizers in a value and in its containers, in their order; not those inside other optimizers."""
     if isinstance(value, keras.optimizers.Optimizer):
         yield value
     elif isinstance(value, dict | list | tuple) and depth < _DEEPEST:
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _optimizers_in(each, depth + 1)
+            yield from optimizers_in(each, depth + 1)
 
 
 _DEEPEST = 4  # containers in containers

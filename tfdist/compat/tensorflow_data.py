@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import testing
-from tensorflow.python.framework import op_def_registry
+
+from tfdist.compat.tensorflow_graphs import nodes_of
 
 
 def with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -133,11 +134,6 @@ def in_any_order(dataset: tf.data.Dataset) -> bool:
     return not any(map(shuffles_anew, with_inputs(dataset))) and _is_run_so(dataset)
 
 
-def nodes_of(graph: Any) -> list[Any]:
-    """The nodes of a GraphDef, and those of the functions in its library."""
-    return [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
-
-
 def _is_told_so(graph: Any) -> bool:
     return any(node.attr["deterministic"].s == b"false" for node in nodes_of(graph))
 
@@ -172,11 +168,3 @@ def _as_graph(dataset: tf.data.Dataset) -> Any:
         )
         graph.ParseFromString(described.numpy())
     return graph
-
-
-def is_stateful(operation: str) -> bool:
-    """Whether an operation keeps state from one call to the next; also true if TensorFlow does not know the operation.
-    Relies on tensorflow.python's `op_def_registry`.
-    """
-    definition = op_def_registry.get(operation)
-    return definition is None or definition.is_stateful

@@ -27,10 +27,15 @@ def draws(kind: str) -> bool:
 
 
 def draws_anew(kind: str) -> bool:
-    """Whether operations of this type draw other numbers each time they run; others take their seeds as an input.
-    Relies on tensorflow.python's `op_def_registry`; an operation that it does not know counts as such."""
+    """Whether operations of this type draw other numbers each time they run; others take their seeds as an input."""
+    return draws(kind) and is_stateful(kind)
+
+
+def is_stateful(kind: str) -> bool:
+    """Whether operations of this type keep state from one call to the next; also true if TensorFlow does not know it.
+    Relies on tensorflow.python's `op_def_registry`."""
     definition = op_def_registry.get(kind)
-    return draws(kind) and (definition is None or definition.is_stateful)
+    return definition is None or definition.is_stateful
 
 
 def sets_state(kind: str) -> bool:
@@ -59,6 +64,11 @@ def operation_number(operation: tf.Operation) -> int:
     sent while the backward pass is running.
     """
     return operation._id
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """The nodes of a GraphDef, and those of the functions in its library."""
+    return [*graph.node, *(node for called in graph.library.function for node in called.node_def)]
 
 
 def kinds_of_operations(graph: tf.Graph) -> tuple[set[str], set[str]]:

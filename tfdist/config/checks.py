@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from tfdist.config.options import SMALLEST_FLOAT32, parse_args, parse_profile_steps
 from tfdist.config.strategies import strategy_or_undecided
@@ -14,28 +15,9 @@ if TYPE_CHECKING:
     from tfdist.config.configuration import Config
 
 
-class OnlyFor(NamedTuple):
-    """A flag that has a meaning under one strategy only, and the value that turns it off."""
-
-    flag: str
-    off: Any
-
-
-MESH_ONLY = (
-    OnlyFor("mesh", ""),
-    OnlyFor("zero", 0),
-    OnlyFor("pipe_chunks", 1),
-    OnlyFor("pipe_cut", ""),
-    OnlyFor("offload", "none"),
-    OnlyFor("all_reduce", "flat"),
-    OnlyFor("sequence_parallel", False),
-)
-PARAMETER_SERVER_ONLY = (
-    OnlyFor("ps_mode", "async"),
-    OnlyFor("max_staleness", -1),
-    OnlyFor("staleness_scaling", False),
-    OnlyFor("backup_workers", 0),
-)
+# Flags that have a meaning under one strategy only.
+MESH_ONLY = ("mesh", "zero", "pipe_chunks", "pipe_cut", "offload", "all_reduce", "sequence_parallel")
+_PARAMETER_SERVER_ONLY = ("ps_mode", "max_staleness", "staleness_scaling", "backup_workers")
 
 
 def check_across_fields(config: Config) -> None:
@@ -96,16 +78,21 @@ def _check_strategy(config: Config) -> None:
         )
 
 
+def _refuse_given(options: Any, flags: Iterable[str], needed: str, strategy: str) -> None:
+    """Raises ConfigError if one of the flags, which have a meaning with the strategy `needed`, has not its default."""
+    for flag in flags:
+        if (value := getattr(options, flag)) != getattr(type(options)(), flag):
+            raise ConfigError(
+                f"--{flag}={value} is for --strategy={needed}, not {strategy}: add --strategy={needed}, or drop it."
+            )
+
+
 def _check_parallel(config: Config) -> None:
     parallel, strategy = config.parallel, config.strategy.strategy
     if parallel.zero > 3:
         raise ConfigError(f"--zero={parallel.zero} is not a stage: use 0, 1, 2 or 3.")
-    for flag, off in MESH_ONLY:
-        value = getattr(parallel, flag)
-        if value != off and strategy != "mesh":
-            raise ConfigError(
-                f"--{flag}={value} is for --strategy=mesh, not {strategy}: add --strategy=mesh, or drop it."
-            )
+    if strategy != "mesh":
+        _refuse_given(parallel, MESH_ONLY, "mesh", strategy)
     if strategy != "auto":
         check_compression(config, strategy)
     if refusal := carried_in_float16(config):
@@ -199,10 +186,8 @@ def _check_texts(config: Config) -> None:
 def _check_servers(config: Config) -> None:
     """Refuses options that a parameter-server run does not support, and those that only such a run supports."""
     servers, strategy = config.servers, config.strategy.strategy
-    for flag, off in PARAMETER_SERVER_ONLY:
-        value = getattr(servers, flag)
-        if value != off and strategy not in ("auto", "parameter_server"):
-            raise ConfigError(f"--{flag}={value} is for --strategy=parameter_server, not {strategy}: drop one of them.")
+    if strategy not in ("auto", "parameter_server"):
+        _refuse_given(servers, _PARAMETER_SERVER_ONLY, "parameter_server", strategy)
     if servers.ps_mode == "async" and servers.backup_workers:
         raise ConfigError(
             f"--backup_workers={servers.backup_workers} is for --ps_mode=sync: asynchronous workers do not wait for"

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tfdist.control.amounts_text import counted
 from tfdist.control.token import Secret
 
 TRAINING_ROLES = ("chief", "worker")  # in rank order
@@ -110,7 +111,7 @@ class Cluster:
     def describe(self) -> str:
         """Describes the cluster in one line, for logs."""
         if self.role == "evaluator":
-            return f"evaluator alongside {self.size} worker{'s' if self.size > 1 else ''}"
+            return f"evaluator alongside {counted(self.size, 'worker')}"
         if self.started_by:
             return f"rank {self.rank} of {self.size} workers, started by {self.started_by}"
         if not self.peers:
@@ -118,8 +119,8 @@ class Cluster:
         if "ps" in self.spec:
             workers, servers = len(self.spec.get("worker", ())), len(self.spec["ps"])
             return (
-                f"{self.role} {self.index} of a chief, {workers} worker{'s' if workers > 1 else ''} and {servers}"
-                f" parameter server{'s' if servers > 1 else ''}"
+                f"{self.role} {self.index} of a chief, {counted(workers, 'worker')} and"
+                f" {counted(servers, 'parameter server')}"
             )
         if self.size == 1:
             return f"one worker, at {self.address}"

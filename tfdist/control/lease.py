@@ -30,6 +30,7 @@ from pathlib import Path
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease_owner import Owner, Patience, Watched, ending, in_use
+from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import is_url
 from tfdist.control.terminal import say
 
@@ -50,6 +51,11 @@ def job_identity(environ: Mapping[str, str], cluster: Cluster) -> str:
     if any(not address.startswith(("127.", "localhost:", "[::1]")) for address in cluster.peers):
         return f"addresses {hashlib.sha256(' '.join(cluster.peers).encode()).hexdigest()[:16]}"
     return ""
+
+
+def this_job() -> str:
+    """`job_identity` of this process."""
+    return job_identity(os.environ, resolve_cluster(os.environ))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tfdist.control.amounts_text import counted
 from tfdist.control.exit_codes import ConfigError
 
 
@@ -47,10 +48,9 @@ def divide_gpus(gpus: Sequence[str], workers: int, per_worker: int = 0) -> tuple
             " visible: lower one of the two."
         )
     if not share:
-        some = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
         return [{}] * (workers + 1), (
             (
-                f"{workers} workers share {some}, and each will try to use all of the memory: use"
+                f"{workers} workers share {counted(len(gpus), 'GPU')}, and each will try to use all of the memory: use"
                 f" --workers={len(gpus)} or fewer."
             )
             if gpus

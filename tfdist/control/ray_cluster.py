@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from tfdist.control.amounts_text import counted
 from tfdist.control.exit_codes import StartupError, UnsupportedError
 from tfdist.control.terminal import say
 
@@ -164,10 +165,8 @@ def describe_cluster() -> str:
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources()
-    return (
-        f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''}"
-        f" ({'; '.join(_amount(node) for node in nodes)}), with {_amount(free)} free"
-    )
+    amounts = "; ".join(map(_amount, nodes))
+    return f"the cluster has {counted(len(nodes), 'node')} ({amounts}), with {_amount(free)} free"
 
 
 def _amount(resources: Mapping[str, float]) -> str:

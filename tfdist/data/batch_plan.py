@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tfdist.config import BatchConfig
+from tfdist.control.amounts_text import counted
 from tfdist.control.exit_codes import ConfigError
 
 
@@ -39,7 +40,7 @@ class BatchPlan:
         approximately = "" if self.even else "at most "
         return (
             f"global batch {self.global_batch} = {approximately}{self.micro_batch} per micro-batch "
-            f"x {self.accumulation} accumulation x {self.replicas} replica{'s' if self.replicas > 1 else ''}"
+            f"x {self.accumulation} accumulation x {counted(self.replicas, 'replica')}"
         )
 
 

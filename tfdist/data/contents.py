@@ -129,10 +129,7 @@ def changed(split: Split, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
     for kind in ("size", "stream_size"):
         if before.get(kind, now[kind]) != now[kind]:
             return f"{split.name} had {_counted(before[kind])}, and has {_counted(now[kind])}"
-    old, new = before.get("checksums"), now["checksums"]
-    if isinstance(old, list) and len(old) == 1:  # an earlier version wrote only the first one of TFRecord files
-        new = new[:1]
-    pairs = [(old, new)] if old is not None else []
+    pairs = [(before["checksums"], now["checksums"])] if before.get("checksums") is not None else []
     pairs += [(old, now["first_samples"].get(count, old)) for count, old in before.get("first_samples", {}).items()]
     differing = [(old, new) for old, new in pairs if old != new]
     if not differing:

@@ -34,11 +34,6 @@ def stream_cut(split: Split, plan: BatchPlan) -> int:
     return plan.replicas if can else 1
 
 
-def cut_of_old_runs(split: Split, replicas: int) -> int:
-    """Returns the cut of a run whose snapshot does not record it: its version always cut where it could."""
-    return replicas if split.size is None and (split.records or replicas <= split.stream_shards) else 1
-
-
 def stream_batches(split: Split, reading: Reading, plan: BatchPlan, replica: int, consumed: int) -> tf.data.Dataset:
     """Returns the micro-batches of a stream: numbers the samples, selects the replica's, cuts to the plan's lengths."""
     augment, cut = reading.augment, stream_cut(split, plan) if reading.cut is None else reading.cut

@@ -23,7 +23,7 @@ class BackupContent:
     the attributes that it no longer has; shared, see callback_state.shared_in; attributes, those of the model that have
     changed, see plain_attributes.py; order, the seed with which tfdist shuffles arrays, if it does; shuffled_by, see
     data_order.py; ends, see RunningFit.ends; generators, the states of the process's random generators; data_calls, see
-    DataCalls.fields (None in files of earlier versions, whose shuffled_by may lack some seeds).
+    DataCalls.fields.
     """
 
     variables: list[np.ndarray]

@@ -43,15 +43,8 @@ def _rows_as_arrays(value: Any) -> Any:
 def what_changed(before: Identity, now: Identity) -> str:
     """The names of the arguments that hold other data than before; "" if there are none."""
     given_once = [name for name in _TRAINED_ON if before and (name in before) != (name in now)]  # {}: not known
-    other = (name for name in now if name in before and _differ(before[name], now[name]))
+    other = (name for name in now if name in before and before[name] != now[name])
     return ", ".join([*given_once, *other])
-
-
-def _differ(before: list[list], now: list[list]) -> bool:
-    if len(before) != len(now):
-        return True
-    # Earlier versions have written [] for arrays of pandas, JAX and torch.
-    return any(one != other and not (one == [] and len(other) == 3) for one, other in zip(before, now, strict=True))
 
 
 def _of(leaf: Any) -> list:

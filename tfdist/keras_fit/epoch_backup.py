@@ -9,7 +9,6 @@ started again unchanged, it continues after the last complete epoch, on all work
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
 from tfdist.control.exit_codes import CheckpointError, ConfigError
-from tfdist.control.lease import job_identity
-from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.lease import this_job
 from tfdist.control.terminal import say
 from tfdist.keras_fit import data_identity
 from tfdist.keras_fit.backup_content import BackupContent
@@ -77,7 +75,7 @@ def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Ite
         def hold() -> None:
             folder = found[0].backup_dir
             try:
-                holding.enter_context(backup_place(folder).held(job_identity(os.environ, resolve_cluster(os.environ))))
+                holding.enter_context(backup_place(folder).held(this_job()))
             except OSError as error:
                 raise ConfigError(
                     f"BackupAndRestore's folder {folder} cannot be used ({error.strerror or error}): choose another."
@@ -197,8 +195,7 @@ class EpochBackup(FitCallback):
         self._shuffled_by, self._data_calls = shuffled_by(adapter), DataCalls.of(adapter)
         if self._runtime.rank or backup is None or backup.stopped:
             return
-        other = other_seeds(backup.shuffled_by, self._shuffled_by, is_whole=backup.data_calls is not None)
-        if (other := no_order(adapter) or other) is not None:
+        if (other := no_order(adapter) or other_seeds(backup.shuffled_by, self._shuffled_by)) is not None:
             backup_checks.tell_another_order(other, fit, backup.epoch, backup.ends)
 
     def _find_the_place_in_the_data(self, backup: BackupContent) -> None:

@@ -13,10 +13,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import hidden_state, metrics_held, variables_of_metrics, variables_of_model
+from tfdist.artifacts.hidden_state import (
+    hidden_state,
+    metric_variables,
+    metrics_held,
+    variables_of_metrics,
+    variables_of_model,
+)
 from tfdist.compat import keras_layers, keras_trainer, tensorflow_graphs
 from tfdist.compat.kept_attributes import kept_on
-from tfdist.compat.keras_random import global_seed_generator
+from tfdist.compat.keras_random import states_beside
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
@@ -107,14 +113,11 @@ def _look(model: keras.Model, step: str) -> None:
         return
     backup = _backups[-1] if _backups else None
     of_optimizers = [variable for each in keras_trainer.optimizers_of(model) for variable in each.variables]
-    metrics = [*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)]
-    without_one = global_seed_generator()
-    drawn = [] if without_one is None else [without_one.state]
     held = variables_of_model(model)
     if backup is not None:
         held = [each for each in held if id(each) in backup.held]
     kinds = unsaved_state_checks.kinds_here()
-    unsaved = unsaved_state_checks.unsaved(kinds, [*held, *of_optimizers, *variables_of_metrics(metrics), *drawn])
+    unsaved = unsaved_state_checks.unsaved(kinds, [*held, *of_optimizers, *metric_variables(model), *states_beside()])
     found = _findings(model)[step] = _Found(unsaved, unsaved_state_checks.drawn(kinds))
     if backup is not None:
         backup.ask(found)

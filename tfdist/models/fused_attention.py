@@ -1,6 +1,6 @@
 """Attention in half precision on GPUs with one kernel of cuDNN, which Keras offers with JAX and PyTorch only.
 
-GPT-2 124M on an H100: 253,000 tokens a second without it, 418,000 with it; compiled PyTorch 327,500 (docs/gpus.md).
+GPT-2 124M on an H100: 253,000 tokens a second without it, 418,000 with it, compiled PyTorch 327,500: docs/speed_log.md.
 The kernel also needs less memory and rounds less: scores and weights stay in float32 inside it (cudnn_attention.py).
 """
 

@@ -3,7 +3,7 @@
 Attention uses it in this way (blocks.py): scores in float32, softmax, weights in bfloat16 or float16 for the product
 with the values. TensorFlow computes the gradient of a softmax from its float32 result, which therefore stays in memory
 until the backward pass: for GPT-2 124M with 32 x 1024 tokens 1.6 GB per layer, plus a half-precision copy of half that
-size for the product. On an H200 38 of a step's 124 ms were spent on this (docs/gpus.md).
+size for the product. On an H200 38 of a step's 124 ms were spent on this (docs/speed_log.md).
 """
 
 from __future__ import annotations

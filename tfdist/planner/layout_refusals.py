@@ -7,10 +7,7 @@ training/parallel/compose.py decides; a test checks that both agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tfdist.config import Config
-from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS, ELEMENTWISE_WORDS
 from tfdist.config.strategies import strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
@@ -18,8 +15,6 @@ from tfdist.planner import mesh_rules
 from tfdist.planner.layout import Layout
 from tfdist.planner.shapes import ModelShape
 from tfdist.runtime.mesh import Mesh
-
-_WHOLE = "it does not treat each element separately, so it cannot work on"
 
 
 def of_mesh(model: ModelShape, mesh: Mesh) -> str:
@@ -61,9 +56,6 @@ def of_mesh(model: ModelShape, mesh: Mesh) -> str:
 
 def of_zero(config: Config) -> str:
     """Returns the reason why the run's flags do not fit its ZeRO stage, as a sentence; "" if they do."""
-    zero, optimizer = config.parallel.zero, config.optimizer.optimizer
-    if zero and optimizer not in ELEMENTWISE_OPTIMIZERS:
-        return f"--zero={zero} with --optimizer={optimizer}: {_WHOLE} shards; use {ELEMENTWISE_WORDS}, or --zero=0."
     if strategy_or_undecided(config.strategy.strategy).mesh:  # other strategies have no --zero to check
         try:
             config.validate()
@@ -75,33 +67,10 @@ def of_zero(config: Config) -> str:
 def of_layout(model: ModelShape, config: Config, layout: Layout, batch: BatchPlan) -> str:
     """Returns the reason why the run's flags do not fit a layout of a model, as a sentence; "" if they do. config: with
     the --zero of the layout."""
-    of_model = (*_optimizer(config, layout), *_pipe(model, config, layout))
-    return next(iter(of_model), "") or mesh_rules.refusal(config, layout.mesh, batch)
-
-
-def _optimizer(config: Config, layout: Layout) -> Iterator[str]:
-    name, mesh = config.optimizer.optimizer, layout.mesh
-    if name not in ELEMENTWISE_OPTIMIZERS and mesh.degree("model", "expert") > 1:
-        yield (
-            f"--mesh={mesh.describe()} with --optimizer={name}: {_WHOLE} parts of variables; use {ELEMENTWISE_WORDS},"
-            " or data= only."
-        )
-    if name == "adafactor" and layout.pipe > 1:
-        yield (
-            f"--mesh has pipe={layout.pipe}, over which the state of --optimizer=adafactor cannot be spread, as it does"
-            " not have the shapes of the variables: use another optimizer, or data= only."
-        )
-
-
-def _pipe(model: ModelShape, config: Config, layout: Layout) -> Iterator[str]:
-    chunks, cut = config.parallel.pipe_chunks, config.parallel.pipe_cut
+    chunks = config.parallel.pipe_chunks
     if layout.pipe > 1 and chunks > 1 and layout.pipe * chunks > model.blocks:
-        yield (
+        return (
             f"--pipe_chunks={chunks} cuts the model of each of pipe={layout.pipe} stages into as many parts, but"
             f" {model.name} has {model.blocks} blocks at which it can be cut: lower one of them."
         )
-    if cut and len(cut.split(",")) != layout.pipe * chunks - 1:
-        yield (
-            f"--pipe_cut={cut} names the beginnings of {len(cut.split(',')) + 1} parts, but --mesh has"
-            f" pipe={layout.pipe} and --pipe_chunks={chunks}: change one of them, or drop it."
-        )
+    return mesh_rules.refusal(config, layout.mesh, batch)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from tfdist.config import Config
 from tfdist.config.checks import carried_in_float16
+from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS, ELEMENTWISE_WORDS
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh import Mesh
 
@@ -28,6 +29,21 @@ def not_compiled_on(mesh: Mesh, config: Config) -> str:
 def _compiled(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     if config.model.jit_compile and (what := not_compiled_on(mesh, config)):
         yield f"--jit_compile cannot compile {what}: drop it."
+
+
+def _optimizer(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
+    name, zero, pipe = config.optimizer.optimizer, config.parallel.zero, mesh.degree("pipe")
+    if name not in ELEMENTWISE_OPTIMIZERS:
+        whole = f"--optimizer={name}: it does not treat each element separately, so it cannot work on"
+        if zero:
+            yield f"--zero={zero} with {whole} shards; use {ELEMENTWISE_WORDS}, or --zero=0."
+        if mesh.degree("model", "expert") > 1:
+            yield f"--mesh={mesh.describe()} with {whole} parts of variables; use {ELEMENTWISE_WORDS}, or data= only."
+    if name == "adafactor" and pipe > 1:  # its sums over rows and columns: their size would differ between stages
+        yield (
+            f"--mesh has pipe={pipe}, over which the state of --optimizer=adafactor cannot be spread, as it does not"
+            " have the shapes of the variables: use another optimizer, or data= only."
+        )
 
 
 def _compression(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
@@ -85,6 +101,15 @@ def _sequence(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
         yield f"--sequence_parallel does not work with {other} yet: drop one of them."
 
 
+def _cut(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
+    pipe, chunks, cut = mesh.degree("pipe"), config.parallel.pipe_chunks, config.parallel.pipe_cut
+    if cut and (parts := len(cut.split(",")) + 1) != (pipe * chunks if pipe > 1 else 1):
+        yield (
+            f"--pipe_cut={cut} names the beginnings of {parts} parts, but --mesh has pipe={pipe} and"
+            f" --pipe_chunks={chunks}: change one of them, or drop it."
+        )
+
+
 def _rounds(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     degree, chunks = mesh.degree("pipe"), config.parallel.pipe_chunks
     if chunks > 1 and batch.accumulation % degree:
@@ -100,6 +125,8 @@ def _recompute(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[Config, Mesh, BatchPlan], Iterator[str]], ...] = (
+    _optimizer,
+    _cut,
     _compiled,
     _compression,
     _offload,

@@ -10,9 +10,8 @@ from tfdist.artifacts.backup_folder import BackupFolder
 from tfdist.artifacts.manifest import CRC, SHA
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.lease import Lease, job_identity
+from tfdist.control.lease import Lease, this_job
 from tfdist.control.own_files import check_owner
-from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.run_address import SNAPSHOTS, backup_folder, is_url
 from tfdist.control.status_file import STATUS_FILE
 
@@ -39,7 +38,7 @@ def lease(place: str, run_folder: Path) -> Lease | None:
     """The lease that keeps other jobs from the folder of backups; None if it is the run folder, which has its own."""
     if os.path.realpath(place) == os.path.realpath(run_folder):
         return None
-    return Lease(Path(place), job_identity(os.environ, resolve_cluster(os.environ)), name=f"--backup_dir={place}")
+    return Lease(Path(place), this_job(), name=f"--backup_dir={place}")
 
 
 def _make(name: str, place: str) -> None:

@@ -19,7 +19,6 @@ from tfdist.build import Job
 from tfdist.config.run_options import RunConfig
 from tfdist.control.exit_codes import DivergedError
 from tfdist.control.faults import Faults
-from tfdist.data import streams
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
 from tfdist.run.moving_statistics import sync_moving_statistics
 from tfdist.run.progress import Progress
@@ -177,7 +176,7 @@ class Recovery:
         warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
         self.clock.restore(manifest["clock"])
         self.losses = restore.LossContinuity(manifest.get("losses", ()))
-        self.stream_cut = manifest.get("stream_cut") or streams.cut_of_old_runs(split, manifest["replicas"])
+        self.stream_cut = manifest["stream_cut"]
         state.restore_generator_states(manifest["generators"])
         self.progress.restore(manifest, step)
         same = manifest if manifest["config_digest"] == self.config.digest() else {}  # a new try if anything changed

@@ -8,7 +8,6 @@ unavailable store is reported, but ends neither training nor the run.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -19,8 +18,7 @@ from tfdist.artifacts.run_identity import run_of_snapshot
 from tfdist.artifacts.upload_thread import sent_within
 from tfdist.config import Config
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.lease import job_identity
-from tfdist.control.resolvers import resolve_cluster
+from tfdist.control.lease import this_job
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.control.status_file import STATUS_FILE
 from tfdist.control.terminal import say
@@ -44,8 +42,7 @@ class RemoteBackup:
         self._store, self._run_id, self._begun = backup.store, run_id, False
         with as_sentence("backup_dir"):
             self._objects = ObjectStore(self._url, min(self._timeout, PATIENCE_SECONDS))
-        job = job_identity(os.environ, resolve_cluster(os.environ))
-        self._lease = StoreLease(self._objects, job, name=f"--backup_dir={self._url}")
+        self._lease = StoreLease(self._objects, this_job(), name=f"--backup_dir={self._url}")
         self._remote = RemoteSnapshots(self._objects, self._store, backup.retention, self._lease.confirm)
         self._alarm = StoreAlarm("the backup: ")
         self._held = contextlib.ExitStack()

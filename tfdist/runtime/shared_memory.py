@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 _OFFER = struct.Struct("!QQ16s")  # PID, descriptor, token
-OFFER_BYTES = _OFFER.size
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (*[ctypes.c_void_p, ctypes.c_size_t], *[ctypes.c_int] * 3, ctypes.c_long)
@@ -44,7 +43,7 @@ class SharedArrays:
         self._numbers = itertools.count(NOT_SHARED + 1)
 
     def offer(self) -> bytes:
-        """Returns the token, of OFFER_BYTES, by which a process finds out whether it can read these arrays.
+        """Returns the token by which a process finds out whether it can read these arrays.
 
         Call `withdraw` once all processes have found out.
         """

@@ -78,7 +78,7 @@ def _refuse_whole_batches(flag: str, model: keras.Model) -> None:
 
 def with_xla(config: Config, runtime: Runtime, model: keras.Model, objective: Objective, spec: Any) -> Config:
     """Returns the configuration with --jit_compile set to on or off. If it was not given, it is on if the devices are
-    GPUs and XLA can compile the step, as in Keras (for the gain see docs/gpus.md). spec: of a micro-batch (x, y, w).
+    GPUs and XLA can compile the step, as in Keras (the gain: docs/speed_log.md). spec: of a micro-batch (x, y, w).
     """
     if config.model.jit_compile is not None:
         check_compiled(config, runtime, model)

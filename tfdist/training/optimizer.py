@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.compat import keras_optimizers
 from tfdist.compat.tensorflow_variables import values_kept
 from tfdist.config import OptimizerConfig, parse_args
-from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS, OPTIMIZERS
+from tfdist.config.optimizers import OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.plugins import imported
 
@@ -75,11 +75,6 @@ class FusedAdam(keras.optimizers.Adam):
 def rule_of(name: str) -> Callable[..., keras.optimizers.Optimizer]:
     """Returns the class of --optimizer=NAME, with the arguments that the name stands for."""
     return functools.partial(imported("optimizer", name, OPTIMIZERS[name].rule), **OPTIMIZERS[name].arguments)
-
-
-def is_elementwise(optimizer: keras.Optimizer) -> bool:
-    """Whether an optimizer treats every number of a variable separately."""
-    return isinstance(optimizer, tuple(rule_of(name).func for name in ELEMENTWISE_OPTIMIZERS))
 
 
 # Keras arguments that would act on local gradients or deadlock, and the flag that does the same correctly.

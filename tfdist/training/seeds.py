@@ -13,9 +13,9 @@ from tfdist.compat import tensorflow_random
 from tfdist.compat.keras_draws import asked_before_draws
 from tfdist.compat.keras_layers import keep_message
 from tfdist.compat.keras_random import (
-    global_seed_generator,
     is_seed_state,
     made_global_seed_generator,
+    states_beside,
     use_generator,
 )
 from tfdist.control.exit_codes import ConfigError
@@ -105,12 +105,6 @@ def updating() -> Iterator[None]:
 
     with asked_before_draws(refuse):
         yield
-
-
-def states_beside() -> list[keras.Variable]:
-    """Returns the states of generators that belong to no model: of Keras' global generator, if it has been made."""
-    generator = global_seed_generator()
-    return [] if generator is None else [generator.state]
 
 
 def seed_values(count: int, seed: int, step: tf.Tensor, micro: tf.Tensor, replica: tf.Tensor) -> list[tf.Tensor]:

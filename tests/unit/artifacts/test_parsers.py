@@ -39,7 +39,7 @@ GOOD = {
     "config_digest": "d",
     "identity": {"global_batch": 8},
     "workers": 2,
-    "replicas": 2,
+    "stream_cut": 1,
     "generators": {"python": [3, [1, 2], None], "numpy": ["MT19937", [1], 1, 0, 0.0]},
     "clock": {"seconds": 1.5, "pauses": {"evaluation": 0.5}},
     "metrics": {},

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -99,15 +100,17 @@ class Workers:
         chief = PartialDownload(self.objects[0], folder.parent / "chief", self.remote)
         snapshot, passed_over = chief.newest_valid()
         assert snapshot and not passed_over, passed_over
-        store = PartialDownload(self.objects[rank % len(self.objects)], folder, remote=None)
+        objects = self.objects[rank % len(self.objects)]
+        store = PartialDownload(objects, folder, remote=None)
         mine = partial_download.Snapshot(store.path(snapshot.step), snapshot.step, snapshot.manifest)
         wanted = shards(rank, size, arrays(snapshot.step))
-        store.bring(mine, wanted)
+        with mock.patch.object(objects, "piece", wraps=objects.piece) as brought:
+            store.bring(mine, wanted)
         for key in SHAPES:
             own = [shard for shard in wanted if shard.key == key]
             for shard, found in zip(own, read_shards(mine.prefix, own, np.float32), strict=True):
                 np.testing.assert_array_equal(found, shard.array)
-        return snapshot.step, store.brought
+        return snapshot.step, sum(size for (_, _, size), _ in brought.call_args_list)
 
 
 def is_right(folder: Path, step: int) -> bool:

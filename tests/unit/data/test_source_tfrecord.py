@@ -300,13 +300,9 @@ def test_what_a_stream_holds_is_told_by_the_first_bytes_of_its_files(folder):
     split = load(folder, source_args=SPEC + ",stream=True")
     before = contents.identity(split)
     assert contents.changed(split, before, contents.identity(split)) == ""
-    old = {**before, "checksums": before["checksums"][:1]}  # as an earlier version wrote it
     write(folder / "train-0.tfrecord", examples(12, 24))
     write(folder / "train-2.tfrecord", examples(0, 12))
     assert "other samples" in contents.changed(split, before, contents.identity(split))
-    assert contents.changed(split, old, contents.identity(split)) == ""
-    write(folder / "train-2.tfrecord", examples(0, 11))
-    assert "other samples" in contents.changed(split, old, contents.identity(split))
 
 
 def unique(batches) -> set[bytes]:

@@ -129,6 +129,8 @@ def test_parts_of_a_pipeline():
         {"all_reduce": "hierarchical"},
         {"pipe_chunks": 2, "accumulation": 1},
         {"pipe_chunks": 2, "accumulation": 4},
+        {"pipe_cut": "block_02"},
+        {"optimizer": "adafactor"},
     ],
 )
 def test_training_refuses_the_same(changes):

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist import build
 from tfdist.config import Config, OptimizerConfig
+from tfdist.config.optimizers import OPTIMIZERS
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.planner import mesh_rules
@@ -17,7 +18,7 @@ from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.composition_checks import check_added
 from tfdist.training.optimizer import make_optimizer
-from tfdist.training.parallel.compose import _check_slots, _pieces, compose_mesh
+from tfdist.training.parallel.compose import _pieces, compose_mesh
 from tfdist.training.parallel.expert import parallelize_experts
 from tfdist.training.parallel.pipeline_parts import divide
 from tfdist.training.parallel.segments import cut_into_blocks
@@ -70,6 +71,10 @@ class Alone(MeshRuntime):
         ("data=2", {"compression": "topk", "precision": "float16"}, ["--compression=topk", "float16"]),
         ("model=2", {"compression": "fp16"}, ["--compression=fp16", "model=2"]),
         ("data=2", {"offload": "optimizer"}, ["--offload=optimizer", "--zero=1"]),
+        ("data=2", {"optimizer": "lamb", "zero": 1}, ["--zero=1", "--optimizer=lamb", "each element"]),
+        ("expert=2", {"optimizer": "lamb"}, ["--mesh=expert=2", "--optimizer=lamb", "each element"]),
+        ("data=2", {"pipe_cut": "block_01", "pipe_chunks": 2}, ["--pipe_cut=block_01", "pipe=1"]),
+        ("pipe=2", {"pipe_cut": "block_00,block_01"}, ["--pipe_cut=block_00,block_01", "3 parts", "pipe=2"]),
     ],
 )
 def test_refused(mesh, changes, words):
@@ -261,15 +266,14 @@ def test_added_losses_beside_weights_are_refused_on_every_stage_of_a_pipeline(op
         check_added(SimpleNamespace(mesh=mesh), model(**options), True, x)
 
 
-def test_adafactor_is_refused_on_a_pipeline():
-    runtime = build.start_runtime(BASE, Cluster())
-    runtime.mesh = Mesh.create(pipe=2)
-    model, optimizer = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)]), keras.optimizers.Adafactor()
-    update = SimpleNamespace(owners=build_optimizer(optimizer, model.trainable_variables))
-    with pytest.raises(ConfigError, match="pipe=2.*--optimizer=adafactor"):
-        _check_slots(optimizer, update, runtime)
-    muon = keras.optimizers.Muon()
-    _check_slots(muon, SimpleNamespace(owners=build_optimizer(muon, model.trainable_variables)), runtime)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_whose_state_has_other_shapes_are_refused_on_a_pipeline(name):
+    config = BASE.replace(optimizer=name, ema=0.0)
+    optimizer = make_optimizer(config.optimizer, Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
+    owners = build_optimizer(optimizer, [keras.Variable(np.ones([3, 2]))])
+    fits = all(not len(each.shape) or id(each) in owners for each in optimizer.variables)
+    refused = mesh_rules.refusal(config, Mesh.create(pipe=2), build.plan_batch(config.batch, 1))
+    assert fits == (refused == "") and (fits or f"pipe=2, over which the state of --optimizer={name}" in refused)
 
 
 def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
@@ -286,12 +290,6 @@ def test_experts_on_the_mesh_are_refused_where_they_make_no_sense():
     runtime = Alone(Mesh.create(pipe=2))
     with pytest.raises(ConfigError, match="pipe=2.*experts drop"):
         _pieces(BASE, runtime, three)
-    lone = build.start_runtime(BASE, Cluster())
-    lone.mesh = Mesh.create(expert=2)
-    lone.group = lambda *axes: pair if axes == ("expert",) else Group((0,), 0, tasks=("a",))
-    even = build.build_model(BASE.replace(model_args="layers=1,width=8,heads=2,experts=4").model, spec, 17)
-    with pytest.raises(ConfigError, match="expert=2.*lamb.*element"):
-        compose_mesh(BASE, lone, even, keras.optimizers.Lamb(), None, build.plan_batch(BASE.batch, 2), rows=None)
 
 
 def test_sequences_that_cannot_be_spread_are_refused():

@@ -8,13 +8,11 @@ import pytest
 import tensorflow as tf
 
 from tfdist.config import OptimizerConfig
-from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS, OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.training.optimizer import (
     FusedAdam,
     check_decays,
     ema_variables,
-    is_elementwise,
     make_optimizer,
     rule_of,
     switch_off_reduction,
@@ -111,12 +109,6 @@ def test_the_update_of_replicas_is_one_operation():
     step()
     np.testing.assert_allclose(variable, np.full(4, 0.9), rtol=1e-5)
     assert kinds.count("ResourceApplyAdam") == 1 and "Sqrt" not in kinds
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_elementwise_classes_are_those_of_the_elementwise_names(name):
-    optimizer = make_optimizer(OptimizerConfig(optimizer=name), Schedule("constant", 0.1, 0, 10, 0.1, 0.0))
-    assert is_elementwise(optimizer) == (name in ELEMENTWISE_OPTIMIZERS)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,7 @@ import itertools
 
 import pytest
 
-from tfdist.training.parallel.pipe_schedule import (
-    Action,
-    Receipt,
-    bubble,
-    live,
-    make_schedule,
-    receipts,
-    timeline,
-)
+from tfdist.training.parallel.pipe_schedule import Action, Receipt, Schedule, live, make_schedule, receipts, timeline
 
 CASES = [
     (name, stages, micros, chunks)
@@ -38,6 +30,14 @@ def test_every_action_once_and_no_deadlock(name, stages, micros, chunks):
                 order = [action.micro for action in actions if action.chunk == chunk and action.forward == forward]
                 assert order == sorted(order)
     timeline(schedule)
+
+
+def bubble(schedule: Schedule) -> float:
+    """The fraction of all stages' time in which they wait."""
+    lines = timeline(schedule)
+    end = max(start + action.units for line in lines for start, action in line)
+    busy = sum(action.units for line in lines for _, action in line)
+    return 1 - busy / (end * len(schedule))
 
 
 def test_the_bubble():

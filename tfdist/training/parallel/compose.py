@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 import keras
 
 from tfdist.config import Config
-from tfdist.config.optimizers import ELEMENTWISE_WORDS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.planner import mesh_rules
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.objectives import Objective
-from tfdist.training.optimizer import is_elementwise
 from tfdist.training.parallel import cut_trial, segments
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.cut_trial import CutTrial
@@ -69,12 +67,6 @@ def compose_mesh(
     if refusal := mesh_rules.refusal(config, runtime.mesh, plan):
         raise ConfigError(refusal)
     layers = _parallelize(config, runtime, model, objective, rows, plan.micro_batch)
-    if layers.parts and not is_elementwise(optimizer):
-        raise ConfigError(
-            f"--mesh={runtime.mesh.describe()} with --optimizer={optimizer.name}: it does not treat each element"
-            f" separately, so it cannot work on parts of variables; use {ELEMENTWISE_WORDS}, or data="
-            " only."
-        )
     pieces = _pieces(config, runtime, model)
     placement = Placement(
         {key: part.axis for key, part in layers.parts.items()},
@@ -84,7 +76,8 @@ def compose_mesh(
     update = _update(config, runtime, model, optimizer, placement)
     pipeline = None
     if pieces:
-        _check_slots(optimizer, update, runtime)
+        # Each stage holds the state of its variables; mesh_rules refuses optimizers with state of other shapes.
+        assert all(not len(each.shape) or id(each) in update.owners for each in optimizer.variables)
         schedule = make_schedule(
             config.parallel.pipe_schedule, runtime.mesh.degree("pipe"), plan.accumulation, config.parallel.pipe_chunks
         )
@@ -180,11 +173,6 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
     """The pieces of the pipeline; empty without a pipeline."""
     degree, chunks = runtime.mesh.degree("pipe"), config.parallel.pipe_chunks
     if degree == 1:
-        if config.parallel.pipe_cut:
-            raise ConfigError(
-                f"--pipe_cut={config.parallel.pipe_cut} cuts a pipeline, but --mesh has none: add pipe=2 or more, or"
-                " drop it."
-            )
         return []
     if has_experts(model):
         raise ConfigError(
@@ -197,15 +185,6 @@ def _pieces(config: Config, runtime: MeshRuntime, model: keras.Model) -> list[li
         recomputed = segments.with_recompute(model, cut.segments, segments.blocks(model, flag), "--recompute=block")
         cut = cut._replace(segments=recomputed)
     return divide(cut, degree * chunks, config.parallel.pipe_cut)
-
-
-def _check_slots(optimizer: keras.Optimizer, update: MeshUpdate, runtime: MeshRuntime) -> None:
-    """Refuses state without a variable's shape (Adafactor's sums over rows): its size would differ between stages."""
-    if any(len(variable.shape) and id(variable) not in update.owners for variable in optimizer.variables):
-        raise ConfigError(
-            f"--mesh has pipe={runtime.mesh.degree('pipe')}, over which the state of --optimizer={optimizer.name}"
-            " cannot be spread, as it does not have the shapes of the variables: use another optimizer, or data= only."
-        )
 
 
 def _shards_logits(model: keras.Model) -> bool:

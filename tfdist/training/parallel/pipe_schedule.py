@@ -138,14 +138,6 @@ def _goes_to(receipt: Receipt) -> int:
     return receipt.part + 1 if receipt.forward else receipt.part - 1
 
 
-def bubble(schedule: Schedule) -> float:
-    """The fraction of all stages' time in which they wait."""
-    lines = timeline(schedule)
-    end = max(start + action.units for line in lines for start, action in line)
-    busy = sum(action.units for line in lines for _, action in line)
-    return 1 - busy / (end * len(schedule))
-
-
 def live(schedule: Schedule) -> list[int]:
     """For each stage, the most (micro-batch, chunk) pairs whose activations it holds at once."""
     most = []

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras_layers import current_call, keep_message
+from tfdist.compat.keras_random import states_beside
 from tfdist.compat.keras_tensors import taken_apart
 from tfdist.compat.keras_variables import autocast_dtype, autocast_to
 from tfdist.compat.tensorflow_functions import functions_inline
@@ -28,7 +29,6 @@ from tfdist.compat.tensorflow_graphs import (
     taken_from_before,
 )
 from tfdist.control.exit_codes import ConfigError
-from tfdist.training.seeds import states_beside
 
 Bind = Callable[[list[tf.Tensor], bool, tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]
 OnGradients = Callable[[list[tf.Tensor]], None]

@@ -27,13 +27,12 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.compat.tensorflow_graphs import operation_number
-from tfdist.config.optimizers import ELEMENTWISE_WORDS
 from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.backward_order import age, made_after
 from tfdist.training.connected import apply_connected
-from tfdist.training.optimizer import is_elementwise, swapped_in
+from tfdist.training.optimizer import swapped_in
 from tfdist.training.parallel.assigned_weights import refuse_assigned
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.mesh_update import MeshUpdate
@@ -182,11 +181,6 @@ def sharded_update(
 
 
 def _check(optimizer: keras.Optimizer, model: keras.Model, stage: int) -> None:
-    if not is_elementwise(optimizer):
-        raise ConfigError(
-            f"--zero={stage} with --optimizer={optimizer.name}: it does not treat each element separately, so it cannot"
-            f" work on shards; use {ELEMENTWISE_WORDS}, or --zero=0."
-        )
     for variable in model.trainable_variables:
         if variable.constraint is not None:
             raise ConfigError(

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras_random import global_seed_generator, is_seed_state
+from tfdist.compat.keras_random import global_seed_generator, is_seed_state, states_beside
 from tfdist.control.exit_codes import ConfigError
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.models import missing_rows
@@ -30,7 +30,7 @@ from tfdist.training.parameter_server.contained_batch import ContainedBatch
 from tfdist.training.parameter_server.parameters import Parameters
 from tfdist.training.parameter_server.slice_values import SliceValues
 from tfdist.training.row_checks.sums_as_means import SumsAsMeans
-from tfdist.training.seeds import draw_from, only_known_draws, seed_values, states_beside
+from tfdist.training.seeds import draw_from, only_known_draws, seed_values
 from tfdist.training.stateless_call import stateless_call
 from tfdist.training.step_output import FIRST_SUMS, Fields
 from tfdist.training.total_loss import SummedLoss, expected_weight, rows_of

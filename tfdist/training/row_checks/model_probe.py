@@ -15,13 +15,12 @@ import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import hidden_state, hidden_variables, metrics_held
 from tfdist.compat import keras_draws, keras_layers, keras_variables, tensorflow_random
-from tfdist.compat.keras_random import is_seed_state
+from tfdist.compat.keras_random import is_seed_state, states_beside
 from tfdist.compat.tensorflow_graphs import function_graph, operations_behind
 from tfdist.compat.tensorflow_variables import values_kept, writes_undone
 from tfdist.training.row_checks.calm_layers import calmed
 from tfdist.training.row_checks.trial_scope import attributes_kept
 from tfdist.training.row_checks.trial_values import disturbed
-from tfdist.training.seeds import states_beside
 from tfdist.training.stateless_call import stateless_call
 
 ROWS = 4  # rows in a trial, each alone and all together
