@@ -138,7 +138,7 @@ def found_of(only: str) -> dict[str, dict]:
 
 def run(number: int, row: Row, twin: bool = False) -> dict:
     """Runs the job of a row; returns the measurements of rank 0."""
-    from tfdist.control.local_job import LocalJob
+    from tfdist.launcher.local_job import LocalJob
 
     output = io.StringIO()
     environment = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "65536"}

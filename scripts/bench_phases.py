@@ -51,7 +51,7 @@ def main() -> None:
         measure(arguments)
         return
     from tests.e2e.job import ENVIRONMENT
-    from tfdist.control.local_job import LocalJob
+    from tfdist.launcher.local_job import LocalJob
 
     output = io.StringIO()
     with TemporaryDirectory() as folder:

@@ -39,7 +39,7 @@ def main() -> None:
         return
     root = str(Path(__file__).resolve().parents[1])
     sys.path.insert(0, root)
-    from tfdist.control.local_job import LocalJob
+    from tfdist.launcher.local_job import LocalJob
 
     print(f"{'MB':>24}" + "".join(f"{size:>9g}" for size in sizes))
     for communication, pack in ROWS:

@@ -47,7 +47,7 @@ FAULTS: dict[str, Fault] = {
         "control/membership.py",
         "        self.broken_since = None\n        formed",
         "        formed",
-        ("tests/unit/control/test_elastic_job.py",),
+        ("tests/unit/launcher/test_elastic_job.py",),
     ),
     "end of a stream": Fault(
         "a file of a stream that is cut within the header of a record ends there",
@@ -72,10 +72,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "other hosts": Fault(
         "a worker is told to read its neighbor's memory though that is on another host",
-        "runtime/array_meeting.py",
+        "runtime/ring/array_meeting.py",
         "self._shared.readers &= {(self.rank + 1) % self.size}",
         "pass",
-        ("tests/unit/runtime/test_ring.py",),
+        ("tests/unit/runtime/ring/test_ring.py",),
     ),
     "dependent columns": Fault(
         "powersgd counts rounding as a direction",

@@ -40,7 +40,7 @@ FLAGS = [
     "--trackers=none",
 ]
 RUN_SECONDS = 120.0
-# What TensorFlow prints at every start (control/job.py keeps it off the terminal), and our own summary.
+# What TensorFlow prints at every start (launcher/job.py keeps it off the terminal), and our own summary.
 EXPECTED = re.compile(
     r"All log messages before absl|cudart_stub|cuda_platform|cpu_feature_guard|rebuild TensorFlow|oneDNN|^  \w|^\s*$"
 )

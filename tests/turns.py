@@ -27,7 +27,7 @@ WAITING = tuple(
         "mistakes/test_mistakes",
         "e2e/test_phases",
         "unit/control/test_preflight",
-        "unit/runtime/test_rendezvous",
+        "unit/runtime/ring/test_rendezvous",
         "e2e/test_doctor",
         "e2e/test_stored_backup",
         "e2e/test_plan_memory",

@@ -28,10 +28,10 @@ from tfdist.config.strategies import STRATEGIES, strategy_or_undecided
 from tfdist.control import exit_codes, versions
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, ConfigError, UnsupportedError
-from tfdist.control.local_job import LocalJob
 from tfdist.control.preflight import Preflight
 from tfdist.control.resolvers import cluster_to_join
 from tfdist.control.token import with_token
+from tfdist.launcher.local_job import LocalJob
 from tfdist.runtime.factory import resolve_strategy
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from tfdist.control import exit_codes
 from tfdist.control.command_parser import CommandParser, FlagValues
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.jobspecs.job_options import job_parser
-from tfdist.control.launch_options import launch_parser
 from tfdist.data.sources.source_names import SOURCES
+from tfdist.launcher.launch_options import launch_parser
 from tfdist.models.model_names import MODELS
 from tfdist.run.snapshot_evaluation import EvaluateOptions
 

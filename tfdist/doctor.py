@@ -29,11 +29,11 @@ from tfdist.config import Config, option
 from tfdist.control import exit_codes
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ExitCode
-from tfdist.control.local_job import LocalJob
 from tfdist.control.resolvers import cluster_to_join, resolve_cluster
 from tfdist.control.token import host_of, with_token
 from tfdist.diagnosis import folder_speed, gpus, interfaces, limits, meeting, packages, store_speed, trials
 from tfdist.diagnosis.findings import Finding, State, is_healthy
+from tfdist.launcher.local_job import LocalJob
 
 
 @dataclass(frozen=True)

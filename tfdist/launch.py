@@ -37,21 +37,21 @@ from tfdist.config import COMPONENTS, Config
 from tfdist.config.strategies import STRATEGIES, strategy_or_undecided
 from tfdist.control import backup_count, exit_codes, lease
 from tfdist.control.command_parser import check_module, module_named_in, program_command, split_at_dashes
-from tfdist.control.elastic_job import ElasticJob
 from tfdist.control.exit_codes import ConfigError, ExitCode
-from tfdist.control.job import Job
-from tfdist.control.launch_options import LaunchOptions, launch_parser, parse_launch_options
-from tfdist.control.local_job import LocalJob
 from tfdist.control.machine_shares import visible_gpus
 from tfdist.control.processes import Standbys
-from tfdist.control.ray_cluster import RayPlacements, connect
-from tfdist.control.ray_job import RayJob
 from tfdist.control.run_address import backup_folder
 from tfdist.control.signals import StopSignals, on_hangup
-from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_saved_step
 from tfdist.control.terminal import say, say_at_once
-from tfdist.control.worker_count import WorkerCount
 from tfdist.data.batch_plan import plan_batch
+from tfdist.launcher.elastic_job import ElasticJob
+from tfdist.launcher.job import Job
+from tfdist.launcher.launch_options import LaunchOptions, launch_parser, parse_launch_options
+from tfdist.launcher.local_job import LocalJob
+from tfdist.launcher.ray_cluster import RayPlacements, connect
+from tfdist.launcher.ray_job import RayJob
+from tfdist.launcher.supervisor import RestartPolicy, Supervisor, newest_saved_step
+from tfdist.launcher.worker_count import WorkerCount
 from tfdist.runtime import mesh
 from tfdist.runtime.factory import replicas_of
 

@@ -12,7 +12,7 @@ from tfdist.artifacts.snapshot_folder import SnapshotFolder
 from tfdist.models.mlp import mlp
 from tfdist.runtime.horovod import Horovod
 from tfdist.runtime.multi_worker import MultiWorker
-from tfdist.runtime.ring import Ring
+from tfdist.runtime.ring.ring import Ring
 from tfdist.training.update import DataParallel
 
 

@@ -256,7 +256,7 @@ def test_a_stopped_worker_is_noticed(communication, tmp_path):
 
 
 def test_workers_with_different_flags_refuse_each_other(tmp_path):
-    from tfdist.control.local_job import PortReservation
+    from tfdist.launcher.local_job import PortReservation
 
     ports = PortReservation(2)
     processes = []

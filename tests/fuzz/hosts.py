@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.cluster import Cluster
-from tfdist.runtime import array_meeting
 from tfdist.runtime.all_reduce_choice import Link
-from tfdist.runtime.shared_memory import OthersArrays, SharedArrays
+from tfdist.runtime.ring import array_meeting
+from tfdist.runtime.ring.shared_memory import OthersArrays, SharedArrays
 
 _OFFER = struct.Struct("!QQ16s")  # see shared_memory.py
 _ELSEWHERE = 2**22 + 1  # no process has this number

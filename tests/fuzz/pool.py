@@ -23,7 +23,7 @@ from tests.e2e.job import ENVIRONMENT
 from tests.fuzz import refusals, stores
 from tests.fuzz.space import group_of
 from tests.fuzz.worker import KEY
-from tfdist.control.local_job import LocalJob
+from tfdist.launcher.local_job import LocalJob
 
 Key = tuple[str, int]  # kind and workers of a group
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tests.e2e.job import ENVIRONMENT
 from tests.gpu.graph_audit import Audit
-from tfdist.control.local_job import LocalJob
+from tfdist.launcher.local_job import LocalJob
 from tfdist.runtime.launch_order import Launch
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.job import ENVIRONMENT, records, run, train
-from tfdist.control.local_job import LocalJob
+from tfdist.launcher.local_job import LocalJob
 
 pytestmark = pytest.mark.slow
 

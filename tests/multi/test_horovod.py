@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.job import ENVIRONMENT
-from tfdist.control.local_job import LocalJob
+from tfdist.launcher.local_job import LocalJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("horovod")]
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tfdist.control.local_job import LocalJob
+from tfdist.launcher.local_job import LocalJob
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.job import ENVIRONMENT
 from tests.parity.fit_derivative_cases import CASES
-from tfdist.control.local_job import LocalJob
+from tfdist.launcher.local_job import LocalJob
 
 pytestmark = pytest.mark.slow
 

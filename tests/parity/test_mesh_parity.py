@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.job import ENVIRONMENT
 from tests.parity.mesh_worker import ROWS, job_of
-from tfdist.control.local_job import LocalJob
+from tfdist.launcher.local_job import LocalJob
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.parity.worker import COMPRESSED, ROWS
-from tfdist.control.local_job import LocalJob
+from tfdist.launcher.local_job import LocalJob
 
 pytestmark = pytest.mark.slow
 

@@ -24,6 +24,7 @@ COMMANDS = {
 # A room may import the rooms of lower levels, and its own.
 LEVEL = {
     "control": 0,
+    "launcher": 1,
     **dict.fromkeys(("compat", "storage", "plugins"), 1),
     "config": 2,
     **dict.fromkeys(("flags", "runtime"), 3),
@@ -39,6 +40,7 @@ LEVEL = {
 }
 NO_TENSORFLOW = (
     "control",
+    "launcher",
     "config",
     "storage",
     "runtime/factory",
@@ -146,7 +148,7 @@ def runtime_classes():
     """The names of all classes that implement the protocol."""
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
-        for path in (PACKAGE / "runtime").glob("*.py")
+        for path in (PACKAGE / "runtime").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     }

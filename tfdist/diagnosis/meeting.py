@@ -79,9 +79,9 @@ def meet(
     config: Config, cluster: Cluster, mine: WorkerReport, clock: Callable[[], float] = time.time
 ) -> tuple[list[WorkerReport], list[Finding]]:
     """Returns (reports in rank order, findings about all); if the workers cannot meet, only this worker's report."""
-    from tfdist.runtime.control_ring import ControlRing
-    from tfdist.runtime.ring import Ring
-    from tfdist.runtime.ring_error import RingError
+    from tfdist.runtime.ring.control_ring import ControlRing
+    from tfdist.runtime.ring.ring import Ring
+    from tfdist.runtime.ring.ring_error import RingError
 
     try:
         preflight.wait_for_peers(cluster, config.cluster.startup_timeout)

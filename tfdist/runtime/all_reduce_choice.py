@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tfdist.runtime.ring_connections import RingConnections
+    from tfdist.runtime.ring.ring_connections import RingConnections
 
 _ROUNDS = 5
 _LARGE_BYTES = 1 << 20  # bytes that a rank receives in total

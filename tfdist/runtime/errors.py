@@ -20,7 +20,7 @@ from tfdist.control.passing_errors import reading_failed
 from tfdist.control.user_errors import failure, failure_in_text, failure_of_own, said, what_in_text, without_internals
 from tfdist.runtime import negative_weights
 from tfdist.runtime.damaged_record import damaged_file
-from tfdist.runtime.ring_error import MARK, user_error
+from tfdist.runtime.ring.ring_error import MARK, user_error
 
 _PEER_ERRORS = (
     tf.errors.UnavailableError,

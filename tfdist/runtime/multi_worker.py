@@ -29,9 +29,9 @@ from tfdist.runtime.mirrored import StrategyRuntime, communication_options
 from tfdist.runtime.operations import OUR_RING, Collective, of_group, through_tensorflow
 from tfdist.runtime.orderly_exit import say_goodbye
 from tfdist.runtime.reducer import RingReducer
-from tfdist.runtime.ring import Ring
-from tfdist.runtime.ring_connections import Patience
-from tfdist.runtime.ring_error import RingError, overdue, user_error
+from tfdist.runtime.ring.ring import Ring
+from tfdist.runtime.ring.ring_connections import Patience
+from tfdist.runtime.ring.ring_error import RingError, overdue, user_error
 
 _LONGEST_ENDPOINT = 320  # bytes: a host name has at most 253, plus a port
 _VERDICT_SECONDS = 5.0  # until all have found that they differ
@@ -95,7 +95,7 @@ class MultiWorker(StrategyRuntime):
             yield
 
     def use_ring(self, cluster: Cluster, config: Config) -> None:
-        """Makes runtime/ring.py reduce float32 tensors from now on."""
+        """Makes runtime/ring/ring.py reduce float32 tensors from now on."""
         patience = config.cluster.heartbeat_timeout
 
         def exchange(endpoint: str) -> list[str]:
@@ -117,7 +117,7 @@ class MultiWorker(StrategyRuntime):
 
     @property
     def uses_ring(self) -> bool:
-        """Whether gradients travel through runtime/ring.py."""
+        """Whether gradients travel through runtime/ring/ring.py."""
         return self._reducer is not None
 
     @property

@@ -19,9 +19,9 @@ from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
-from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.decisions import check_same_communication
 from tfdist.runtime.peers import Peers
+from tfdist.runtime.ring.control_ring import ControlRing
 from tfdist.runtime.sockets import Sockets
 from tfdist.runtime.tensorflow_peers import TensorflowPeers
 

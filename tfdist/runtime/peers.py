@@ -18,10 +18,10 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import printable, say
 from tfdist.runtime import batch_norm
 from tfdist.runtime.array_bytes import from_bytes, to_bytes
-from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.host import first_gpu
 from tfdist.runtime.own_gradient import with_gradient
+from tfdist.runtime.ring.control_ring import ControlRing
 from tfdist.runtime.single_replica import SingleReplica
 
 ALIKE = "all workers must make the same calls"

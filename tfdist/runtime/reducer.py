@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from tfdist.runtime.bucketing import in_buckets
 from tfdist.runtime.host import as_list, on_host
-from tfdist.runtime.ring import Ring
-from tfdist.runtime.ring_error import MARK, RingError
+from tfdist.runtime.ring.ring import Ring
+from tfdist.runtime.ring.ring_error import MARK, RingError
 
 _SUM, _HALVED, _ROWS = "sum", "sum of what travels as bfloat16", "rows of all workers"
 _ALIGN = 16  # float32 elements: 64 bytes, the alignment that TensorFlow needs to take an array without a copy

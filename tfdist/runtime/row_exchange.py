@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.runtime.collectives import Group
-from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.host import on_host
+from tfdist.runtime.ring.control_ring import ControlRing
 from tfdist.runtime.wire_types import joined, of_one_type, off_wire, on_wire
 
 _EXACT = 8  # shapes per call, before lengths are rounded up by at most an eighth

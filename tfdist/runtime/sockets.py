@@ -19,13 +19,13 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.runtime.all_reduce_choice import GradientPath
-from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.host import as_list, on_host
 from tfdist.runtime.operations import OUR_RING, Collective
 from tfdist.runtime.peers import Peers
 from tfdist.runtime.reducer import RingReducer, suits
-from tfdist.runtime.ring import Ring
-from tfdist.runtime.ring_error import RingError, user_error
+from tfdist.runtime.ring.control_ring import ControlRing
+from tfdist.runtime.ring.ring import Ring
+from tfdist.runtime.ring.ring_error import RingError, user_error
 
 
 class Sockets(Peers):

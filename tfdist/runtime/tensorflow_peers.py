@@ -27,12 +27,12 @@ from tfdist.control.packet_filter import own_address_only
 from tfdist.runtime.bucketing import in_buckets
 from tfdist.runtime.collective_timeout import Overdue
 from tfdist.runtime.collectives import Group
-from tfdist.runtime.control_ring import ControlRing
 from tfdist.runtime.host import on_host
 from tfdist.runtime.operations import Collective, of_group
 from tfdist.runtime.peer_watch import PeerWatch
 from tfdist.runtime.peers import Peers
-from tfdist.runtime.ring_error import overdue
+from tfdist.runtime.ring.control_ring import ControlRing
+from tfdist.runtime.ring.ring_error import overdue
 from tfdist.runtime.row_exchange import RowExchange
 from tfdist.runtime.wire_types import joined, of_one_type, off_wire, on_wire
 

@@ -11,8 +11,8 @@ import pytest
 from tfdist.control import preflight
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import StartupError
-from tfdist.control.local_job import PortReservation
 from tfdist.control.preflight import Preflight, bind_everywhere, wait_for_peers
+from tfdist.launcher.local_job import PortReservation
 
 
 def clusters(addresses):

@@ -7,7 +7,7 @@ import pytest
 from tfdist.control import token
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.control.job import Job, JobOptions
+from tfdist.launcher.job import Job, JobOptions
 
 GOOD = "0123456789abcdef" * 2
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.marks import slow_but
-from tests.unit.runtime.test_ring import data, on_every_rank
+from tests.unit.runtime.ring.test_ring import data, on_every_rank
 from tfdist.runtime.all_reduce_choice import Link
-from tfdist.runtime.ring_connections import Patience
-from tfdist.runtime.ring_error import RingError
+from tfdist.runtime.ring.ring_connections import Patience
+from tfdist.runtime.ring.ring_error import RingError
 
 
 @pytest.fixture

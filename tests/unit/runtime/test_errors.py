@@ -20,7 +20,7 @@ from tfdist.control.exit_codes import (
 )
 from tfdist.control.user_errors import failure
 from tfdist.runtime.errors import cause, explain, explain_own_code
-from tfdist.runtime.ring_error import MARK
+from tfdist.runtime.ring.ring_error import MARK
 
 CLUSTER = Cluster("worker", 0, 0, 2, ("a:1", "b:2"), {"worker": ["a:1", "b:2"]})
 

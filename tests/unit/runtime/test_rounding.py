@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tfdist.runtime.array_bytes import to_bytes
-from tfdist.runtime.control_ring import ControlRing
-from tfdist.runtime.ring_error import RingError
+from tfdist.runtime.ring.control_ring import ControlRing
+from tfdist.runtime.ring.ring_error import RingError
 from tfdist.runtime.rounding import are_same
 
 RNG = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from tfdist.control import token
 from tfdist.control.exit_codes import ConfigError, ExitCode
 from tfdist.control.own_files import appended_to
 from tfdist.control.terminal import LineReader
-from tfdist.control.workers import JobResult, Worker, describe, root_cause_order
+from tfdist.launcher.workers import JobResult, Worker, describe, root_cause_order
 
 _COLORS = (36, 33, 35, 32, 34, 31)
 # When one worker dies, the others fail too. They get some seconds to end by themselves, with a clearer message than

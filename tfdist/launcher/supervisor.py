@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
-from tfdist.control.job import Job
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.control.terminal import say
-from tfdist.control.worker_count import WorkerSupply
-from tfdist.control.workers import JobResult
+from tfdist.launcher.job import Job
+from tfdist.launcher.worker_count import WorkerSupply
+from tfdist.launcher.workers import JobResult
 
 _SNAPSHOT = re.compile(r"^step-(\d+)$")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tfdist.control.exit_codes import ExitCode
-from tfdist.control.job import Job, JobOptions, Relay
 from tfdist.control.tf_config import worker_environment
-from tfdist.control.workers import Worker
+from tfdist.launcher.job import Job, JobOptions, Relay
+from tfdist.launcher.workers import Worker
 
 # Variables of the launcher's environment that workers get, since they concern the run; all others come from the node.
 PASSED_ON = ("TFDIST_", "TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "OTEL_", "MLFLOW_", "WANDB_")
@@ -106,7 +106,7 @@ class RayJob(Job[ActorWorker]):
     def _start_actors(self) -> list:
         import ray
 
-        from tfdist.control.ray_worker import RayWorker
+        from tfdist.launcher.ray_worker import RayWorker
 
         kind = ray.remote(RayWorker)
         return [

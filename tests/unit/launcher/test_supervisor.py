@@ -8,9 +8,9 @@ import pytest
 
 from tfdist.control import backup_count
 from tfdist.control.exit_codes import ExitCode
-from tfdist.control.local_job import LocalJob
-from tfdist.control.supervisor import RestartPolicy, Supervisor, newest_saved_step
-from tfdist.control.worker_count import WorkerCount
+from tfdist.launcher.local_job import LocalJob
+from tfdist.launcher.supervisor import RestartPolicy, Supervisor, newest_saved_step
+from tfdist.launcher.worker_count import WorkerCount
 
 
 def policy(**options):

@@ -19,13 +19,13 @@ import tensorflow as tf
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import PeerLostError
-from tfdist.runtime import array_meeting
 from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.reducer import RingReducer, _Site
-from tfdist.runtime.ring import Ring
-from tfdist.runtime.ring_connections import Patience
-from tfdist.runtime.ring_error import RingError
-from tfdist.runtime.shared_memory import OthersArrays, SharedArrays
+from tfdist.runtime.ring import array_meeting
+from tfdist.runtime.ring.ring import Ring
+from tfdist.runtime.ring.ring_connections import Patience
+from tfdist.runtime.ring.ring_error import RingError
+from tfdist.runtime.ring.shared_memory import OthersArrays, SharedArrays
 
 
 class Endpoints:
@@ -549,7 +549,7 @@ def test_reducer_takes_rows_of_tables_beyond_32_bits(share):
 
 
 def test_a_neighbour_that_does_not_come_is_a_lost_peer(monkeypatch):
-    monkeypatch.setattr("tfdist.runtime.ring_meeting._MEETING_SECONDS", 0.3)
+    monkeypatch.setattr("tfdist.runtime.ring.ring_meeting._MEETING_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
 
         def gather(row):

@@ -9,8 +9,8 @@ from tfdist.config import Config
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.preflight import PortReservation
-from tfdist.runtime.control_ring import ControlRing
-from tfdist.runtime.ring_error import user_error
+from tfdist.runtime.ring.control_ring import ControlRing
+from tfdist.runtime.ring.ring_error import user_error
 
 
 @pytest.fixture

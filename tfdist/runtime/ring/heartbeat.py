@@ -11,7 +11,7 @@ import select
 import threading
 import time
 
-from tfdist.runtime.ring_connections import RingConnections
+from tfdist.runtime.ring.ring_connections import RingConnections
 
 _BEATS = 4  # heartbeats within `patience`
 

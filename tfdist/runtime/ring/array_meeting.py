@@ -10,9 +10,9 @@ import numpy as np
 
 from tfdist.control.cluster import Cluster
 from tfdist.runtime.all_reduce_choice import measured
-from tfdist.runtime.ring_connections import Patience, RingConnections
-from tfdist.runtime.ring_error import MARK, RingError
-from tfdist.runtime.shared_memory import NOT_SHARED, OthersArrays, SharedArrays
+from tfdist.runtime.ring.ring_connections import Patience, RingConnections
+from tfdist.runtime.ring.ring_error import MARK, RingError
+from tfdist.runtime.ring.shared_memory import NOT_SHARED, OthersArrays, SharedArrays
 
 _PLACE = struct.Struct("!Qqq")  # bytes of an array; where to read it: serial number, descriptor
 

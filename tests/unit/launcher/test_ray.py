@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from tfdist.control import ray_cluster
 from tfdist.control.exit_codes import ConfigError, UnsupportedError
-from tfdist.control.launch_options import parse_launch_options
-from tfdist.control.ray_worker import RayWorker
+from tfdist.launcher import ray_cluster
+from tfdist.launcher.launch_options import parse_launch_options
+from tfdist.launcher.ray_worker import RayWorker
 
 
 def started(code, **environment):

@@ -12,7 +12,7 @@ from tfdist.control import wire
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError
 from tfdist.control.reception import Reception
-from tfdist.runtime.ring_error import MARK, RingError
+from tfdist.runtime.ring.ring_error import MARK, RingError
 
 _MEETING_SECONDS, _ATTEMPT_SECONDS = 60.0, 20.0
 

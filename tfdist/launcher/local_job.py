@@ -18,13 +18,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 from tfdist.control import token
 from tfdist.control.exit_codes import ConfigError, StartupError
-from tfdist.control.job import Job, JobOptions, Relay
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.preflight import PortReservation
 from tfdist.control.processes import Standbys, is_stopped, output_of, spawn
 from tfdist.control.tf_config import local_tasks, worker_environment
-from tfdist.control.worker_restarts import WorkerRestarts
-from tfdist.control.workers import LocalWorker, describe
+from tfdist.launcher.job import Job, JobOptions, Relay
+from tfdist.launcher.worker_restarts import WorkerRestarts
+from tfdist.launcher.workers import LocalWorker, describe
 
 _MOST_PROCESSES = 1024  # a larger number is a typing error
 _CHIEF_GONE_SECONDS = 10.0  # workers and parameter servers end by themselves when their chief is gone

@@ -23,8 +23,8 @@ from tfdist.control import wire
 from tfdist.control.cluster import Cluster
 from tfdist.control.packet_filter import bind_address
 from tfdist.control.preflight import bind_shared
-from tfdist.runtime import ring_meeting
-from tfdist.runtime.ring_error import MARK, RingError, held_differently, unanswered
+from tfdist.runtime.ring import ring_meeting
+from tfdist.runtime.ring.ring_error import MARK, RingError, held_differently, unanswered
 
 # Name of the gathered block, its stamp, its number of bytes: the first two must agree on all ranks.
 _BLOCK = struct.Struct("!12sIQ")

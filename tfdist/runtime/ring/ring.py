@@ -33,9 +33,9 @@ import ml_dtypes
 import numpy as np
 
 from tfdist.runtime.all_reduce_choice import GradientPath
-from tfdist.runtime.array_meeting import ArrayMeeting, bucket_name, other_program
-from tfdist.runtime.ring_connections import TOKEN, Outgoing
-from tfdist.runtime.shared_memory import NOT_SHARED
+from tfdist.runtime.ring.array_meeting import ArrayMeeting, bucket_name, other_program
+from tfdist.runtime.ring.ring_connections import TOKEN, Outgoing
+from tfdist.runtime.ring.shared_memory import NOT_SHARED
 
 # Site, bucket, bytes: checked, so that ranks never mix up their gradients; where to read them: serial, descriptor.
 _HEADER = struct.Struct("!IIQqq")

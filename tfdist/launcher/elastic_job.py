@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
-from tfdist.control.local_job import LocalJob, ProcessEnvironment
 from tfdist.control.membership import Groups
 from tfdist.control.tf_config import worker_environment
 from tfdist.control.token import VARIABLE, Secret
-from tfdist.control.workers import JobResult, LocalWorker, describe
+from tfdist.launcher.local_job import LocalJob, ProcessEnvironment
+from tfdist.launcher.workers import JobResult, LocalWorker, describe
 
 _LONGEST_WAIT_SECONDS = 60.0
 

@@ -1,6 +1,6 @@
 """How many workers there are to be."""
 
-from tfdist.control.worker_count import WorkerCount
+from tfdist.launcher.worker_count import WorkerCount
 
 
 def test_a_rank_that_fails_twice_without_progress_is_left_out_and_tried_again_later():

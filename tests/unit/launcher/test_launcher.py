@@ -16,17 +16,17 @@ import pytest
 
 from tfdist import flags, launch, train
 from tfdist.config import Config
-from tfdist.control import job as job_module
 from tfdist.control import machine_shares, signals, terminal
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
-from tfdist.control.launch_options import parse_launch_options
-from tfdist.control.local_job import LocalJob, PortReservation
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
-from tfdist.control.supervisor import RestartPolicy, Supervisor
 from tfdist.control.terminal import LineReader
-from tfdist.control.worker_count import WorkerCount
-from tfdist.control.workers import JobResult
+from tfdist.launcher import job as job_module
+from tfdist.launcher.launch_options import parse_launch_options
+from tfdist.launcher.local_job import LocalJob, PortReservation
+from tfdist.launcher.supervisor import RestartPolicy, Supervisor
+from tfdist.launcher.worker_count import WorkerCount
+from tfdist.launcher.workers import JobResult
 
 PREAMBLE = (
     "import json, os, signal, subprocess, sys, time\nrank = json.loads(os.environ['TF_CONFIG'])['task']['index'] if"
@@ -618,9 +618,9 @@ import signal
 import sys
 from pathlib import Path
 from tfdist import launch
-from tfdist.control.worker_count import WorkerCount
-from tfdist.control.local_job import LocalJob
-from tfdist.control.supervisor import RestartPolicy, Supervisor
+from tfdist.launcher.worker_count import WorkerCount
+from tfdist.launcher.local_job import LocalJob
+from tfdist.launcher.supervisor import RestartPolicy, Supervisor
 logs = Path(sys.argv[2])
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored if the tests themselves run under nohup
 def job(workers):
@@ -792,7 +792,7 @@ def test_help_imports_no_tensorflow():
     )
     assert ended.returncode == 0 and "--gpus_per_worker" in ended.stdout
     assert (
-        "tfdist.control.local_job" in ended.stderr and "tensorflow" not in ended.stderr and "numpy" not in ended.stderr
+        "tfdist.launcher.local_job" in ended.stderr and "tensorflow" not in ended.stderr and "numpy" not in ended.stderr
     )
 
 
@@ -808,7 +808,7 @@ CHIEF_WAITS = (
 
 
 def test_a_worker_of_parameter_servers_comes_back_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("tfdist.control.worker_restarts._WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdist.launcher.worker_restarts._WAIT_SECONDS", 0.1)
     code = (
         CHIEF_WAITS
         + """
@@ -855,8 +855,8 @@ def test_a_dead_parameter_server_stops_the_job(tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_breaks_again_and_again_stops_the_job(tmp_path, monkeypatch):
-    monkeypatch.setattr("tfdist.control.worker_restarts._WAIT_SECONDS", 0.0)
-    monkeypatch.setattr("tfdist.control.worker_restarts._MOST", 2)
+    monkeypatch.setattr("tfdist.launcher.worker_restarts._WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("tfdist.launcher.worker_restarts._MOST", 2)
     made, output = job(
         tmp_path, CHIEF_WAITS + "if role == 'worker': sys.exit(1)\ntime.sleep(60)\n", workers=1, servers=1
     )

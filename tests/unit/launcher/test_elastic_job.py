@@ -13,13 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist.control import elastic_job, wire
-from tfdist.control.elastic_job import ElasticJob
+from tfdist.control import wire
 from tfdist.control.exit_codes import ExitCode
 from tfdist.control.membership import VARIABLE, ConnectedWorker, FormedGroup, Groups, Member
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.token import Secret
-from tfdist.control.workers import LocalWorker
+from tfdist.launcher import elastic_job
+from tfdist.launcher.elastic_job import ElasticJob
+from tfdist.launcher.workers import LocalWorker
 
 # "Trains" by counting. Files in its folder tell it to finish, to fail at its start, or to hesitate before it joins.
 WORKER = """

@@ -16,11 +16,11 @@ import numpy as np
 
 from tfdist.config import Config
 from tfdist.control.cluster import Cluster
-from tfdist.runtime import rendezvous
 from tfdist.runtime.array_bytes import to_bytes
-from tfdist.runtime.heartbeat import Heartbeat
-from tfdist.runtime.ring_connections import Patience, RingConnections
-from tfdist.runtime.ring_error import MARK, RingError, held_differently, unanswered, user_error
+from tfdist.runtime.ring import rendezvous
+from tfdist.runtime.ring.heartbeat import Heartbeat
+from tfdist.runtime.ring.ring_connections import Patience, RingConnections
+from tfdist.runtime.ring.ring_error import MARK, RingError, held_differently, unanswered, user_error
 from tfdist.runtime.rounding import are_same
 
 

@@ -15,11 +15,11 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ClusterError, StartupError
 from tfdist.control.preflight import PortReservation
 from tfdist.control.token import Secret
-from tfdist.runtime import heartbeat
-from tfdist.runtime.heartbeat import Heartbeat
-from tfdist.runtime.rendezvous import exchange
-from tfdist.runtime.ring import Ring
-from tfdist.runtime.ring_connections import Patience
+from tfdist.runtime.ring import heartbeat
+from tfdist.runtime.ring.heartbeat import Heartbeat
+from tfdist.runtime.ring.rendezvous import exchange
+from tfdist.runtime.ring.ring import Ring
+from tfdist.runtime.ring.ring_connections import Patience
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Collectives of our own between processes: over TCP, and through shared memory on one host."""
