@@ -62,16 +62,15 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def test_a_run_killed_while_it_sends_ends_elsewhere_as_if_undisturbed(s3, tmp_path):
-    """By one worker; two, on a store of their own machines or of one, are in the tests below."""
     flags = [*FLAGS, "--eval_every=0", "--trackers=tensorboard"]
-    job.run(1, [*flags, f"--run_dir={tmp_path / 'undisturbed'}"])
+    job.run(2, [*flags, f"--run_dir={tmp_path / 'undisturbed'}"])
     first, here = machine(tmp_path, "first")
     with faulty_proxy(s3.port) as proxy:
         # So slow that the second snapshot is on its way for seconds.
         proxy.draw = lambda method, path: "delay" if "step-00000020" in path else ""
         environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "TFDIST_FAULTS": "armed"}
         pace(here, 0.2)  # so that one snapshot is sent before the next
-        process = job.start(1, [*flags, "--steps_per_loop=1", f"--run_dir={URL}", first], environment=environment)
+        process = job.start(2, [*flags, "--steps_per_loop=1", f"--run_dir={URL}", first], environment=environment)
         half = f"{URL.partition(BUCKET + '/')[2]}/checkpoints/step-00000020"
         deadline = time.monotonic() + 120
         while not (names := s3.names(half)) or any("manifest" in name for name in names):
@@ -83,7 +82,7 @@ def test_a_run_killed_while_it_sends_ends_elsewhere_as_if_undisturbed(s3, tmp_pa
         process.communicate()
     assert any(s3.names(half))
     second, folder = machine(tmp_path, "second")
-    output = job.run(1, [*flags, f"--run_dir={URL}", second], launch_flags=("--evaluator",))
+    output = job.run(2, [*flags, f"--run_dir={URL}", second], launch_flags=("--evaluator",))
     assert "resumed from" in output
     assert b'"step": 40' in s3.content("runs/one/logs/evaluator.jsonl")
     assert same(arrays(folder), arrays(tmp_path / "undisturbed"))

@@ -54,8 +54,7 @@ def spread_gan(fit, evaluate, predict, folder):
         return fools, tells
 
     with tfdist.spread(make, optimizers[0]), tfdist.spread(judge, optimizers[1]):
-        any_rows = (tf.TensorSpec([None, width]) for width in (3, 4))
-        step = tf.function(train, input_signature=list(any_rows))
+        step = tf.function(train, reduce_retracing=True)
         losses = [
             [
                 float(loss)

@@ -293,7 +293,7 @@ def main(out: Path, every: bool, names: list[str]) -> None:
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
     )
     runtimes = {1: OneDevice(), 2: mirrored(2), 3: mirrored(3)}
-    # Rewriting graphs takes a fifth of the time; by default the fuzzer's replicas do it.
+    # Rewriting graphs takes a fifth of the time; by default other processes do it, of one replica each.
     lean.prepare(oracle=not every)
     results, by_plain_keras = {}, {}
     for name in names or CASES:

@@ -147,7 +147,8 @@ def restore(
             elif attribute in callback.__dict__ or merged is not held.get(attribute):  # else it is a class attribute
                 callback.__dict__[attribute] = merged
         for attribute in set(without.get(name, ())) & attributes_of(callback).keys():
-            object.__delattr__(callback, attribute)
+            with contextlib.suppress(AttributeError):  # for a property that cannot be deleted
+                object.__delattr__(callback, attribute)
 
 
 def _objects_in(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[Any, list[Path]]]:

@@ -1,1 +1,1 @@
-"""Control package: who is in the cluster, and starting and stopping its processes. Imports no TensorFlow."""
+"""Control package: who is in the cluster, what ends a process and why. Imports no TensorFlow."""

@@ -78,10 +78,11 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
 
 def _first_dim(numbers: tf.Tensor) -> int | None:
     """The first dimension of row numbers before TensorFlow's gradient has made a list of them, perhaps of another dtype
-    than theirs."""
+    than theirs; None if it is unknown, or if they are a single number."""
     while numbers.op.type in ("Cast", "Identity"):
         numbers = numbers.op.inputs[0]
-    return (numbers.op.inputs[0] if numbers.op.type == "Reshape" else numbers).shape[:1].as_list()[0]
+    shape = (numbers.op.inputs[0] if numbers.op.type == "Reshape" else numbers).shape
+    return shape[0] if shape.rank else None
 
 
 def _has_each_once(numbers: tf.Tensor) -> bool:

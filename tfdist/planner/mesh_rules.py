@@ -103,7 +103,9 @@ def _sequence(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
 
 def _cut(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     pipe, chunks, cut = mesh.degree("pipe"), config.parallel.pipe_chunks, config.parallel.pipe_cut
-    if cut and (parts := len(cut.split(",")) + 1) != (pipe * chunks if pipe > 1 else 1):
+    if cut and pipe == 1:
+        yield f"--pipe_cut={cut} cuts a pipeline, but --mesh has pipe=1: add pipe=2 or more, or drop it."
+    elif cut and (parts := len(cut.split(",")) + 1) != pipe * chunks:
         yield (
             f"--pipe_cut={cut} names the beginnings of {parts} parts, but --mesh has pipe={pipe} and"
             f" --pipe_chunks={chunks}: change one of them, or drop it."

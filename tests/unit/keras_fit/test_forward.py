@@ -195,6 +195,7 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
             "a row of own": own[:1],
             "whole": ids[0],
             "constant": tf.constant([1, 1, 2]),
+            "one": tf.constant(3),
             "random, outside of the pass": tf.random.uniform([3], maxval=9, dtype=tf.int32),
             "gathered": tf.argmax(rows.every_row(Mirror(), [tf.one_hot(own[:, 0], 9)])[0], -1),
             "read": tf.cast(table[0], tf.int32),
@@ -225,6 +226,7 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
     trace.get_concrete_function()
     assert found == {
         "own": [True],
+        "one": [False],
         "length of a row": [False],
         "last": [False],
         "rows": [True],

@@ -293,14 +293,14 @@ class LooksUpSome(keras.Model):
 def test_one_process_updates_rows_as_keras(monkeypatch, jit_compile):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.setattr(joining, "_runtime", None)
-    x = np.random.default_rng(0).integers(0, 9, (16, 6))  # a last batch of another size is compiled, too
+    x = np.random.default_rng(0).integers(0, 9, (20, 6))
 
     def weights(fit):
         keras.utils.set_random_seed(0)
         model = LooksUpSome()
         model(x)
         model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=jit_compile)
-        fit(model, x, np.ones([16, 1], "float32"), batch_size=8, shuffle=False, verbose=0)
+        fit(model, x, np.ones([20, 1], "float32"), batch_size=8, shuffle=False, verbose=0)
         return model.get_weights()
 
     for one, other in zip(weights(tfdist.fit), weights(keras.Model.fit), strict=True):

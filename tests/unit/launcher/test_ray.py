@@ -87,7 +87,7 @@ def test_a_program_that_a_worker_has_started_gets_no_signals():
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), os._exit(1 if helper.poll() else 42)))\n"
         "helper = subprocess.Popen(['sleep', '60'])\n"
         "print('ready', flush=True)\n"
-        "while True: time.sleep(60)"
+        "while True: time.sleep(0.1)"  # a signal that comes just before it waits for its end
     )
     asked(worker, b"asked\n")
     assert ended(worker) == (b"asked\n", 42)
