@@ -120,7 +120,7 @@ def test_more_and_fewer_workers_see_the_same_batches(tmp_path):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert [record["values"]["workers"] for record in records(many, kind="start")] == [3, 1, 2], output
-    assert "from 3 to 1 workers" in output and "written by 1 workers, now 2" in output
+    assert "from 3 to 1 workers" in output and "written by 1 worker, now 2" in output
     assert (
         "6 per micro-batch x 2 accumulation x 2 replicas" in output
     )  # never more at a time than the 3 workers asked for would take

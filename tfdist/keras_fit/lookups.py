@@ -51,7 +51,6 @@ class Lookup:
     numbers: tf.Tensor
     is_worker_dependent: bool | None  # the numbers depend on the own rows of the batch; None: not visible
     has_each_row_once: bool = False  # in one process, whatever rows the batch has
-    first_dim: int | None = None  # of the numbers as the lookup takes them, if it is known
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
@@ -70,19 +69,9 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
             row_numbers,
             None if _is_hidden(row_numbers.op) else is_worker_dependent(row_numbers),
             _has_each_once(row_numbers),
-            _first_dim(row_numbers),
         )
         for part, row_numbers in zip(values, numbers, strict=True)
     ]
-
-
-def _first_dim(numbers: tf.Tensor) -> int | None:
-    """The first dimension of row numbers before TensorFlow's gradient has made a list of them, perhaps of another dtype
-    than theirs; None if it is unknown, or if they are a single number."""
-    while numbers.op.type in ("Cast", "Identity"):
-        numbers = numbers.op.inputs[0]
-    shape = (numbers.op.inputs[0] if numbers.op.type == "Reshape" else numbers).shape
-    return shape[0] if shape.rank else None
 
 
 def _has_each_once(numbers: tf.Tensor) -> bool:
@@ -226,7 +215,7 @@ def _judged_by_count(lookup: Lookup, table: keras.Variable | tf.Variable, calls:
     follows = {
         now.rows != then.rows
         for call in calls
-        if lookup.first_dim in call.counts
+        if count and any(count % own_rows == 0 for own_rows in call.counts)
         for uses in zip(call.uses_of(handle), call.uses_of(handle, 1 + max(call.counts)), strict=True)
         for now, then in zip(*map(_shared, uses), strict=False)  # none of a pass that takes batches of one size only
         if now.rows == count

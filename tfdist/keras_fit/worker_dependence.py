@@ -13,6 +13,7 @@ import tensorflow as tf
 
 # Of variables: the same on all workers.
 _READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+_BY_ELEMENT = ("Identity", "Cast", "Placeholder", "SelectV2", "AddV2", "BiasAdd", "Mul", "Sub", "Relu", "Tanh")
 _OF_ZEROS = ("ZerosLike", "Fill", "Cast", "Sum")
 # graph -> names of operations -> whether their results differ between workers
 _marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -104,8 +105,33 @@ def _is_sum_over_rows(op: tf.Operation) -> bool:
 
 
 def _is_length_of_a_row(op: tf.Operation) -> bool:
-    """Whether the operation is tf.shape(x)[k] with k > 0, which is equal on all workers."""
+    """Whether the operation is tf.shape(x)[k] of a dim that holds no rows, which is equal on all workers."""
     if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
         return False
-    begin, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].op.inputs[0].shape.rank
-    return begin is not None and rank is not None and begin.shape == (1,) and int(begin[0]) % max(rank, 1) > 0
+    tensor, begin = op.inputs[0].op.inputs[0], tf.get_static_value(op.inputs[1])
+    if begin is None or begin.shape != (1,) or not tensor.shape.rank:
+        return False
+    return not _holds_rows(tensor, int(begin[0]) % tensor.shape.rank)
+
+
+def _holds_rows(tensor: tf.Tensor, dim: int) -> bool:
+    """Whether a dim of the tensor is the first one of what it is made of: rows may stand in columns (time-major)."""
+    waiting, seen = [(tensor, dim)], set()
+    while waiting:
+        tensor, dim = waiting.pop()
+        if (tensor.ref(), dim) in seen:
+            continue
+        seen.add((tensor.ref(), dim))
+        op, permutation = tensor.op, None
+        if op.type == "Transpose":
+            permutation = tf.get_static_value(op.inputs[1])
+        if permutation is not None:
+            waiting.append((op.inputs[0], int(permutation[dim])))
+        elif op.type in ("GatherV2", "ResourceGather") and dim < (op.inputs[1].shape.rank or 0):
+            waiting.append((op.inputs[1], dim))
+        elif made_of(op) and op.type in _BY_ELEMENT:
+            alike = [each for each in made_of(op) if each.shape.rank == tensor.shape.rank and each.shape[dim] != 1]
+            waiting += [(each, dim) for each in alike]
+        elif dim == 0:
+            return True
+    return False

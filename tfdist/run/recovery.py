@@ -17,6 +17,7 @@ from tfdist.artifacts import restore, state
 from tfdist.artifacts.policy import TimePolicy
 from tfdist.build import Job
 from tfdist.config.run_options import RunConfig
+from tfdist.control.amounts_text import counted
 from tfdist.control.exit_codes import DivergedError
 from tfdist.control.faults import Faults
 from tfdist.run.in_memory_checkpoint import InMemoryCheckpoint, WorkerMemory
@@ -160,7 +161,7 @@ class Recovery:
         self.state.check({key: each for key, each in table.items() if key not in left_out})
         in_parts = files.is_shared(snapshot)
         manifest, size = dict(snapshot.manifest) | {"must_be_saved": not files.is_own(snapshot)}, self.runtime.size
-        change = f", written by {manifest['workers']} workers, now {size}" if manifest["workers"] != size else ""
+        change = f", written by {counted(was, 'worker')}, now {size}" if (was := manifest["workers"]) != size else ""
         messages.append(
             f"resumed from {snapshot.path}: step {manifest['step']}, {manifest['consumed']:,} samples consumed{change}"
         )

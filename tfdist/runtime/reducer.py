@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -185,7 +186,9 @@ class _Site:
         rank: int,
         size: int,
     ):
-        self.number, self.shapes, self.rank, self.size = number, shapes, rank, size
+        # Ranks compare it when they meet: what is reduced here, and its shapes, as 16 and 16 bits.
+        self.number = number | zlib.crc32(repr(shapes).encode()) << 16 & 0xFFFF0000
+        self.shapes, self.rank, self.size = shapes, rank, size
         kinds = kinds or [_SUM] * len(shapes)
         self.buckets = in_buckets([4 * math.prod(shape) for shape in shapes], bucket_bytes, kinds, 4 * _ALIGN)
         self._offsets, self.lengths = {}, []

@@ -196,6 +196,9 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
             "whole": ids[0],
             "constant": tf.constant([1, 1, 2]),
             "one": tf.constant(3),
+            "rows in columns": tf.range(tf.shape(tf.transpose(own))[1]),
+            "rows in columns, by row": tf.range(tf.shape(2 * tf.gather(table, tf.transpose(own)))[1]),
+            "length of a column": tf.range(tf.shape(tf.transpose(own))[0]),
             "random, outside of the pass": tf.random.uniform([3], maxval=9, dtype=tf.int32),
             "gathered": tf.argmax(rows.every_row(Mirror(), [tf.one_hot(own[:, 0], 9)])[0], -1),
             "read": tf.cast(table[0], tf.int32),
@@ -227,6 +230,9 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
     assert found == {
         "own": [True],
         "one": [False],
+        "rows in columns": [True],
+        "rows in columns, by row": [True],
+        "length of a column": [False],
         "length of a row": [False],
         "last": [False],
         "rows": [True],
@@ -274,9 +280,9 @@ class OfEachRow(keras.layers.Embedding):
     """Looks up the same row for each number of the batch, whatever it is; Python knows how many."""
 
     def call(self, ids):
-        zeros = keras.ops.zeros_like(ids)
+        zeros = super().call(keras.ops.reshape(keras.ops.zeros_like(ids), [-1]))
         ids = tf.cast(ids, self.of_others)
-        return super().call(ids) + super().call(zeros) + super().call(tf.constant([1, 1]))[0]
+        return super().call(ids) + tf.reshape(zeros, [-1, 4, 3]) + super().call(tf.constant([1, 1]))[0]
 
     of_others = "int32"
 

@@ -110,7 +110,8 @@ def bucket_name(site: int, bucket: int) -> str:
 
 
 def other_program(rank: int, mine: tuple, other: int, theirs: tuple) -> RingError:
-    """The error for ranks that reduce different things. mine, theirs: site, bucket and bytes."""
+    """The error for ranks that reduce different things. mine, theirs: site (with a checksum of its shapes), bucket and
+    bytes."""
     return RingError(
         f"{MARK}ConfigError: Rank {rank} reduces {mine}, rank {other} {theirs} (site, bucket, bytes): the workers do"
         " not run the same program on data of the same shapes and types."

@@ -417,6 +417,13 @@ def test_a_silent_neighbour_is_named_after_the_timeout():
     on_every_rank(2, reduce, timeout=0.2)
 
 
+def test_ranks_tell_shapes_apart_that_take_as_many_bytes():
+    """Parts begin at multiples of 64 bytes."""
+    one, other = (_Site(3, [(2,), (rows, 4)], 1 << 20, kinds=(), rank=0, size=3) for rows in (2, 3))
+    assert one.lengths == other.lengths and one.number != other.number
+    assert one.number == _Site(3, [(2,), (2, 4)], 1 << 20, kinds=(), rank=1, size=3).number < 1 << 32
+
+
 @pytest.mark.parametrize("share", [False, True])
 def test_a_buffer_in_use_is_not_given_out_again(share):
     def reduce(ring):
