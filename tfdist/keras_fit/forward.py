@@ -34,7 +34,7 @@ from tfdist.training.row_checks import row_mixing
 from tfdist.training.row_checks.model_probe import LossKey
 from tfdist.training.row_checks.reductions import SUM
 from tfdist.training.row_checks.row_proof import Proofs
-from tfdist.training.row_checks.trial_scope import attributes_kept
+from tfdist.training.row_checks.trial_scope import attributes_kept, generators_kept
 from tfdist.training.stateless_call import Arguments
 
 
@@ -205,6 +205,7 @@ class DistributedCall:
                     batch_norm.each_alone(),
                     self._kept.visible(in_a_trial=True),
                     attributes_kept(layers, traced=True),
+                    generators_kept(traced=True),
                 ):
                     yield
             finally:

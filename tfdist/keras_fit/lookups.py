@@ -208,17 +208,23 @@ def _shared(uses: Sequence[Use]) -> list[Use]:
     return [use for use in uses if use.is_shared]
 
 
+def _by_name(uses: Sequence[Use], others: Sequence[Use]) -> list[tuple[Use, Use]]:
+    """The uses that two traces of a pass have in common."""
+    named = {use.name: use for use in others}
+    return [(use, named[use.name]) for use in uses if use.name in named]
+
+
 def _judged_by_count(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collection[DistributedCall]) -> Lookup:
     """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if there are more numbers
     where the batch has more rows: zeros made for each row, in a batch of known size."""
     count, handle = lookup.numbers.shape[0], table.handle
     follows = {
-        now.rows != then.rows
+        (now.rows, now.is_shared) != (then.rows, then.is_shared)
         for call in calls
         if count and any(count % own_rows == 0 for own_rows in call.counts)
         for uses in zip(call.uses_of(handle), call.uses_of(handle, 1 + max(call.counts)), strict=True)
-        for now, then in zip(*map(_shared, uses), strict=False)  # none of a pass that takes batches of one size only
-        if now.rows == count
+        for now, then in _by_name(*uses)  # none of a pass that takes batches of one size only
+        if now.is_shared and now.rows == count
     }
     if len(follows) > 1:
         raise _not_told_apart(f"looks up {count} rows of {table.name} for the rows of a batch, and others as many")

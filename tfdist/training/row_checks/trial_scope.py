@@ -22,15 +22,17 @@ in_trials = ThreadScope()  # other workers may not make the same trial: code ins
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
+def generators_kept(traced: bool = False) -> Iterator[None]:
     """Context manager that restores Python's, NumPy's and TensorFlow's global generators, and in which tf.functions
     held by layers keep no traces. All workers must enter it, also those that try nothing: a layer may draw from the
-    generators when the step is traced."""
+    generators when the step is traced.
+
+    traced: nothing runs inside, so that TensorFlow's kernels need not start over, and a worker may enter it alone."""
     before, of_keras = state.generator_states(), keras_random.global_seed_generator()
     try:
         if of_keras is not None and not keras_random.has_state(of_keras):
             keras_random.use_generator(None)
-        with in_trials(), functions_inline(), tensorflow_random.state_kept():
+        with in_trials(), functions_inline(), contextlib.nullcontext() if traced else tensorflow_random.state_kept():
             yield
     finally:
         keras_random.use_generator(of_keras)  # a generator made by a trial would exist on this worker alone
