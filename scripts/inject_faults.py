@@ -1019,8 +1019,8 @@ FAULTS: dict[str, Fault] = {
     "functions keep a cut": Fault(
         "a function of a layer is called in training as a trial of the cut model traced it",
         "training/row_checks/trial_scope.py",
-        "in_trials(), functions_inline(), tensorflow_random.state_kept()",
-        "in_trials(), tensorflow_random.state_kept()",
+        "with in_trials(), functions_inline(), contextlib",
+        "with in_trials(), contextlib",
         ("tests/unit/training/test_cut_trial.py",),
     ),
     "callbacks of a plain fit": Fault(
