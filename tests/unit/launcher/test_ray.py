@@ -55,8 +55,8 @@ def asked(worker, answer):
     """Waits until the worker is ready, and sends SIGUSR1 until it answers."""
     collect(worker, until=lambda output: output == b"ready\n")
     deadline = time.monotonic() + 20
-    while worker.exchange(6, [signal.SIGUSR1], 0)[0] != answer:
-        assert time.monotonic() < deadline
+    while (given := worker.exchange(6, [signal.SIGUSR1], 0))[0] != answer:
+        assert time.monotonic() < deadline, given
 
 
 def ended(worker):
