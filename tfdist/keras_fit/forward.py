@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
 from tfdist.compat.temporary_attributes import attribute_replaced
-from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.compat.tensorflow_variables import writes_undone
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups, unsaved_state, used_outside, worker_dependence
@@ -196,7 +195,7 @@ class DistributedCall:
     def _state_restored(self) -> Iterator[None]:
         """Context manager in which the forward pass may be traced just to learn from the trace."""
         layers = keras_layers.all_layers(self._model)
-        with keras_stateless.left(), keras_layers.in_the_call_as_it_is(), functions_inline():
+        with keras_stateless.left(), keras_layers.in_the_call_as_it_is():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
             try:
                 with (

@@ -190,7 +190,7 @@ def judged(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collectio
     if lookup.is_worker_dependent is not None:
         return lookup if lookup.is_worker_dependent else _judged_by_count(lookup, table, calls)
     uses = [use for call in calls for of_pass in call.uses_of(table.handle) for use in of_pass]
-    if shared := _shared(uses):
+    if shared := [use for use in uses if use.is_shared]:
         raise _not_told_apart(
             f"looks up rows of {table.name} whatever the batch is, as for positions, or each of them once, as"
             f" after tf.unique ({shared[0].name})"
@@ -202,10 +202,6 @@ def judged(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collectio
         raise _not_told_apart(f"looks up rows of {table.name} in its call, and a step others outside of it")
     # Rows that no pass over own rows looks up were looked up outside, where all workers do the same.
     return dataclasses.replace(lookup, is_worker_dependent=bool(uses))
-
-
-def _shared(uses: Sequence[Use]) -> list[Use]:
-    return [use for use in uses if use.is_shared]
 
 
 def _by_name(uses: Sequence[Use], others: Sequence[Use]) -> list[tuple[Use, Use]]:
@@ -222,6 +218,7 @@ def _judged_by_count(lookup: Lookup, table: keras.Variable | tf.Variable, calls:
         (now.rows, now.is_shared) != (then.rows, then.is_shared)
         for call in calls
         if count and any(count % own_rows == 0 for own_rows in call.counts)
+        if any(call.uses_of(handle))  # else it is another model's, which need not be traced once more
         for uses in zip(call.uses_of(handle), call.uses_of(handle, 1 + max(call.counts)), strict=True)
         for now, then in _by_name(*uses)  # none of a pass that takes batches of one size only
         if now.is_shared and now.rows == count
