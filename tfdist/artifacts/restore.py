@@ -24,11 +24,16 @@ REQUIRED = ("consumed", "config_digest", "identity", "workers", "stream_cut", "g
 
 
 def pick_snapshot(
-    store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = (), steps: ScheduledSteps = ALL_STEPS
+    store: SnapshotFolder,
+    config: Config,
+    others: Sequence[SnapshotFolder] = (),
+    steps: ScheduledSteps = ALL_STEPS,
+    passed_over: Sequence[str] = (),
 ) -> tuple[Snapshot | None, list[str]]:
     """Returns the snapshot to resume from (None: start from the beginning), and messages for the user. A snapshot of
     the `others` is chosen only if it is newer. steps: choose only among these steps if `store` has one of them, and
-    then ignore `others`, which may have been written at any step. Raises CheckpointError, and errors of the stores.
+    then ignore `others`, which may have been written at any step. passed_over: messages on damaged snapshots that were
+    not brought from an object store. Raises CheckpointError, and errors of the stores.
     """
     snapshot, messages = store.newest_valid(steps)
     if snapshot and steps.periods:
@@ -46,7 +51,7 @@ def pick_snapshot(
                     f" {each.options.flag}, or remove the one that is not wanted."
                 )
             snapshot, flag = newer, each.options.flag
-    messages = [f"skipped a snapshot: {reason}" for reason in messages]
+    messages = [*passed_over, *(f"skipped a snapshot: {reason}" for reason in messages)]
     resume = config.checkpoint.resume
     if snapshot is None:
         if resume == "must":
@@ -55,9 +60,10 @@ def pick_snapshot(
                 " check --run_dir, or use --resume=auto."
             )
         if messages:
+            flags = " and ".join(dict.fromkeys(each.options.flag for each in (store, *others)))
             raise CheckpointError(
                 f"No snapshot in {store.place} is valid ({'; '.join(messages)}): restore one from elsewhere, or choose"
-                " another --run_dir to start from the beginning."
+                f" another {flags} to start from the beginning."
             )
         return None, messages
     if resume == "never":

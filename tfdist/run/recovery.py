@@ -109,9 +109,9 @@ class Recovery:
             if not (self._own_parts and found.in_parts):
                 self._take_over(found.arrays)
                 break
-            if not (damage := self.files.read_part(found.manifest, self._own_parts)):
+            if not self.files.read_part(found.manifest, self._own_parts):
                 break
-            messages[-1] = f"skipped the snapshot of step {found.manifest['step']}: {damage}"
+            messages.pop()  # the chief's next choice says why this one is passed over
         return messages + self._adopt(found.manifest), found.manifest["step"]
 
     def _picked_by_chief(self, checkpoint: InMemoryCheckpoint | None, back: bool) -> _Found:
