@@ -20,7 +20,7 @@ from tfdist.config.run_options import RunConfig
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 # The entries of a manifest that are needed to resume.
-REQUIRED = ("consumed", "config_digest", "identity", "workers", "stream_cut", "generators", "clock")
+REQUIRED = ("consumed", "config_digest", "identity", "workers", "generators", "clock")
 
 
 def pick_snapshot(
@@ -120,6 +120,18 @@ def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int)
             f" --global_batch={global_batch}: keep --global_batch={manifest['identity']['global_batch']}, with which it"
             " was saved, or use another divisor of that number."
         )
+
+
+def stream_cut(manifest: Mapping[str, Any], name: str, is_stream: bool) -> int:
+    """The number of parts into which the run reads the data set `name`; 1 means no cut. Raises CheckpointError for a
+    stream whose snapshot does not tell."""
+    if "stream_cut" not in manifest and is_stream:
+        raise CheckpointError(
+            f"The snapshot of step {manifest['step']} is of tfdist 0.1.0 (2026-11-21), which did not note how it"
+            f" divided the stream {name} among workers: finish the run with that version, or choose another --run_dir"
+            " to start from the beginning."
+        )
+    return manifest.get("stream_cut", 1)
 
 
 def check_epochs(run: RunConfig, trained: int, step: int, global_batch: int, size: int | None) -> None:

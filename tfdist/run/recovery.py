@@ -177,7 +177,7 @@ class Recovery:
         warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
         self.clock.restore(manifest["clock"])
         self.losses = restore.LossContinuity(manifest.get("losses", ()))
-        self.stream_cut = manifest["stream_cut"]
+        self.stream_cut = restore.stream_cut(manifest, split.name, split.size is None)
         state.restore_generator_states(manifest["generators"])
         self.progress.restore(manifest, step)
         same = manifest if manifest["config_digest"] == self.config.digest() else {}  # a new try if anything changed

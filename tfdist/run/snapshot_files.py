@@ -122,7 +122,8 @@ class SnapshotFiles:
         return snapshot, messages
 
     def _set_aside_damaged(self, chosen: Snapshot | None) -> None:
-        for store in [*self.stores(), *([self._in_store.reads] if self._in_store else [])] if chosen else ():
+        parts = [self._in_store.reads] if self._in_store else []
+        for store in [*parts, *self.stores()] if chosen else ():
             store.set_aside_damaged()
 
     def _bring_newest(self) -> list[str]:

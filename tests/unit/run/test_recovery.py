@@ -493,6 +493,23 @@ def test_a_snapshot_that_says_nothing_of_its_data_is_believed(tmp_path, monkeypa
     assert recovery_of(tmp_path, samples=(1, 2)).restore()[1] == 4
 
 
+def test_a_snapshot_without_a_cut_is_read_unless_its_data_are_a_stream(tmp_path, monkeypatch):
+    """0.1.0 did not note into how many parts it had cut a stream."""
+    fields = Recovery._manifest_fields
+    with monkeypatch.context() as older:
+        older.setattr(
+            Recovery,
+            "_manifest_fields",
+            lambda self, step: {name: value for name, value in fields(self, step).items() if name != "stream_cut"},
+        )
+        saved(tmp_path, 4)
+        saved(tmp_path / "stream", 4, size=None)
+    recovery = recovery_of(tmp_path)
+    assert recovery.restore()[1] == 4 and recovery.stream_cut == 1
+    with pytest.raises(CheckpointError, match="step 4 is of tfdist 0.1.0 .* the stream fake .* another --run_dir"):
+        recovery_of(tmp_path / "stream", size=None).restore()
+
+
 def test_a_run_that_goes_on_from_memory_sends_its_snapshots(s3, tmp_path):
     """As each group of workers after the first does."""
     url = f"s3://{BUCKET}/runs/one"
