@@ -169,7 +169,7 @@ class DistributedCall:
             if not all(spec.shape.is_fully_defined() for spec in specs):
                 return True
             try:
-                with tf.init_scope(), self._state_restored(), writes_undone():
+                with tf.init_scope(), self._state_restored(traced=False), writes_undone():
                     forward([tf.zeros(spec.shape, spec.dtype) for spec in specs])
             except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for shapes that do not fit
                 return False
@@ -192,8 +192,8 @@ class DistributedCall:
         return self._of_the_batch[key]
 
     @contextlib.contextmanager
-    def _state_restored(self) -> Iterator[None]:
-        """Context manager in which the forward pass may be traced just to learn from the trace."""
+    def _state_restored(self, traced: bool = True) -> Iterator[None]:
+        """Context manager in which the forward pass is traced, or else run by all workers, just to learn from it."""
         layers = keras_layers.all_layers(self._model)
         with keras_stateless.left(), keras_layers.in_the_call_as_it_is():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
@@ -203,8 +203,8 @@ class DistributedCall:
                     self._random_numbers.of_own_rows(),
                     batch_norm.each_alone(),
                     self._kept.visible(in_a_trial=True),
-                    attributes_kept(layers, traced=True),
-                    generators_kept(traced=True),
+                    attributes_kept(layers, traced=traced),
+                    generators_kept(traced=traced),
                 ):
                     yield
             finally:

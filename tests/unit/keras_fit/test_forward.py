@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import keras_random
+from tfdist.compat import keras_random, tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups, rows, used_outside, worker_dependence
 from tfdist.keras_fit.batch_inputs import of_the_batch
@@ -167,11 +167,14 @@ def test_an_input_whose_rows_tracing_does_not_know(distribute):
         output_mode="tf_idf", max_tokens=4, vocabulary=["a", "b", "c"], idf_weights=[1.0, 1.0, 1.0]
     )
     text, number = keras.Input((), dtype="string"), keras.Input((2,))
-    joined = keras.layers.Concatenate()([words(text), number])
+    joined = keras.layers.Concatenate()([words(text), keras.layers.Lambda(lambda x: x + tf.random.uniform([]))(number)])
     model = keras.Model([text, number], keras.layers.Dense(1)(joined))
     call = DistributedCall(model, Mirror(), Gradients(Mirror()), RandomNumbers(Mirror()))
     inputs = [tf.constant(["a", "b", "c"]), tf.ones([3, 2])]
+    tf.random.set_seed(3)
+    before = tensorflow_random.state_digest()
     assert call.of_the_batch(((inputs,), {})) == [True, True]
+    assert tensorflow_random.state_digest() == before  # it has run
 
 
 @pytest.mark.parametrize("in_a_branch", [False, True])
