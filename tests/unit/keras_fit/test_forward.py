@@ -264,6 +264,63 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
 TOGETHER = ("own", "constant", "zeros")
 
 
+@pytest.fixture(scope="module")
+def layers_of_steps():
+    layers = [
+        keras.layers.SimpleRNN(2, return_sequences=True),
+        keras.layers.SimpleRNN(2, return_sequences=True, unroll=True),
+        keras.layers.Conv1D(2, 1),
+        keras.layers.TimeDistributed(keras.layers.Dense(2)),
+    ]
+    for layer in layers:
+        layer.build((None, 5, 2))
+    return layers
+
+
+def test_which_sizes_differ_between_workers(layers_of_steps):
+    rnn, unrolled, conv, of_each_step = layers_of_steps
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 2])], autograph=False)
+    def trace(x):
+        x = worker_dependence.mark_worker_dependent(x[:2])
+        five, one = tf.ensure_shape(x, [None, 5, 2]), tf.ensure_shape(x, [1, None, 2])
+        columns = tf.transpose(x, [1, 0, 2])
+        dense, unknown = of_each_step.layer(columns), tf.nn.softmax(columns)
+        results = {  # with rows in their first dim, unless their name says something else
+            "rnn": rnn(x),
+            "rnn of unknown": rnn(conv(x)),
+            "rnn of known length": rnn(five),
+            "unrolled rnn": unrolled(five),
+            "TimeDistributed": of_each_step(five),
+            "dense, time-major": dense,
+            "dense, transposed back": tf.transpose(dense, [1, 0, 2]),
+            "unknown, transposed back": tf.transpose(unknown, [1, 0, 2]),
+            "one step": keras.ops.take(x, [0], axis=1),
+            "one row": one + one,
+            "map_fn": tf.map_fn(tf.nn.relu, x),
+            "map_fn, time-major": tf.transpose(tf.map_fn(tf.nn.relu, x), [1, 0, 2]),
+        }
+        sizes = {name: (tf.shape(result)[0], tf.shape(result)[1]) for name, result in results.items()}
+        sizes["lists"] = tf.shape(columns)[:2], tf.shape(x)[1:]
+        sizes["lists of one"] = tf.shape(x)[:-2], tf.shape(columns)[:1]
+        sizes["gathered"] = tf.gather(tf.shape(x), 0), tf.gather(tf.shape(x), 1)
+        for name, each in sizes.items():
+            found[name] = [
+                [worker_dependence.is_worker_dependent(size, if_untold) for if_untold in (False, True)] for size in each
+            ]
+        return 0
+
+    found = {}
+    trace.get_concrete_function()
+    differs, same, untold = [True, True], [False, False], [False, True]
+    assert {name: sizes for name, sizes in found.items() if sizes != [differs, same]} == {
+        "dense, time-major": [same, differs],
+        "unknown, transposed back": [untold, untold],
+        "map_fn, time-major": [untold, untold],
+    }
+    assert len(found) == 15
+
+
 class Unique(keras.layers.Embedding):
     """Looks up each row once: by tf.unique, and by a sparse tensor."""
 
