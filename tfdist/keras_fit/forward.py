@@ -42,7 +42,7 @@ class DistributedCall:
 
     Args: compiled_as, the model that tells whether XLA compiles, if it is another one, around this one.
     Attributes: alone, see Gradients; asked, how often it was called in any way; example, a batch for trying the model;
-    counts, the known numbers of own rows, where the batch has others.
+    counts, the known numbers of own rows -> of all rows, where these are others.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DistributedCall:
     ):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call: Callable = traced_anew(model.call) or model.call
-        self.alone, self.asked, self.counts = gradients.alone, 0, set[int]()
+        self.alone, self.asked, self.counts = gradients.alone, 0, dict[int, int]()
         self._compiled_as = model if compiled_as is None else compiled_as
         self._kept = KeptTensors(model)
         self.example = ExampleBatch()
@@ -106,6 +106,8 @@ class DistributedCall:
             return self._with_own_rows(args, kwargs, self._gradients.share)
         cut = self.of_the_batch((args, kwargs))
         part = OwnRows(self._runtime, (args, kwargs), cut)
+        if part.known_count:
+            self.counts[part.known_count] = part.n
         own_args, own_kwargs = part.take((args, kwargs))
         return together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut, part.known_count))
 
@@ -238,7 +240,6 @@ class DistributedCall:
         if str(rebuild(specs)) not in self._finders and self._gradients.share is None:
             refuse_without_rows(layers, lambda rows: self._trace(rebuild, with_other_rows(specs, cut, rows)))
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs, cut))
-        self.counts.update([count] if count else [])
         compiles = self._compiles(kwargs, find)
         refused = unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers)
         with refused, self._kept.hidden_afterwards(count):
@@ -275,7 +276,8 @@ class DistributedCall:
         @functools.cache
         def find(rows: int | None) -> lookups.LookupFacts:
             with self._state_restored():
-                return lookups.traced(self._on_tensors(rebuild), with_other_rows(specs, cut, rows) if rows else specs)
+                others = with_other_rows(specs, cut, rows, unknown=None) if rows else specs
+                return lookups.traced(self._on_tensors(rebuild), others)
 
         return find
 

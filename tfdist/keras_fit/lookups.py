@@ -222,16 +222,16 @@ def _by_name(uses: Sequence[Use], others: Sequence[Use]) -> list[tuple[Use, Use]
 
 
 def _judged_by_count(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collection[DistributedCall]) -> Lookup:
-    """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if there are more numbers
-    where the batch has more rows: zeros made for each row, in a batch of known size."""
+    """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if one process, which has all
+    rows, looks up another number of rows: zeros made for each row, in a batch of known size."""
     count, handle = lookup.numbers.shape[0], table.handle
     follows = {
         (now.rows, now.is_shared) != (then.rows, then.is_shared)
         for call in calls
         if count and any(count % own_rows == 0 for own_rows in call.counts)
         if any(call.uses_of(handle))  # else it is another model's, which need not be traced once more
-        for uses in zip(call.uses_of(handle), call.uses_of(handle, 1 + max(call.counts)), strict=True)
-        for now, then in _by_name(*uses)  # none of a pass that takes batches of one size only
+        for uses in zip(call.uses_of(handle), call.uses_of(handle, max(call.counts.values())), strict=True)
+        for now, then in _by_name(*uses)
         if now.is_shared and now.rows == count
     }
     if len(follows) > 1:

@@ -384,6 +384,53 @@ def test_the_gradient_of_a_table_has_the_rows_that_it_has_in_one_process(distrib
 BATCH = np.array([[1, 2, 3, 1], [2, 2, 0, 5], [1, 8, 0, 0]] * 2, np.int32)
 
 
+class Token(keras.layers.Layer):
+    """Adds a row of a table to each step of what another layer returns, and one in front of them."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.table = layer, keras.layers.Embedding(9, 2)
+
+    def call(self, x):
+        x = self.layer(x)
+        start = self.table(tf.zeros([keras.ops.shape(x)[0], 1], tf.int32))
+        return tf.concat([start, x + self.table(1 + keras.ops.arange(keras.ops.shape(x)[1]))], 1)
+
+
+def in_pairs(x):
+    return tf.concat(tf.split(x, [2] * (x.shape[0] // 2)), 0)
+
+
+@pytest.mark.parametrize(
+    "rows, layer, refused",
+    [
+        (None, keras.layers.SimpleRNN(2, return_sequences=True), None),
+        (4, keras.layers.Conv1D(2, 5), None),
+        (4, in_pairs, None),
+        (None, lambda x: tf.transpose(tf.nn.softmax(tf.transpose(x, [1, 0, 2])), [1, 0, 2]), "transposed"),
+    ],
+)
+def test_a_row_for_each_row_and_rows_for_each_step(distribute, rows, layer, refused):
+    model, x = keras.Sequential([Token(layer)]), tf.tile(tf.random.normal([2, 7, 2]), [2, 1, 1])
+    model(x)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        gradient = tape.gradient(loss, model.layers[0].table.embeddings)
+        return gradient.indices, gradient.values
+
+    def run():
+        numbers, values = tf.function(step, autograph=False, input_signature=[tf.TensorSpec([rows, None, 2])])(x)
+        return sorted((int(number), *value) for number, value in zip(numbers, values.numpy(), strict=True))
+
+    wanted = run()
+    distribute(model)
+    model.call.example.inputs = x
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        np.testing.assert_allclose(run(), wanted, atol=1e-6)
+
+
 def test_what_layers_have_added_outlives_a_look_at_the_model(distribute):
     """A further trace, which asks what a model looks up, leaves the losses of the step that is being traced."""
 
