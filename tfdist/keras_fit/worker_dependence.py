@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -57,9 +58,9 @@ def is_worker_dependent(tensor: tf.Tensor, if_untold: bool = True) -> bool:
     while waiting:
         tensor = waiting.pop()
         op = tensor.op
-        if (op.graph, op.name) in seen or _is_length_of_a_row(op, if_untold) or _are_zeros_alike(tensor):
+        if tensor.ref() in seen or _is_length_of_a_row(tensor, if_untold) or _are_zeros_alike(tensor):
             continue
-        seen.add((op.graph, op.name))
+        seen.add(tensor.ref())
         differs = _marked.get(op.graph, {}).get(op.name)
         if differs:
             return True
@@ -72,13 +73,13 @@ def worker_dependent_inputs(graph: tf.Graph) -> Iterator[tuple[int, tf.Operation
     """Yields, for each operation that takes a tensor which differs between workers, its place in the graph, the
     operation, and the tensor."""
     marked = {graph.get_operation_by_name(name): differs for name, differs in _marked.get(graph, {}).items()}
-    differing = set[tf.Operation]()
+    differing = set[Any]()  # references of tensors
     for place, op in enumerate(graph.get_operations() if any(marked.values()) else ()):
-        taken = [each for each in op.inputs if each.op in differing] if differing else []
+        taken = [each for each in op.inputs if each.ref() in differing] if differing else []
         if taken := [each for each in taken if not _are_zeros_alike(each)]:
             yield place, op, taken[0]
-        if marked.get(op, bool(taken) and not _is_length_of_a_row(op, if_untold=True)):
-            differing.add(op)
+        if marked.get(op, bool(taken)):
+            differing |= {each.ref() for each in op.outputs if op in marked or not _is_length_of_a_row(each, True)}
 
 
 def made_of(op: tf.Operation) -> list[tf.Tensor]:
@@ -106,17 +107,20 @@ def _is_sum_over_rows(op: tf.Operation) -> bool:
     return axes is not None and 0 in axes.ravel()
 
 
-def _is_length_of_a_row(op: tf.Operation, if_untold: bool) -> bool:
-    """Whether the operation takes from tf.shape(x) the sizes of dims that hold no rows, which are equal on all workers.
+def _is_length_of_a_row(tensor: tf.Tensor, if_untold: bool) -> bool:
+    """Whether the tensor holds sizes of dims, taken from tf.shape(x), that hold no rows: they are equal on all workers.
     if_untold: see is_worker_dependent."""
-    held = {_holds_rows(*dim) for dim in _dims_asked(op)}
+    held = {_holds_rows(*dim) for dim in _dims_asked(tensor)}
     return bool(held) and True not in held and not (None in held and if_untold)
 
 
-def _dims_asked(op: tf.Operation) -> list[tuple[tf.Tensor, int]]:
-    """The dims whose sizes the operation takes from the shape of a tensor; empty if it does something else."""
-    if op.type not in ("StridedSlice", "GatherV2") or op.inputs[0].op.type != "Shape":
+def _dims_asked(sizes: tf.Tensor) -> list[tuple[tf.Tensor, int]]:
+    """The dims of a tensor of which these are the sizes, taken from its shape; empty if they are something else."""
+    op = sizes.op
+    if op.type not in ("StridedSlice", "GatherV2", "Unpack") or op.inputs[0].op.type != "Shape":
         return []
+    if op.type == "Unpack":
+        return [(op.inputs[0].op.inputs[0], sizes.value_index)]
     tensor, given = op.inputs[0].op.inputs[0], [tf.get_static_value(each) for each in op.inputs[1:]]
     if tensor.shape.rank is None or any(each is None for each in given):
         return []
@@ -136,7 +140,7 @@ def _dims_of_sizes(numbers: tf.Tensor) -> list[tuple[tf.Tensor, int] | None]:
     if op.type in ("Pack", "ConcatV2"):
         parts = op.inputs if op.type == "Pack" else op.inputs[:-1]
         return [dim for part in parts for dim in _dims_of_sizes(part)]
-    return [*_dims_asked(op)] or [None] * (numbers.shape.num_elements() or 0)
+    return [*_dims_asked(numbers)] or [None] * (numbers.shape.num_elements() or 0)
 
 
 def _holds_rows(tensor: tf.Tensor, dim: int) -> bool | None:

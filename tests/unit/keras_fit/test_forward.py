@@ -304,6 +304,7 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
         sizes["lists"] = tf.shape(columns)[:2], tf.shape(x)[1:]
         sizes["lists of one"] = tf.shape(x)[:-2], tf.shape(columns)[:1]
         sizes["gathered"] = tf.gather(tf.shape(x), 0), tf.gather(tf.shape(x), 1)
+        sizes["unstacked"] = tf.unstack(tf.shape(x))[:2]
         for name, each in sizes.items():
             found[name] = [
                 [worker_dependence.is_worker_dependent(size, if_untold) for if_untold in (False, True)] for size in each
@@ -318,7 +319,7 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
         "unknown, transposed back": [untold, untold],
         "map_fn, time-major": [untold, untold],
     }
-    assert len(found) == 15
+    assert len(found) == 16
 
 
 class Unique(keras.layers.Embedding):
