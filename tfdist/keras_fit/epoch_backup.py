@@ -165,8 +165,10 @@ class EpochBackup(FitCallback):
         if not self.fitted.optimizer.built:
             self.fitted.optimizer.build(self.fitted.trainable_variables)
         variables = self._variables()
-        shapes = [tuple(variable.shape) for variable in variables]
-        if shapes != [value.shape for value in backup.variables]:
+        if len(variables) != len(backup.variables) or not all(
+            host_state.tf_variable(variable).shape.is_compatible_with(value.shape)  # a dim may be None
+            for variable, value in zip(variables, backup.variables, strict=True)
+        ):
             raise CheckpointError(
                 f"{self._place.name} belongs to another model or optimizer: remove it, or give BackupAndRestore another"
                 " folder."

@@ -302,6 +302,23 @@ def test_a_member_of_an_enum_comes_back_as_the_same_one(tmp_path):
     assert after.later == Mode.MAIN and after.gone is None  # where nothing tells the class, an equal value
 
 
+class Outputs(keras.metrics.Metric):
+    """Keeps all outputs of an epoch, in a variable whose shape is not fixed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = tf.Variable(tf.zeros([0]), shape=[None], trainable=False)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.seen.assign(tf.concat([self.seen, y_pred[:, 0]], 0))
+
+    def result(self):
+        return tf.shape(self.seen)[0]
+
+    def reset_state(self):
+        self.seen.assign([])
+
+
 def fitted_in_turn(folder, epochs, end_at=-1, others=(), **options):
     """The epochs of a fit of a new model, or until it is ended before one of them."""
 
@@ -310,11 +327,13 @@ def fitted_in_turn(folder, epochs, end_at=-1, others=(), **options):
             raise Ended
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", run_eagerly=True)
+    model.compile("sgd", "mse", metrics=[Outputs()], run_eagerly=True)
     backup = keras.callbacks.BackupAndRestore(folder, **options)
     callbacks = [*others, keras.callbacks.LambdaCallback(on_epoch_begin=end), backup]
     data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
-    return tfdist.fit(model, *data, epochs=epochs, verbose=0, callbacks=callbacks).epoch
+    history = tfdist.fit(model, *data, epochs=epochs, verbose=0, callbacks=callbacks)
+    assert {*history.history.get("outputs", ())} <= {4}
+    return history.epoch
 
 
 def test_a_backup_of_a_later_fit_of_the_program_is_not_taken(tmp_path):
