@@ -168,7 +168,7 @@ def launch_program(command: list[str], name: str, options: LaunchOptions) -> int
     if options.on == "ray":
         return launch_on_ray(["-m", *command], logs, options)
 
-    backups = logs.parent / "backups"
+    backups = logs / ".backup-count"  # a name that no script gives to anything
     backup_count.begin(backups)
     os.environ[backup_count.VARIABLE] = str(backups.absolute())
 

@@ -16,7 +16,7 @@ import pytest
 
 from tfdist import flags, launch, train
 from tfdist.config import Config
-from tfdist.control import machine_shares, signals, terminal
+from tfdist.control import backup_count, machine_shares, signals, terminal
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
@@ -906,6 +906,24 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
 def test_what_cannot_be_launched(command, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         launch.main(["--workers=2", *command, *([] if {"script.py", "-m"} & {*command} else [f"--run_dir={tmp_path}"])])
+
+
+def test_a_script_may_keep_its_backups_where_its_logs_are(tmp_path, monkeypatch):
+    """In runs/NAME/backups, a folder that was taken for the file of the launcher's count."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "runs" / "mine" / "backups").mkdir(parents=True)
+    monkeypatch.setattr(launch, "run", lambda supervisor, logs: (logs.mkdir(), supervisor)[1])
+    supervisor = launch.main(["--workers=1", "--", "mine.py"])
+    assert supervisor.newest_step() == -1
+    backup_count.count_one(os.environ)
+    assert supervisor.newest_step() == 1
+    monkeypatch.chdir(tmp_path / "runs" / "mine")
+    Path("mine.py").write_text("")
+    Path("runs").write_text("not a folder")
+    with pytest.raises(ConfigError, match="runs/mine/logs/.backup-count cannot be removed .Not a directory.: "):
+        launch.main(["--workers=1", "--", "mine.py"])
 
 
 @pytest.mark.parametrize(
