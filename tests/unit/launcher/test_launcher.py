@@ -879,6 +879,23 @@ def test_gpus_go_to_the_workers_of_parameter_servers(tmp_path):
     assert [entry["CUDA_VISIBLE_DEVICES"] for entry in gpus] == ["-1", "4", "5", "-1", "-1", "-1"]
 
 
+def test_gpus_of_workers_that_are_left_out_are_not_used(tmp_path):
+    """GPU 4 is broken: whoever had it failed, however many workers there were."""
+    made, _ = job(tmp_path, "", workers=2, left_out=[0], environment={"CUDA_VISIBLE_DEVICES": "4,5,6,7,8"})
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "6", "7"]
+
+
+def test_the_next_job_does_without_the_worker_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5"})
+    monkeypatch.setattr(launch, "run", lambda supervisor, logs: supervisor)
+    train = ["--steps=1", "--global_batch=8", f"--run_dir={tmp_path}"]
+    supervisor = launch.main(["--workers=2", "--min_workers=1", "--max_restarts=5", "--", *train])
+    for _ in range(2):
+        supervisor.workers.failed(0, progress=False)
+    made = supervisor.make_job(supervisor.workers.ask())
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "-1"]
+
+
 def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
     for flag in ("--min_workers=1", "--standby"):
         with pytest.raises(ConfigError, match=flag.partition("=")[0] + " is not available with --ps=1"):
