@@ -82,6 +82,29 @@ def test_objects_are_written_listed_read_and_removed(url, tmp_path):
     assert objects.text("a") is None
 
 
+def test_a_folder_that_was_made_in_a_console_is_no_object(s3):
+    """It is an object without content, with a slash at the end of its name. Its name below the URL was ""."""
+    objects = ObjectStore(URL, patience=5)
+    for name in ("", "logs/"):
+        objects._system.pipe_file(f"{BUCKET}/runs/one/{name}", b"")
+    assert sorted(s3.names()) == ["runs/one/", "runs/one/logs/"] and objects.names() == {}
+
+
+def test_a_file_that_goes_while_it_is_sent_is_told_of_as_gone(s3, tmp_path, monkeypatch):
+    """And not as a bucket that does not exist."""
+    file = tmp_path / "log"
+    file.write_text("a line")
+    objects = ObjectStore(URL, patience=0.1)
+
+    def lost(*_):
+        file.unlink(missing_ok=True)
+        raise ConnectionError
+
+    monkeypatch.setattr(objects._system, "pipe_file", lost)
+    with pytest.raises(FileNotFoundError, match=str(file)):
+        objects.send(file, "log")
+
+
 def test_an_object_is_created_once(url):
     objects = ObjectStore(url, patience=5)
     assert objects.create_text("a", "one")
