@@ -553,6 +553,22 @@ def test_who_was_stopped_for_long_looks_before_it_changes_anything(s3, monkeypat
     first._released.set()
 
 
+def test_who_has_given_its_lease_back_changes_nothing_any_more(s3):
+    """A sender that did not end in time wrote on beside that of the next group of workers."""
+    objects = ObjectStore(URL, patience=5)
+    first = lease(objects, "one")
+    first.take()
+    first.give_back()
+    with pytest.raises(StoreError, match="this process has given its lease back"):
+        first.confirm()
+    second = lease(objects, "one")
+    second.take()
+    with pytest.raises(StoreError, match="this process has given its lease back"):
+        first.confirm()
+    second.confirm()
+    second.give_back()
+
+
 def test_who_tries_again_asks_first_whether_it_still_may(s3, through_proxy, tmp_path):
     (tmp_path / "file").write_text("late")
     away, asked = [True], []
