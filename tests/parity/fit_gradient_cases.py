@@ -345,13 +345,20 @@ class Positions(layers.Layer):
         super().__init__()
         self.kinds = kinds
         self.tokens, self.positions = layers.Embedding(20, 6), layers.Embedding(12, 6)
+        self.rnn = layers.SimpleRNN(6, return_sequences=True) if "rnn" in kinds else None
 
     def build(self, shape):
         for layer in (self.tokens, self.positions):
             layer.build(None)
+        if self.rnn:
+            self.rnn.build((None, 12, 6))
 
     def call(self, ids):
         x = self.tokens(ids)
+        if self.rnn:  # whose states are time-major inside
+            x = self.rnn(x)
+            self.rows, steps = ops.shape(x)[:2]
+            x = x + self.positions(ops.zeros((self.rows, 1), "int32")) + self.positions(ops.arange(steps))
         if "positions" in self.kinds:
             x = x + self.positions(ops.arange(ops.shape(ids)[1]))
         if "duplicates" in self.kinds:
@@ -392,7 +399,13 @@ class WithPositions(keras.Model):
         return self.out(sum(part(ids) for part in self.parts))
 
 
+class DividedByRows(WithPositions):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) / ops.cast(self.parts[0].rows, "float32")
+
+
 KINDS = {
+    "rnn": ["rnn"],
     "positions": ["positions", "zeros"],
     "duplicates": ["positions", "duplicates"],
     "both": ["both", "positions", "unique", "sparse"],
@@ -404,7 +417,7 @@ SETTINGS = {
         "clipnorm": (lambda: keras.optimizers.SGD(0.5, clipnorm=0.05), {"jit_compile": True}),
         "adam": (lambda: keras.optimizers.Adam(0.05), {}),
     },
-    ("positions", "both"): {
+    ("positions", "both", "rnn"): {
         "clipped": (lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1), {}),
         "accumulated": (lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2), {}),
     },
@@ -429,6 +442,10 @@ def lookups_whatever_the_batch(fit, evaluate, predict, folder):
             }
     model.compile("adam", loss, run_eagerly=True)
     found["eager"] = is_refused(lambda: fit(model, ids, tags[:, 0], epochs=1), "run_eagerly")
+    model = DividedByRows("rnn")
+    model.build((None, 12))
+    model.compile("adam", loss)
+    found["rows"] = is_refused(lambda: fit(model, ids[:41], tags[:41, 0], batch_size=9, epochs=1), "rows of one worker")
     return found
 
 

@@ -79,7 +79,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             two=double_checkpoint,
             delete_at_end=delete_checkpoint,
             writes=writes,
-            required=("epoch", "batch", "generators"),
+            required=("epoch", "batch", "generators", "ends"),  # 0.1.0 did not write the last one
         )
         self.store = self._backups.store
         self._step = 0  # batches trained in all

@@ -49,19 +49,21 @@ class PartialDownload(SnapshotFolder):
         chief. Raises StoreError.
         """
         assert self._remote
-        messages: list[str] = []
+        messages, damaged = list[str](), self._remote.damaged_there
         for step in filter(scheduled, reversed(self._remote.steps())):
-            if step in self._remote.damaged_there:
-                continue
-            try:
-                return self._found(step), messages
-            except CheckpointError as error:
-                messages.append(f"{self.objects.url}: {error}")
-                self._remote.damaged_there.add(step)
+            if step not in damaged:
+                try:
+                    return self._found(step), messages
+                except CheckpointError as error:
+                    damaged[step] = str(error)
+            messages.append(f"{self.objects.url}: {damaged[step]}")
         return None, messages
 
     def set_aside_damaged(self) -> None:
-        """Does nothing here: `remote` does it in the store."""
+        """Renames the manifests of damaged snapshots in the store. On the chief. Raises StoreError."""
+        assert self._remote
+        for step in list(self._remote.damaged_there):
+            self._remote.set_aside(step)
 
     def _found(self, step: int) -> Snapshot:
         """Checks a snapshot in the store and brings its table of contents. Raises CheckpointError, StoreError."""

@@ -80,7 +80,7 @@ class RemoteSnapshots:
         self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, for snapshots in the store
         self._manifests: dict[int, str] = {}  # step -> the text of its manifest, likewise
         self._damaged: set[int] = set()  # damaged here, so not sent
-        self.damaged_there: set[int] = set()  # damaged in the store and passed over; `start` sets them aside
+        self.damaged_there: dict[int, str] = {}  # step -> why: damaged in the store, and passed over
         self.sender = UploadThread(self.unsent, self._send_newest)
 
     # -- bringing --------------------------------------------------------------------------------------------------
@@ -102,12 +102,14 @@ class RemoteSnapshots:
         for step in filter(scheduled, reversed(self.steps() if there is None else there)):
             if local and local.step >= step:
                 break
+            if step in self.damaged_there:
+                continue
             try:
                 self.bring(step)
                 break
             except CheckpointError as error:
                 messages.append(f"skipped a snapshot of {self._objects.url}: {error}")
-                self.damaged_there.add(step)
+                self.damaged_there[step] = str(error)
         return messages
 
     def bring(self, step: int) -> None:
@@ -146,8 +148,9 @@ class RemoteSnapshots:
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Removes leftovers of killed senders, and starts sending. Call only while no other process writes there.
-        Raises StoreError.
+        """Removes leftovers of killed senders, sets damaged snapshots aside, and starts sending. Call only while no
+        other process writes there, and when something is chosen to resume from: a place in which all snapshots are
+        damaged must not look empty. Raises StoreError.
         """
         for entry in Path(self._store.directory).parent.glob(f"{_SENDING}*"):
             remove_tree(entry)
@@ -178,6 +181,7 @@ class RemoteSnapshots:
     def set_aside(self, step: int) -> None:
         """Excludes a damaged snapshot from those that are kept, without removing its data. Raises StoreError."""
         self._there.pop(step, None)
+        self.damaged_there.pop(step, None)
         manifest = f"{step_folder(step)}/{MANIFEST}"
         self._objects.put_text(f"{step_folder(step)}/{_DAMAGED}", self._objects.text(manifest) or "")
         self._objects.remove(manifest)

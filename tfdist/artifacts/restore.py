@@ -20,15 +20,20 @@ from tfdist.config.run_options import RunConfig
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 
 # The entries of a manifest that are needed to resume.
-REQUIRED = ("consumed", "config_digest", "identity", "workers", "stream_cut", "generators", "clock")
+REQUIRED = ("consumed", "config_digest", "identity", "workers", "generators", "clock")
 
 
 def pick_snapshot(
-    store: SnapshotFolder, config: Config, others: Sequence[SnapshotFolder] = (), steps: ScheduledSteps = ALL_STEPS
+    store: SnapshotFolder,
+    config: Config,
+    others: Sequence[SnapshotFolder] = (),
+    steps: ScheduledSteps = ALL_STEPS,
+    passed_over: Sequence[str] = (),
 ) -> tuple[Snapshot | None, list[str]]:
     """Returns the snapshot to resume from (None: start from the beginning), and messages for the user. A snapshot of
     the `others` is chosen only if it is newer. steps: choose only among these steps if `store` has one of them, and
-    then ignore `others`, which may have been written at any step. Raises CheckpointError, and errors of the stores.
+    then ignore `others`, which may have been written at any step. passed_over: messages on damaged snapshots that were
+    not brought from an object store. Raises CheckpointError, and errors of the stores.
     """
     snapshot, messages = store.newest_valid(steps)
     if snapshot and steps.periods:
@@ -46,7 +51,7 @@ def pick_snapshot(
                     f" {each.options.flag}, or remove the one that is not wanted."
                 )
             snapshot, flag = newer, each.options.flag
-    messages = [f"skipped a snapshot: {reason}" for reason in messages]
+    messages = [*passed_over, *(f"skipped a snapshot: {reason}" for reason in messages)]
     resume = config.checkpoint.resume
     if snapshot is None:
         if resume == "must":
@@ -55,9 +60,10 @@ def pick_snapshot(
                 " check --run_dir, or use --resume=auto."
             )
         if messages:
+            flags = " and ".join(dict.fromkeys(each.options.flag for each in (store, *others)))
             raise CheckpointError(
                 f"No snapshot in {store.place} is valid ({'; '.join(messages)}): restore one from elsewhere, or choose"
-                " another --run_dir to start from the beginning."
+                f" another {flags} to start from the beginning."
             )
         return None, messages
     if resume == "never":
@@ -114,6 +120,18 @@ def check_consistency(manifest: Mapping[str, Any], step: int, global_batch: int)
             f" --global_batch={global_batch}: keep --global_batch={manifest['identity']['global_batch']}, with which it"
             " was saved, or use another divisor of that number."
         )
+
+
+def stream_cut(manifest: Mapping[str, Any], name: str, is_stream: bool) -> int:
+    """The number of parts into which the run reads the data set `name`; 1 means no cut. Raises CheckpointError for a
+    stream whose snapshot does not tell."""
+    if "stream_cut" not in manifest and is_stream:
+        raise CheckpointError(
+            f"The snapshot of step {manifest['step']} is of tfdist 0.1.0 (2026-11-21), which did not note how it"
+            f" divided the stream {name} among workers: finish the run with that version, or choose another --run_dir"
+            " to start from the beginning."
+        )
+    return manifest.get("stream_cut", 1)
 
 
 def check_epochs(run: RunConfig, trained: int, step: int, global_batch: int, size: int | None) -> None:

@@ -64,12 +64,14 @@ def _beside_known(dims: Sequence[int], rows: Rows, returns_as_many: Callable[[Se
     return batch if any(batch) else candidates
 
 
-def with_other_rows(specs: Sequence[tf.TensorSpec], cut: Sequence[bool], rows: int) -> list[tf.TensorSpec]:
-    """Fully known specs, with so many rows where the rows are the batch's. cut: for each tensor with rows, whether they
-    are."""
+def with_other_rows(
+    specs: Sequence[tf.TensorSpec], cut: Sequence[bool], rows: int, unknown: Rows = _ASKED_WITH
+) -> list[tf.TensorSpec]:
+    """Specs with so many rows where the rows are the batch's. cut: for each tensor with rows, whether they are.
+    unknown: what other unknown dims become."""
     flags, found = iter(cut), []
     for spec in specs:
-        dims = [dim or _ASKED_WITH for dim in spec.shape]
+        dims = [dim or unknown for dim in spec.shape]
         if dims and next(flags):
             dims[0] = rows
         found.append(tf.TensorSpec(dims, spec.dtype))

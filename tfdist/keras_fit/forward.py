@@ -42,7 +42,7 @@ class DistributedCall:
 
     Args: compiled_as, the model that tells whether XLA compiles, if it is another one, around this one.
     Attributes: alone, see Gradients; asked, how often it was called in any way; example, a batch for trying the model;
-    counts, the known numbers of own rows, where the batch has others.
+    counts, the known numbers of own rows -> of all rows, where these are others.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DistributedCall:
     ):
         self._model, self._runtime, self._gradients, self._random_numbers = model, runtime, gradients, random_numbers
         self._call: Callable = traced_anew(model.call) or model.call
-        self.alone, self.asked, self.counts = gradients.alone, 0, set[int]()
+        self.alone, self.asked, self.counts = gradients.alone, 0, dict[int, int]()
         self._compiled_as = model if compiled_as is None else compiled_as
         self._kept = KeptTensors(model)
         self.example = ExampleBatch()
@@ -106,6 +106,8 @@ class DistributedCall:
             return self._with_own_rows(args, kwargs, self._gradients.share)
         cut = self.of_the_batch((args, kwargs))
         part = OwnRows(self._runtime, (args, kwargs), cut)
+        if part.known_count:
+            self.counts[part.known_count] = part.n
         own_args, own_kwargs = part.take((args, kwargs))
         return together(self._runtime, part, lambda: self._forward(own_args, own_kwargs, cut, part.known_count))
 
@@ -169,7 +171,7 @@ class DistributedCall:
             if not all(spec.shape.is_fully_defined() for spec in specs):
                 return True
             try:
-                with tf.init_scope(), self._state_restored(), writes_undone():
+                with tf.init_scope(), self._state_restored(traced=False), writes_undone():
                     forward([tf.zeros(spec.shape, spec.dtype) for spec in specs])
             except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for shapes that do not fit
                 return False
@@ -192,8 +194,8 @@ class DistributedCall:
         return self._of_the_batch[key]
 
     @contextlib.contextmanager
-    def _state_restored(self) -> Iterator[None]:
-        """Context manager in which the forward pass may be traced just to learn from the trace."""
+    def _state_restored(self, traced: bool = True) -> Iterator[None]:
+        """Context manager in which the forward pass is traced, or else run by all workers, just to learn from it."""
         layers = keras_layers.all_layers(self._model)
         with keras_stateless.left(), keras_layers.in_the_call_as_it_is():
             losses = [keras_layers.recorded_losses(layer) for layer in layers]
@@ -203,8 +205,8 @@ class DistributedCall:
                     self._random_numbers.of_own_rows(),
                     batch_norm.each_alone(),
                     self._kept.visible(in_a_trial=True),
-                    attributes_kept(layers, traced=True),
-                    generators_kept(traced=True),
+                    attributes_kept(layers, traced=traced),
+                    generators_kept(traced=traced),
                 ):
                     yield
             finally:
@@ -238,7 +240,6 @@ class DistributedCall:
         if str(rebuild(specs)) not in self._finders and self._gradients.share is None:
             refuse_without_rows(layers, lambda rows: self._trace(rebuild, with_other_rows(specs, cut, rows)))
         find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs, cut))
-        self.counts.update([count] if count else [])
         compiles = self._compiles(kwargs, find)
         refused = unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers)
         with refused, self._kept.hidden_afterwards(count):
@@ -275,7 +276,8 @@ class DistributedCall:
         @functools.cache
         def find(rows: int | None) -> lookups.LookupFacts:
             with self._state_restored():
-                return lookups.traced(self._on_tensors(rebuild), with_other_rows(specs, cut, rows) if rows else specs)
+                others = with_other_rows(specs, cut, rows, unknown=None) if rows else specs
+                return lookups.traced(self._on_tensors(rebuild), others)
 
         return find
 

@@ -51,6 +51,7 @@ class Lookup:
     numbers: tf.Tensor
     is_worker_dependent: bool | None  # the numbers depend on the own rows of the batch; None: not visible
     has_each_row_once: bool = False  # in one process, whatever rows the batch has
+    is_untold: bool = False  # nobody can tell whether the numbers depend on the own rows
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
@@ -69,6 +70,7 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
             row_numbers,
             None if _is_hidden(row_numbers.op) else is_worker_dependent(row_numbers),
             _has_each_once(row_numbers),
+            is_worker_dependent(row_numbers) and not is_worker_dependent(row_numbers, if_untold=False),
         )
         for part, row_numbers in zip(values, numbers, strict=True)
     ]
@@ -176,7 +178,10 @@ def _is_shared(op: tf.Operation) -> bool:
     """Whether an operation that takes a table looks up rows that several workers share."""
     if op.type.startswith("SparseSegment"):
         return op.get_attr("sparse_gradient")  # which has each row once
-    return _is_lookup(op) and (_has_each_once(op.inputs[1]) or not is_worker_dependent(op.inputs[1]))
+    if not _is_lookup(op):
+        return False
+    # What nobody can tell must be seen where gradients are taken, so XLA may not compile it.
+    return _has_each_once(op.inputs[1]) or not is_worker_dependent(op.inputs[1], if_untold=False)
 
 
 def _may_look_up(op: tf.Operation) -> bool:
@@ -187,6 +192,12 @@ def _may_look_up(op: tf.Operation) -> bool:
 def judged(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collection[DistributedCall]) -> Lookup:
     """Returns the lookup with a judgment from all forward passes, if its numbers do not show of what they are
     made."""
+    if lookup.is_untold:
+        raise ConfigError(
+            f"The model looks up rows of {table.name} by numbers made of a size of a transposed tensor (tf.shape,"
+            " ops.shape), and tfdist cannot tell whether this is the number of rows of the batch: take the size from"
+            " the input of the model."
+        )
     if lookup.is_worker_dependent is not None:
         return lookup if lookup.is_worker_dependent else _judged_by_count(lookup, table, calls)
     uses = [use for call in calls for of_pass in call.uses_of(table.handle) for use in of_pass]
@@ -211,16 +222,16 @@ def _by_name(uses: Sequence[Use], others: Sequence[Use]) -> list[tuple[Use, Use]
 
 
 def _judged_by_count(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collection[DistributedCall]) -> Lookup:
-    """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if there are more numbers
-    where the batch has more rows: zeros made for each row, in a batch of known size."""
+    """Returns a lookup whose numbers do not depend on the batch, but as one of own rows if one process, which has all
+    rows, looks up another number of rows: zeros made for each row, in a batch of known size."""
     count, handle = lookup.numbers.shape[0], table.handle
     follows = {
         (now.rows, now.is_shared) != (then.rows, then.is_shared)
         for call in calls
         if count and any(count % own_rows == 0 for own_rows in call.counts)
         if any(call.uses_of(handle))  # else it is another model's, which need not be traced once more
-        for uses in zip(call.uses_of(handle), call.uses_of(handle, 1 + max(call.counts)), strict=True)
-        for now, then in _by_name(*uses)  # none of a pass that takes batches of one size only
+        for uses in zip(call.uses_of(handle), call.uses_of(handle, max(call.counts.values())), strict=True)
+        for now, then in _by_name(*uses)
         if now.is_shared and now.rows == count
     }
     if len(follows) > 1:

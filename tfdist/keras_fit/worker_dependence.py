@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # Of variables: the same on all workers.
@@ -49,15 +51,16 @@ def stateful_operations_marked() -> Iterator[None]:
             _marked.setdefault(graph, {}).setdefault(op.name, True)
 
 
-def is_worker_dependent(tensor: tf.Tensor) -> bool:
-    """Whether the values or the shape of a tensor in a graph differ between workers."""
+def is_worker_dependent(tensor: tf.Tensor, if_untold: bool = True) -> bool:
+    """Whether the values or the shape of a tensor in a graph differ between workers. if_untold: the answer if it
+    depends on the size of a dim of which nobody can tell whether it holds rows."""
     waiting, seen = [tensor], set()
     while waiting:
         tensor = waiting.pop()
         op = tensor.op
-        if (op.graph, op.name) in seen or _is_length_of_a_row(op) or _are_zeros_alike(tensor):
+        if tensor.ref() in seen or _is_length_of_a_row(tensor, if_untold) or _are_zeros_alike(tensor):
             continue
-        seen.add((op.graph, op.name))
+        seen.add(tensor.ref())
         differs = _marked.get(op.graph, {}).get(op.name)
         if differs:
             return True
@@ -70,13 +73,13 @@ def worker_dependent_inputs(graph: tf.Graph) -> Iterator[tuple[int, tf.Operation
     """Yields, for each operation that takes a tensor which differs between workers, its place in the graph, the
     operation, and the tensor."""
     marked = {graph.get_operation_by_name(name): differs for name, differs in _marked.get(graph, {}).items()}
-    differing = set[tf.Operation]()
+    differing = set[Any]()  # references of tensors
     for place, op in enumerate(graph.get_operations() if any(marked.values()) else ()):
-        taken = [each for each in op.inputs if each.op in differing] if differing else []
+        taken = [each for each in op.inputs if each.ref() in differing] if differing else []
         if taken := [each for each in taken if not _are_zeros_alike(each)]:
             yield place, op, taken[0]
-        if marked.get(op, bool(taken) and not _is_length_of_a_row(op)):
-            differing.add(op)
+        if marked.get(op, bool(taken)):
+            differing |= {each.ref() for each in op.outputs if op in marked or not _is_length_of_a_row(each, True)}
 
 
 def made_of(op: tf.Operation) -> list[tf.Tensor]:
@@ -104,34 +107,93 @@ def _is_sum_over_rows(op: tf.Operation) -> bool:
     return axes is not None and 0 in axes.ravel()
 
 
-def _is_length_of_a_row(op: tf.Operation) -> bool:
-    """Whether the operation is tf.shape(x)[k] of a dim that holds no rows, which is equal on all workers."""
-    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
-        return False
-    tensor, begin = op.inputs[0].op.inputs[0], tf.get_static_value(op.inputs[1])
-    if begin is None or begin.shape != (1,) or not tensor.shape.rank:
-        return False
-    return not _holds_rows(tensor, int(begin[0]) % tensor.shape.rank)
+def _is_length_of_a_row(tensor: tf.Tensor, if_untold: bool) -> bool:
+    """Whether the tensor holds sizes of dims, taken from tf.shape(x), that hold no rows: they are equal on all workers.
+    if_untold: see is_worker_dependent."""
+    held = {_holds_rows(*dim) for dim in _dims_asked(tensor)}
+    return bool(held) and True not in held and not (None in held and if_untold)
 
 
-def _holds_rows(tensor: tf.Tensor, dim: int) -> bool:
-    """Whether a dim of the tensor is the first one of what it is made of: rows may stand in columns (time-major)."""
-    waiting, seen = [(tensor, dim)], set()
+def _dims_asked(sizes: tf.Tensor) -> list[tuple[tf.Tensor, int]]:
+    """The dims of a tensor of which these are the sizes, taken from its shape; empty if they are something else."""
+    op = sizes.op
+    if op.type not in ("StridedSlice", "GatherV2", "Unpack") or op.inputs[0].op.type != "Shape":
+        return []
+    if op.type == "Unpack":
+        return [(op.inputs[0].op.inputs[0], sizes.value_index)]
+    tensor, given = op.inputs[0].op.inputs[0], [tf.get_static_value(each) for each in op.inputs[1:]]
+    if tensor.shape.rank is None or any(each is None for each in given):
+        return []
+    places = given[0]
+    if op.type == "StridedSlice":
+        if places.shape != (1,):  # as with an ellipsis
+            return []
+        begin, end, step = (int(each[0]) for each in given)
+        part = slice(None if op.get_attr("begin_mask") else begin, None if op.get_attr("end_mask") else end, step)
+        places = begin if op.get_attr("shrink_axis_mask") else part
+    return [(tensor, int(dim)) for dim in np.arange(tensor.shape.rank)[places].ravel()]
+
+
+def _dims_of_sizes(numbers: tf.Tensor) -> list[tuple[tf.Tensor, int] | None]:
+    """For each of some numbers, the dim of which it is the size; None for other numbers."""
+    op = numbers.op
+    if op.type in ("Pack", "ConcatV2"):
+        parts = op.inputs if op.type == "Pack" else op.inputs[:-1]
+        return [dim for part in parts for dim in _dims_of_sizes(part)]
+    return [*_dims_asked(numbers)] or [None] * (numbers.shape.num_elements() or 0)
+
+
+def _holds_rows(tensor: tf.Tensor, dim: int) -> bool | None:
+    """Whether a dim of a tensor that is made of own rows holds rows; None if nobody can tell.
+
+    Layers return rows in their first dim; a transposition moves them. But what an operation that is not followed here
+    has made, and is then transposed, may have been time-major before.
+    """
+    waiting, seen, found = [(tensor, dim)], set(), set[bool | None]()
     while waiting:
-        tensor, dim = waiting.pop()
-        if (tensor.ref(), dim) in seen:
+        made, place = waiting.pop()
+        if (made.ref(), place) in seen:
             continue
-        seen.add((tensor.ref(), dim))
-        op, permutation = tensor.op, None
-        if op.type == "Transpose":
-            permutation = tf.get_static_value(op.inputs[1])
-        if permutation is not None:
-            waiting.append((op.inputs[0], int(permutation[dim])))
-        elif op.type in ("GatherV2", "ResourceGather") and dim < (op.inputs[1].shape.rank or 0):
-            waiting.append((op.inputs[1], dim))
-        elif made_of(op) and op.type in _BY_ELEMENT:
-            alike = [each for each in made_of(op) if each.shape.rank == tensor.shape.rank and each.shape[dim] != 1]
-            waiting += [(each, dim) for each in alike]
-        elif dim == 0:
-            return True
-    return False
+        seen.add((made.ref(), place))
+        if _marked.get(made.op.graph, {}).get(made.op.name):
+            found.add(place == 0)
+        elif same := _same_dims(made, place):
+            waiting += same
+        elif place == dim:
+            found.add(dim == 0)
+        elif _is_of_steps(made.op):
+            found.add(place == 1)
+        else:
+            found.add(None if 0 in (place, dim) else False)
+    # These dims have one size, as those of tensors that are added up: one answer is enough.
+    return True in found or (False if False in found else None)
+
+
+def _same_dims(tensor: tf.Tensor, dim: int) -> list[tuple[tf.Tensor, int]]:
+    """The dims of other tensors of which this one is made, so that it has their size; empty if that is unknown."""
+    op = tensor.op
+    if op.type == "Transpose":
+        permutation = tf.get_static_value(op.inputs[1])
+        return [] if permutation is None else [(op.inputs[0], int(permutation[dim]))]
+    if op.type == "Reshape":
+        sizes = _dims_of_sizes(op.inputs[1])
+        return [size for size in sizes[dim : dim + 1] if size and len(sizes) == tensor.shape.rank]
+    if op.type in ("GatherV2", "ResourceGather"):
+        in_front = not op.get_attr("batch_dims") and (len(op.inputs) == 2 or tf.get_static_value(op.inputs[2]) == 0)
+        return [(op.inputs[1], dim)] if in_front and dim < (op.inputs[1].shape.rank or 0) else []
+    alike = [each for each in made_of(op) if op.type in _BY_ELEMENT and each.shape.rank == tensor.shape.rank]
+    wide = [each for each in alike if each.shape[dim] != 1]  # the others may be repeated along it
+    return [(each, dim) for each in wide or alike]
+
+
+def _is_of_steps(op: tf.Operation) -> bool:
+    """Whether the operation puts steps one after the other that each have rows in their first dim, as an RNN does."""
+    if op.type != "TensorListStack":
+        return op.type == "Pack" and op.get_attr("axis") == 0
+    loop, place = op.inputs[0].op, op.inputs[0].value_index
+    made = loop.inputs[place].op if loop.type in ("While", "StatelessWhile") else loop
+    if made.type != "TensorListReserve":
+        return False
+    [count] = _dims_of_sizes(made.inputs[1]) or [None]
+    # Otherwise each step may be one row, as in tf.map_fn.
+    return count[0].op.type == "Transpose" if count else (tf.get_static_value(made.inputs[1]) or 0) > 0

@@ -109,9 +109,9 @@ class Recovery:
             if not (self._own_parts and found.in_parts):
                 self._take_over(found.arrays)
                 break
-            if not (damage := self.files.read_part(found.manifest, self._own_parts)):
+            if not self.files.read_part(found.manifest, self._own_parts):
                 break
-            messages[-1] = f"skipped the snapshot of step {found.manifest['step']}: {damage}"
+            messages.pop()  # the chief's next choice says why this one is passed over
         return messages + self._adopt(found.manifest), found.manifest["step"]
 
     def _picked_by_chief(self, checkpoint: InMemoryCheckpoint | None, back: bool) -> _Found:
@@ -177,7 +177,7 @@ class Recovery:
         warning = restore.check_learning_rate(manifest, self.learning_rate(), self.config.digest())
         self.clock.restore(manifest["clock"])
         self.losses = restore.LossContinuity(manifest.get("losses", ()))
-        self.stream_cut = manifest["stream_cut"]
+        self.stream_cut = restore.stream_cut(manifest, split.name, split.size is None)
         state.restore_generator_states(manifest["generators"])
         self.progress.restore(manifest, step)
         same = manifest if manifest["config_digest"] == self.config.digest() else {}  # a new try if anything changed

@@ -39,7 +39,8 @@ class RemoteBackup:
 
     def __init__(self, config: Config, backup: BackupFolder, run_id: str):
         self._url, self._timeout = config.checkpoint.backup_dir.rstrip("/"), config.run.store_timeout
-        self._store, self._run_id, self._begun = backup.store, run_id, False
+        self._store, self._run_id = backup.store, run_id
+        self._brought = self._sends = False
         with as_sentence("backup_dir"):
             self._objects = ObjectStore(self._url, min(self._timeout, PATIENCE_SECONDS))
         self._lease = StoreLease(self._objects, this_job(), name=f"--backup_dir={self._url}")
@@ -48,11 +49,10 @@ class RemoteBackup:
         self._held = contextlib.ExitStack()
         self._last_deed: Callable[[], None] = lambda: None
 
-    def begin(self) -> list[str]:
-        """Brings the newest backup, if none here is as new, and starts sending; once. Returns why others were passed
-        over. Raises TfdistError.
-        """
-        if self._begun:
+    def bring(self) -> list[str]:
+        """Takes the place for this job, and brings the newest backup, if none here is as new; once. Returns why others
+        were passed over. Raises TfdistError."""
+        if self._brought:
             return []
         with as_sentence("backup_dir"):
             self._lease.take()
@@ -65,10 +65,17 @@ class RemoteBackup:
                 self._store.clean()
                 self._forget_other_runs()
                 messages = self._remote.bring_newest()
-                self._remote.start()
                 self._held = on_failure.pop_all()
-        self._begun = True
+        self._brought = True
         return messages
+
+    def start(self) -> None:
+        """Starts sending; once. Call after `bring`, when something is chosen to resume from: damaged backups are set
+        aside. Raises TfdistError."""
+        if not self._sends:
+            with as_sentence("backup_dir"):
+                self._remote.start()
+            self._sends = True
 
     def _forget_other_runs(self) -> None:
         """Deletes local backups that may be of a run that has ended on another machine: kept are only those of the run
@@ -88,7 +95,7 @@ class RemoteBackup:
     def send_rest(self, seconds: float | None = None) -> None:
         """Waits until the last backup is sent, for at most `seconds`; by default --store_timeout."""
         sender, seconds = self._remote.sender, self._timeout if seconds is None else seconds
-        if self._begun and sent_within(sender, self._url, time.monotonic() + seconds):
+        if self._sends and sent_within(sender, self._url, time.monotonic() + seconds):
             say(f"THE LAST BACKUP WAS NOT SENT to {self._url} ({sender.trouble() or 'it takes too long'}).")
 
     def end_with(self, deletion: bool) -> None:
@@ -107,7 +114,7 @@ class RemoteBackup:
             except StoreError as error:
                 failed[:] = [str(error)]
 
-        if self._begun:
+        if self._sends:
             self._remote.sender.end(self._timeout)
             self._objects.patience = min(self._timeout, _GIVE_BACK_SECONDS)
             for_at_most(self._timeout, remove)

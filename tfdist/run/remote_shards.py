@@ -135,9 +135,7 @@ class RemoteShards:
             f"rank {rank}: {sentence}" for rank, (verdict, sentence) in enumerate(verdicts) if verdict == _DAMAGED
         ]
         if damaged and self._remote:
-            self._remote.damaged_there.add(snapshot.step)
-            with contextlib.suppress(StoreError):  # then it is done at the next start
-                self._remote.set_aside(snapshot.step)
+            self._remote.damaged_there[snapshot.step] = damaged[0]
         return damaged[0] if damaged else ""
 
     def snapshot(self, manifest: Mapping[str, Any]) -> Snapshot:

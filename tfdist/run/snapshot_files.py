@@ -83,28 +83,29 @@ class SnapshotFiles:
         """
         steps = self._scheduled if back else ALL_STEPS
         self.store.clean()
-        brought = self._begin_backup()
+        passed_over = self._begin_backup()
         if self.backup:  # otherwise one may be read while it is being replaced, and which one would be chance
             self.backup.writer.wait()
             if not self._stored_backup:
                 self.backup.store.clean()
         if self._in_store:
-            snapshot, messages = self._pick_of_parts(self._in_store, config, steps)
+            snapshot, messages = self._pick_of_parts(self._in_store, config, steps, passed_over)
         else:
             # At a later call, after bad numbers, all that this run has written is here, and a failing store must not
             # end it.
-            brought += [] if self._sends else self._bring_newest()
-            snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:], steps)
+            passed_over += [] if self._sends else self._bring_newest()
+            snapshot, messages = restore.pick_snapshot(self.store, config, self.stores()[1:], steps, passed_over)
             self._set_aside_damaged(snapshot)
+            self.begin_to_send()  # only now: it sets aside what is damaged in the store
         if back and snapshot:
             # Snapshots of parts are removed from the store when the next one is there.
             of_run = None if self._in_store else self.writer
             for writer in filter(None, (of_run, self.backup and self.backup.writer)):
                 writer.delete_after(snapshot.step)
-        return snapshot, brought + messages
+        return snapshot, messages
 
     def _pick_of_parts(
-        self, in_store: RemoteShards, config: Config, steps: ScheduledSteps
+        self, in_store: RemoteShards, config: Config, steps: ScheduledSteps, passed_over: list[str]
     ) -> tuple[Snapshot | None, list[str]]:
         """Chooses from the store, also after bad numbers: no machine has all of a snapshot."""
         assert self._sent
@@ -113,7 +114,7 @@ class SnapshotFiles:
                 in_store.finish_or_drop(_FINISH_SECONDS)
             else:
                 in_store.make_left()
-            snapshot, messages = restore.pick_snapshot(in_store.reads, config, self.stores(), steps)
+            snapshot, messages = restore.pick_snapshot(in_store.reads, config, self.stores(), steps, passed_over)
             self._set_aside_damaged(snapshot)
             if not self._sends:
                 self.begin_to_send()
@@ -121,31 +122,32 @@ class SnapshotFiles:
         return snapshot, messages
 
     def _set_aside_damaged(self, chosen: Snapshot | None) -> None:
-        for store in self.stores() if chosen else ():
+        parts = [self._in_store.reads] if self._in_store else []
+        for store in [*parts, *self.stores()] if chosen else ():
             store.set_aside_damaged()
 
     def _bring_newest(self) -> list[str]:
-        """Brings the newest snapshot from an object store, and starts sending. Returns messages."""
+        """Brings the newest snapshot from an object store, if there is one. Returns messages on damaged ones."""
         messages = []
         if self._sent:
             with as_sentence():
                 messages = self._sent.bring_newest()
                 if self._scheduled.periods:  # to go back to after bad numbers, when the store is not asked
                     messages += self._sent.bring_newest(self._scheduled)
-        self.begin_to_send()
         return messages
 
     def _begin_backup(self) -> list[str]:
-        """Takes the lease of the backup for this job; brings the backup from its object store, and starts sending to
-        it. Returns messages. Raises TfdistError.
-        """
+        """Takes the lease of the backup for this job, and brings the backup from its object store. Returns messages on
+        damaged ones. Raises TfdistError."""
         if self._backup_lease and not self._backup_lease.is_taken:
             self._backup_lease.take()
-        return self._stored_backup.begin() if self._stored_backup else []
+        return self._stored_backup.bring() if self._stored_backup else []
 
     def begin_to_send(self) -> None:
         """Starts sending what is written here to the object stores, if there are any. Raises TfdistError."""
         self._begin_backup()
+        if self._stored_backup:
+            self._stored_backup.start()
         if self._sent and not self._sends:
             with as_sentence():
                 self._sent.start()

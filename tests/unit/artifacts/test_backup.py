@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tests.unit.control.test_own_files import let_own
-from tfdist.artifacts import backup_checks
+from tfdist.artifacts import backup_checks, state
 from tfdist.artifacts.backup import BackupAndRestore
 from tfdist.artifacts.data_order import NoOrder
 from tfdist.artifacts.optimizer_backup import OptimizerBackup
@@ -811,6 +811,14 @@ def test_the_backup_that_is_not_restored_goes_on_as_well(tmp_path):
     shutil.rmtree(folders[0])
     unseeded_fit(IN_ORDER["arrays"], folders[1], 1, second)
     assert second.best == first.best
+
+
+def test_a_backup_that_does_not_say_where_the_data_ended_is_refused(tmp_path):
+    """As 0.1.0 wrote them; it was a KeyError."""
+    backup = BackupAndRestore(str(tmp_path))
+    backup.store.write(4, {"model/0000": np.zeros(1)}, {"epoch": 1, "batch": 0, "generators": state.generator_states()})
+    with pytest.raises(CheckpointError, match=f'lacks "ends".*: remove {tmp_path} to start'):
+        backup._backups.newest()
 
 
 @pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat import keras_random
+from tfdist.compat import keras_random, tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups, rows, used_outside, worker_dependence
 from tfdist.keras_fit.batch_inputs import of_the_batch
@@ -167,11 +167,14 @@ def test_an_input_whose_rows_tracing_does_not_know(distribute):
         output_mode="tf_idf", max_tokens=4, vocabulary=["a", "b", "c"], idf_weights=[1.0, 1.0, 1.0]
     )
     text, number = keras.Input((), dtype="string"), keras.Input((2,))
-    joined = keras.layers.Concatenate()([words(text), number])
+    joined = keras.layers.Concatenate()([words(text), keras.layers.Lambda(lambda x: x + tf.random.uniform([]))(number)])
     model = keras.Model([text, number], keras.layers.Dense(1)(joined))
     call = DistributedCall(model, Mirror(), Gradients(Mirror()), RandomNumbers(Mirror()))
     inputs = [tf.constant(["a", "b", "c"]), tf.ones([3, 2])]
+    tf.random.set_seed(3)
+    before = tensorflow_random.state_digest()
     assert call.of_the_batch(((inputs,), {})) == [True, True]
+    assert tensorflow_random.state_digest() == before  # it has run
 
 
 @pytest.mark.parametrize("in_a_branch", [False, True])
@@ -261,6 +264,64 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
 TOGETHER = ("own", "constant", "zeros")
 
 
+@pytest.fixture(scope="module")
+def layers_of_steps():
+    layers = [
+        keras.layers.SimpleRNN(2, return_sequences=True),
+        keras.layers.SimpleRNN(2, return_sequences=True, unroll=True),
+        keras.layers.Conv1D(2, 1),
+        keras.layers.TimeDistributed(keras.layers.Dense(2)),
+    ]
+    for layer in layers:
+        layer.build((None, 5, 2))
+    return layers
+
+
+def test_which_sizes_differ_between_workers(layers_of_steps):
+    rnn, unrolled, conv, of_each_step = layers_of_steps
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 2])], autograph=False)
+    def trace(x):
+        x = worker_dependence.mark_worker_dependent(x[:2])
+        five, one = tf.ensure_shape(x, [None, 5, 2]), tf.ensure_shape(x, [1, None, 2])
+        columns = tf.transpose(x, [1, 0, 2])
+        dense, unknown = of_each_step.layer(columns), tf.nn.softmax(columns)
+        results = {  # with rows in their first dim, unless their name says something else
+            "rnn": rnn(x),
+            "rnn of unknown": rnn(conv(x)),
+            "rnn of known length": rnn(five),
+            "unrolled rnn": unrolled(five),
+            "TimeDistributed": of_each_step(five),
+            "dense, time-major": dense,
+            "dense, transposed back": tf.transpose(dense, [1, 0, 2]),
+            "unknown, transposed back": tf.transpose(unknown, [1, 0, 2]),
+            "one step": keras.ops.take(x, [0], axis=1),
+            "one row": one + one,
+            "map_fn": tf.map_fn(tf.nn.relu, x),
+            "map_fn, time-major": tf.transpose(tf.map_fn(tf.nn.relu, x), [1, 0, 2]),
+        }
+        sizes = {name: (tf.shape(result)[0], tf.shape(result)[1]) for name, result in results.items()}
+        sizes["lists"] = tf.shape(columns)[:2], tf.shape(x)[1:]
+        sizes["lists of one"] = tf.shape(x)[:-2], tf.shape(columns)[:1]
+        sizes["gathered"] = tf.gather(tf.shape(x), 0), tf.gather(tf.shape(x), 1)
+        sizes["unstacked"] = tf.unstack(tf.shape(x))[:2]
+        for name, each in sizes.items():
+            found[name] = [
+                [worker_dependence.is_worker_dependent(size, if_untold) for if_untold in (False, True)] for size in each
+            ]
+        return 0
+
+    found = {}
+    trace.get_concrete_function()
+    differs, same, untold = [True, True], [False, False], [False, True]
+    assert {name: sizes for name, sizes in found.items() if sizes != [differs, same]} == {
+        "dense, time-major": [same, differs],
+        "unknown, transposed back": [untold, untold],
+        "map_fn, time-major": [untold, untold],
+    }
+    assert len(found) == 16
+
+
 class Unique(keras.layers.Embedding):
     """Looks up each row once: by tf.unique, and by a sparse tensor."""
 
@@ -322,6 +383,53 @@ def test_the_gradient_of_a_table_has_the_rows_that_it_has_in_one_process(distrib
 
 
 BATCH = np.array([[1, 2, 3, 1], [2, 2, 0, 5], [1, 8, 0, 0]] * 2, np.int32)
+
+
+class Token(keras.layers.Layer):
+    """Adds a row of a table to each step of what another layer returns, and one in front of them."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.table = layer, keras.layers.Embedding(9, 2)
+
+    def call(self, x):
+        x = self.layer(x)
+        start = self.table(tf.zeros([keras.ops.shape(x)[0], 1], tf.int32))
+        return tf.concat([start, x + self.table(1 + keras.ops.arange(keras.ops.shape(x)[1]))], 1)
+
+
+def in_pairs(x):
+    return tf.concat(tf.split(x, [2] * (x.shape[0] // 2)), 0)
+
+
+@pytest.mark.parametrize(
+    "rows, layer, refused",
+    [
+        (None, keras.layers.SimpleRNN(2, return_sequences=True), None),
+        (4, keras.layers.Conv1D(2, 5), None),
+        (4, in_pairs, None),
+        (None, lambda x: tf.transpose(tf.nn.softmax(tf.transpose(x, [1, 0, 2])), [1, 0, 2]), "transposed"),
+    ],
+)
+def test_a_row_for_each_row_and_rows_for_each_step(distribute, rows, layer, refused):
+    model, x = keras.Sequential([Token(layer)]), tf.tile(tf.random.normal([2, 7, 2]), [2, 1, 1])
+    model(x)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        gradient = tape.gradient(loss, model.layers[0].table.embeddings)
+        return gradient.indices, gradient.values
+
+    def run():
+        numbers, values = tf.function(step, autograph=False, input_signature=[tf.TensorSpec([rows, None, 2])])(x)
+        return sorted((int(number), *value) for number, value in zip(numbers, values.numpy(), strict=True))
+
+    wanted = run()
+    distribute(model)
+    model.call.example.inputs = x
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        np.testing.assert_allclose(run(), wanted, atol=1e-6)
 
 
 def test_what_layers_have_added_outlives_a_look_at_the_model(distribute):

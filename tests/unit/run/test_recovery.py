@@ -13,6 +13,7 @@ import pytest
 from tests.stores.s3_server import BUCKET
 from tests.unit.control.test_own_files import let_own
 from tfdist.artifacts.restore import LossContinuity
+from tfdist.artifacts.sharded_snapshots import Shard
 from tfdist.config import Config
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
@@ -23,6 +24,7 @@ from tfdist.data.sources.split import missing
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 from tfdist.run.recovery import Recovery
 from tfdist.run.remote_run import RemoteRun
+from tfdist.run.remote_shards import RemoteShards
 from tfdist.runtime.one_device import OneDevice
 from tfdist.telemetry.timer import Clock
 
@@ -491,6 +493,23 @@ def test_a_snapshot_that_says_nothing_of_its_data_is_believed(tmp_path, monkeypa
     assert recovery_of(tmp_path, samples=(1, 2)).restore()[1] == 4
 
 
+def test_a_snapshot_without_a_cut_is_read_unless_its_data_are_a_stream(tmp_path, monkeypatch):
+    """0.1.0 did not note into how many parts it had cut a stream."""
+    fields = Recovery._manifest_fields
+    with monkeypatch.context() as older:
+        older.setattr(
+            Recovery,
+            "_manifest_fields",
+            lambda self, step: {name: value for name, value in fields(self, step).items() if name != "stream_cut"},
+        )
+        saved(tmp_path, 4)
+        saved(tmp_path / "stream", 4, size=None)
+    recovery = recovery_of(tmp_path)
+    assert recovery.restore()[1] == 4 and recovery.stream_cut == 1
+    with pytest.raises(CheckpointError, match="step 4 is of tfdist 0.1.0 .* the stream fake .* another --run_dir"):
+        recovery_of(tmp_path / "stream", size=None).restore()
+
+
 def test_a_run_that_goes_on_from_memory_sends_its_snapshots(s3, tmp_path):
     """As each group of workers after the first does."""
     url = f"s3://{BUCKET}/runs/one"
@@ -524,6 +543,49 @@ def test_bad_numbers_on_another_machine_lead_where_they_lead_on_the_first(s3, tm
         second = recovery_of(tmp_path / "second", stored=stored, **flags)
         assert second.restore()[1] == 7
         assert second.rollback(8, 8)[1] == 5 and (second.state.arrays["model/0000"] == 5).all()
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("steps", [(5, 7), (7,)])
+def test_a_damaged_snapshot_in_a_store_is_set_aside_only_if_another_is_chosen(s3, tmp_path, in_parts, steps):
+    """Without another the run is refused, as often as it starts: it began anew, the second time without a word."""
+    options = RunConfig(run_dir=f"s3://{BUCKET}/runs/one", store_timeout=10.0)
+    with RemoteRun(options, tmp_path / "first", Cluster(), "job") as stored:
+        first = recovery_of(tmp_path / "first", stored=stored)
+        first.restore()
+        for step in steps:
+            first.state.go_to(step)
+            first.save(step)
+            first.files.finish()
+            assert first.files._sent.sender.finish_soon(30.0) == []
+    (data,) = (name for name in s3.names() if "state-7.data-" in name)
+    s3.change(data, b"?" + s3.content(data)[1:])
+    before = s3.names()
+    for start in ("second", "third"):
+        with RemoteRun(options, tmp_path / start, Cluster(), "job") as stored:
+            recovery = recovery_of(tmp_path / start, stored=stored)
+            if in_parts:
+                read_in_parts(recovery, stored)
+            if steps == (7,):
+                with pytest.raises(CheckpointError, match=r"No snapshot in s3://.* is valid \(.*state-7.data"):
+                    recovery.restore()
+            else:
+                messages, step = recovery.restore()
+                told = [
+                    message for message in messages if "skipped a snapshot" in message and "state-7.data" in message
+                ]
+                assert step == 5 and len(told) == len(messages) - 1 == (start == "second")
+    now = s3.names() if steps == (7,) else [name.replace("damaged-manifest", "manifest") for name in s3.names()]
+    assert sorted(now) == before and (before == s3.names()) == (steps == (7,))
+
+
+def read_in_parts(recovery, stored):
+    """Lets a recovery read as one of several workers that see no common folder."""
+    files, shards = recovery.files, [Shard("model/0000", (3,), ((0, 3),))]
+    files._in_store = RemoteShards(recovery.runtime, stored, lambda step: None, files._sent)
+    recovery._own_parts = SimpleNamespace(
+        wanted=lambda variables: shards, read=lambda prefix: recovery.state.go_to(int(prefix.rsplit("-")[-1]))
+    )
 
 
 def test_losses_go_on_where_some_were_no_numbers():

@@ -11,7 +11,7 @@ import pytest
 from tests.stores.s3_server import BUCKET
 from tests.unit.run.test_recovery import recovery_of
 from tfdist.config import Config
-from tfdist.control.exit_codes import ConfigError
+from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
 from tfdist.storage import object_store
 
@@ -33,7 +33,11 @@ def opened(tmp_path, machine="here", run="run", run_id="abc", **flags):
     flags = {"backup_dir": URL, "backup_every": 2, "store_timeout": 20.0, **flags}
     recovery = recovery_of(folder, cache_dir=str(tmp_path / machine / "cache"), **flags)
     recovery.run_id = run_id
-    return recovery, *recovery.restore()
+    try:
+        return recovery, *recovery.restore()
+    except BaseException:
+        recovery.files.close()
+        raise
 
 
 def ended(recovery, finished=False):
@@ -90,6 +94,19 @@ def test_the_one_before_is_kept_too_if_asked_for_and_believed_if_the_newest_is_d
     backed_up(second, 6)
     ended(second, finished=True)
     assert not s3.names(BACKUP), "nothing of the damaged one is left"
+
+
+def test_a_run_that_has_only_a_damaged_backup_is_refused_as_often_as_it_starts(s3, tmp_path):
+    first, *_ = opened(tmp_path)
+    backed_up(first, 2)
+    ended(first)
+    (data,) = (name for name in s3.names(BACKUP) if ".data-" in name)
+    s3.change(data, s3.content(data)[:-1] + b"?")
+    before = s3.names()
+    for machine in ("there", "elsewhere"):
+        with pytest.raises(CheckpointError, match=f"No snapshot .* is valid .*{URL}.*--run_dir and --backup_dir"):
+            opened(tmp_path, machine)
+        assert s3.names() == before
 
 
 def test_what_is_half_sent_is_not_believed(s3, tmp_path):

@@ -105,8 +105,9 @@ class ArrayMeeting(RingConnections):
 
 
 def bucket_name(site: int, bucket: int) -> str:
-    """The name under which ranks gather when they meet for a bucket."""
-    return f"{site:x}/{bucket:x}"
+    """The name under which ranks gather when they meet for a bucket: in base 36, so that 12 characters hold 32 bits of
+    a site and 1.6 million buckets."""
+    return f"{np.base_repr(site, 36)}/{np.base_repr(bucket, 36)}"
 
 
 def other_program(rank: int, mine: tuple, other: int, theirs: tuple) -> RingError:

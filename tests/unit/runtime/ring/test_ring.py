@@ -424,6 +424,15 @@ def test_ranks_tell_shapes_apart_that_take_as_many_bytes():
     assert one.number == _Site(3, [(2,), (2, 4)], 1 << 20, kinds=(), rank=1, size=3).number < 1 << 32
 
 
+def test_ranks_meet_for_any_site_and_bucket():
+    """Their names were cut from bucket 4096 on: a rank found that it was elsewhere than itself."""
+
+    def reduce(ring):
+        return ring.all_reduce(np.ones(4, np.float32), site=2**32 - 1, bucket=10**6)
+
+    assert all((summed == 3).all() for summed in on_every_rank(3, reduce))
+
+
 @pytest.mark.parametrize("share", [False, True])
 def test_a_buffer_in_use_is_not_given_out_again(share):
     def reduce(ring):
