@@ -753,8 +753,8 @@ FAULTS: dict[str, Fault] = {
     "store lease": Fault(
         "a chief that was stopped for long removes files of another job",
         "storage/store_lease.py",
-        "> 2 * _RENEW_SECONDS and not",
-        "< 0 and not",
+        "> 2 * _RENEW_SECONDS:",
+        "< 0:",
         ("tests/unit/storage/test_object_store.py",),
     ),
     "data version": Fault(

@@ -91,6 +91,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
     if options.elastic:
         check_elastic(config)
     run_dir, standbys, fits = config.run.folder, Standbys(), partial(mesh.fits, config.parallel.mesh)
+    counts = WorkerCount(options.workers, options.min_workers, options.discover, options.grow_after, fits)
 
     def make_job(workers: int) -> LocalJob:
         as_flags_say = workers == options.workers and not options.elastic
@@ -102,7 +103,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
             **job_options(options),
         }
         if not options.elastic:
-            return LocalJob(command, workers, logs, servers=options.ps, **alike)
+            return LocalJob(command, workers, logs, servers=options.ps, left_out=counts.left_out, **alike)
         return ElasticJob(
             command,
             options.workers,
@@ -118,7 +119,7 @@ def launch_here(train: list[str], options: LaunchOptions, config: Config) -> int
         make_job,
         RestartPolicy(options.max_restarts),
         lambda: newest_step(config),
-        WorkerCount(options.workers, options.min_workers, options.discover, options.grow_after, fits),
+        counts,
         STANDBY_AFTER_SECONDS if options.standby else None,
     )
     try:
@@ -168,7 +169,7 @@ def launch_program(command: list[str], name: str, options: LaunchOptions) -> int
     if options.on == "ray":
         return launch_on_ray(["-m", *command], logs, options)
 
-    backups = logs.parent / "backups"
+    backups = logs / ".backup-count"  # a name that no script gives to anything
     backup_count.begin(backups)
     os.environ[backup_count.VARIABLE] = str(backups.absolute())
 

@@ -222,6 +222,11 @@ def _check_parameter_server_run(config: Config) -> None:
             f"--backup_dir={config.checkpoint.backup_dir} is not available with --strategy=parameter_server: use"
             " --save_every."
         )
+    if config.telemetry.histograms_every and config.servers.ps_mode == "async":
+        raise ConfigError(
+            f"--histograms_every={config.telemetry.histograms_every} is not available with --ps_mode=async, whose"
+            " workers update the weights at any time: use --ps_mode=sync."
+        )
     if config.run.deterministic and config.servers.ps_mode == "async":
         raise ConfigError(
             "--deterministic cannot be guaranteed with --ps_mode=async, whose updates come in any order: use"

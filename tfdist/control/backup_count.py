@@ -10,14 +10,20 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfdist.control.exit_codes import ConfigError
 from tfdist.control.own_files import written_whole
 
 VARIABLE = "TFDIST_BACKUP_COUNT"  # the file
 
 
 def begin(file: Path) -> None:
-    """Resets the count at the start of a job. Raises OSError."""
-    file.unlink(missing_ok=True)
+    """Resets the count at the start of a job. Raises ConfigError."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be removed ({error.strerror}): remove it, or start the launcher in another folder."
+        ) from None
 
 
 def read(file: Path) -> int:

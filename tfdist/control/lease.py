@@ -5,12 +5,14 @@ Two jobs in one folder would overwrite each other's snapshots and logs, and both
 chief holds a lease while it trains. The lease names its owner (host, process, since when) and is renewed every two
 seconds. An owner is dead
 
-    on the same machine     if no process with its id and start time exists, or if that process ends within 5 s
+    on the same machine     if no process with its id and start time exists, or if that process ends within 5 s, or has
+                            given the lease back
     on another machine      if it has not renewed the lease for 20 seconds of the observer's own clock
 
 An owner of the same job (one launcher with its restarts, one Slurm step with its requeues, one list of addresses) has
 been ended by whoever restarts the job. So its lease is taken over without a wait, even from another machine; should the
-owner still be alive, it notices at its next renewal, and ends. This works on shared file systems: a lease is created by
+owner still be alive, it notices at its next renewal, and ends. On the same machine, where it is seen to be alive, it is
+waited for whether it renews the lease. This works on shared file systems: a lease is created by
 link(2), which is atomic on NFS too.
 """
 
@@ -212,6 +214,7 @@ class Lease:
     def give_back(self) -> None:
         """Removes the lease, if it is still ours."""
         self._released.set()
+        self.owner.give_back()
         if self._thread.is_alive():
             self._thread.join(_RENEW_SECONDS)
         with contextlib.suppress(OSError):

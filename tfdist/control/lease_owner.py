@@ -16,6 +16,8 @@ from pathlib import Path
 from tfdist.control.exit_codes import ConfigError, ExitCode, end_process
 from tfdist.control.terminal import say
 
+_given_back: set[str] = set()  # ids of this process's owners
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -63,8 +65,13 @@ class Owner:
         return bool(self.machine) and self.machine == _machine()
 
     def runs_here(self) -> bool:
-        """Returns whether an owner on this machine is still running."""
-        return bool(self.started) and _started(self.pid) == self.started
+        """Returns whether an owner on this machine is still running, and has not given its lease back."""
+        return bool(self.started) and _started(self.pid) == self.started and self.id not in _given_back
+
+    def give_back(self) -> None:
+        """Notes that this process, which may live on, has given the owner's lease back: it may have been unable to
+        remove it."""
+        _given_back.add(self.id)
 
 
 @dataclass(frozen=True)
@@ -85,26 +92,28 @@ class Watched:
     def __init__(self, place: str, name: str, mine: Owner, patience: Patience):
         self._place, self._name, self._mine, self._patience = place, name, mine, patience
         self._begun = self._changed = time.monotonic()
-        self._seen, self._said = "", False
+        self._seen, self._renewed, self._said = "", False, False
 
     def is_free(self, text: str) -> bool:
         """Returns whether the lease may be taken over. text: its current text. Raises ConfigError if its owner is
         alive."""
-        now, owner, renewed = time.monotonic(), Owner.read(text), False
+        now, owner = time.monotonic(), Owner.read(text)
         if text != self._seen:
-            renewed = owner is not None and owner == Owner.read(self._seen)
+            self._renewed = owner is not None and owner == Owner.read(self._seen)
             self._seen, self._changed = text, now
         unchanged = now - self._changed
         if owner is None:
             return unchanged > self._patience.damaged
-        if owner.is_here():
-            if owner.runs_here() and now - self._begun > self._patience.to_end:
-                raise in_use(self._name, owner)
-            return not owner.runs_here()
-        if owner.job and owner.job == self._mine.job or unchanged > self._patience.dead:
+        same_job, here = bool(owner.job) and owner.job == self._mine.job, owner.is_here()
+        is_over = not owner.runs_here() if here else same_job
+        if is_over:
             return True
-        if renewed:
+        if here and now - self._begun <= self._patience.to_end:
+            return False
+        if self._renewed or (here and not same_job):
             raise in_use(self._name, owner)
+        if unchanged > self._patience.dead:  # also a process here that lives, but is not the chief any more
+            return True
         self._say_once(owner)
         return False
 

@@ -47,6 +47,7 @@ class LocalJob(Job[LocalWorker]):
       log_dir: folder of the files worker-K.log, which are appended to.
       servers: number of parameter servers; if there are any, a chief precedes the workers.
       standbys: spare processes that become workers, where available.
+      left_out: workers of the whole job that this one does without, by rank: their GPUs are not used.
       options: fields of JobOptions.
     """
 
@@ -61,6 +62,7 @@ class LocalJob(Job[LocalWorker]):
         evaluator: Sequence[str] | None = None,
         servers: int = 0,
         standbys: Standbys | None = None,
+        left_out: Sequence[int] = (),
         **options: Any,
     ):
         if workers + servers > _MOST_PROCESSES:
@@ -69,7 +71,7 @@ class LocalJob(Job[LocalWorker]):
         self.tasks = local_tasks(workers + 1 + servers if servers else workers, servers)
         super().__init__(len(self.tasks), log_dir, JobOptions(**options))
         self.command, self.evaluator, self.servers, self._trainer_count = list(command), evaluator, servers, workers
-        self.started_at_once, self.standbys = self.count, standbys
+        self.started_at_once, self.standbys, self._left_out = self.count, standbys, left_out
         self._restarts = WorkerRestarts() if servers else None
 
     def start(self) -> None:
@@ -113,7 +115,9 @@ class LocalJob(Job[LocalWorker]):
 
         The chief and the parameter servers of a job with servers get none.
         """
-        gpus, warning = divide_gpus(visible_gpus(self.environment), self._trainer_count, self.options.gpus_per_worker)
+        whole = self._trainer_count + len(self._left_out)
+        gpus, warning = divide_gpus(visible_gpus(self.environment), whole, self.options.gpus_per_worker)
+        gpus = [gpus[rank] for rank in range(whole + 1) if rank not in self._left_out]
         if self.servers:
             gpus = [
                 {"CUDA_VISIBLE_DEVICES": "-1"},

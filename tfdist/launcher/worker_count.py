@@ -39,6 +39,8 @@ class WorkerCount:
     If `discover` is given (a shell command that prints how many workers there is room for), its answer decides. Without
     it, a rank that causes two failures in a row, without progress in between, counts as gone; it is tried again after
     `grow_after` seconds, and each time that fails the wait doubles. `fits` says which numbers of workers are possible.
+
+    left_out: ranks of the whole job, of `most` workers, whose places (their GPUs) the job does without meanwhile.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class WorkerCount:
     ):
         self.most, self.least, self.discover = most, least or most, discover
         self.grow_after, self._fits, self._now = grow_after, fits, now
-        self.count = most
+        self.count, self.left_out = most, list[int]()
         self._last_root_cause: int | None = None  # the rank
         self._grow_at: float | None = None
         self._asking: threading.Thread | None = None
@@ -65,7 +67,9 @@ class WorkerCount:
         repeated = rank is not None and rank == self._last_root_cause and not progress
         self._last_root_cause = rank
         if repeated and not self.discover and (fewer := self._at_most(self.count - 1)):
-            self.count = fewer
+            places = [place for place in range(self.most) if place not in self.left_out]
+            kept = [place for each, place in enumerate(places) if each != rank][:fewer]
+            self.count, self.left_out = fewer, [place for place in range(self.most) if place not in kept]
             self._last_root_cause, self._grow_at = None, self._now() + self.grow_after
             self.grow_after *= 2
 
@@ -78,7 +82,7 @@ class WorkerCount:
         if self.discover:
             self._ask()
         elif self._grow_at is not None and self._now() >= self._grow_at:
-            self.count, self._grow_at = self.most, None
+            self.count, self.left_out, self._grow_at = self.most, [], None
         return self.count
 
     def ask(self) -> int:

@@ -76,6 +76,9 @@ class ServerTrainer(Trainer):
     def extra_values(self) -> dict[str, float]:
         return self._steps.extra_values()
 
+    def show_weights(self) -> None:
+        self._steps.show_weights()
+
     def summary(self) -> dict[str, Any]:
         counts = {"workers": self._runtime.compute_workers, "parameter_servers": len(self._runtime.devices)}
         return {**counts, **self._steps.staleness.values()}

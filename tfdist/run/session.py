@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+import numpy as np
+
 from tfdist import build, flags
 from tfdist.artifacts.run_folder import run_folder, written
 from tfdist.artifacts.status import note_failure, write_status
@@ -91,7 +93,7 @@ class Session:
     first_step: int
     identity: RunIdentity
     observer: FanOut
-    trainer: Trainer
+    trainer = Trainer()  # until it is made
     hooks: SessionHooks
 
     def __init__(self, start: Start, remote: RemoteRun | None):
@@ -174,7 +176,7 @@ class Session:
             self.runtime.rank,
             self.start.cluster.local_rank,
             self.config.flat(),
-            weights=lambda: by_path(self.job.model.trainable_variables),
+            weights=self._weights,
             step=self._counter,
         )
         self.observer = build_observers(
@@ -257,6 +259,7 @@ class Session:
         return ExitCode.PREEMPTED if result.stopped else ExitCode.OK
 
     def _leave_results(self, result: TrainResult, verdict: str, unwritten: str) -> None:
+        self.hooks.pull_state(result.step)  # no evaluation and no save may have done it
         weights = {} if self.config.export.export == "none" else self.recovery.weights()
         if not self.chief:
             return
@@ -276,6 +279,10 @@ class Session:
             self.runtime.barrier()
         self._close_together()
         raise GroupChange(f"step {step}")
+
+    def _weights(self) -> dict[str, np.ndarray]:
+        self.trainer.show_weights()
+        return by_path(self.job.model.trainable_variables)
 
     def _counter(self) -> int:
         return int(self.job.step.counter.numpy())

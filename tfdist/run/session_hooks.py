@@ -72,9 +72,13 @@ class SessionHooks:
 
     def save(self, step: int) -> None:
         """Writes a snapshot."""
+        self.pull_state(step)
+        self.recovery.save(step)
+
+    def pull_state(self, step: int) -> None:
+        """Brings the state to where it is saved and exported from."""
         if self.trainer.pull_state:
             self.trainer.pull_state(step)
-        self.recovery.save(step)
 
     def report_saves(self, step: int) -> None:
         """Passes the writers' messages on to the observers."""

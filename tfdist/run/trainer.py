@@ -32,7 +32,7 @@ class TrainerInputs:
 class Trainer:
     """The parts of a run that differ between kinds of runs.
 
-    pull_state: see LoopHooks; also called before a save. watch: measures where the time goes.
+    pull_state: see LoopHooks; also called before a save and before the exports. watch: measures where the time goes.
     """
 
     step: MakeSteps
@@ -48,6 +48,9 @@ class Trainer:
     def extra_values(self) -> dict[str, float]:
         """Additional values of a train event."""
         return {}
+
+    def show_weights(self) -> None:
+        """Brings the model's weights up to date for a tracker, at any event. Raises ConfigError if that cannot be."""
 
     def summary(self) -> dict[str, Any]:
         """Additional values of the run's summary."""

@@ -20,7 +20,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, PeerLostError
 from tfdist.control.packet_filter import own_address_only
 from tfdist.control.probes import Prober, await_all
-from tfdist.control.signals import on_hangup
+from tfdist.control.signals import StopSignals, on_hangup
 from tfdist.control.terminal import say_at_once
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.one_device import OneDevice
@@ -146,13 +146,14 @@ def serve(config: Config, cluster: Cluster, is_finished: Callable[[], bool]) -> 
     Raises StartupError if the chief does not appear in time.
     """
     config = prepare(config, cluster)
-    asked = []
+    asked, signals = [], StopSignals()
 
-    def on_term(*_) -> None:
-        if asked:
+    def on_term(number: int, *_) -> None:
+        if signals.is_second(number):
             os._exit(128 + signal.SIGTERM)
-        asked.append(True)
-        say_at_once("tfdist: SIGTERM: ending when the chief has saved and ended.")
+        if not asked:
+            asked.append(True)
+            say_at_once("tfdist: SIGTERM: ending when the chief has saved and ended.")
 
     threads = config.cluster
     options = tf.compat.v1.ConfigProto(

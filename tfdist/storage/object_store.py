@@ -32,7 +32,6 @@ _REFUSED_SECONDS = 2.0  # a refusal may be transient, too, but rarely is
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 10.0
 _SLOW_BYTES_PER_SECOND = 2e6
 _WHOLE_BYTES = 1 << 25  # a file that may grow meanwhile is read in one go up to this size
-
 _WEBHDFS_SECONDS = (5.0, 60.0)  # to connect, for an answer
 _BUCKETS = ("s3", "gs", "abfs")  # stores in which the first part of a path must exist; folders need not
 _EXCLUSIVE_WRITES = ("s3", "gs", "abfs")  # with pipe_file(mode="create")
@@ -81,7 +80,8 @@ class ObjectStore:
             entries = found.values() if isinstance(found, dict) else ()
             if self._scheme == "abfs" and not entries and not self._has_bucket():
                 raise FileNotFoundError(self._root)
-            return {entry["name"][len(self._root) + 1 :]: Entry.of(entry) for entry in entries}
+            found = {entry["name"][len(self._root) + 1 :]: Entry.of(entry) for entry in entries}
+            return {name: each for name, each in found.items() if name and name[-1] != "/"}  # marks of folders
 
         return self._patiently(f"listing {below or 'the folder'}", look)
 
@@ -162,7 +162,11 @@ class ObjectStore:
             if not least <= stored <= most:
                 raise ConnectionError(f"{stored} bytes arrived instead of {least}")
 
-        self._patiently(f"writing {name}", write, size=file.stat().st_size, writes=True)
+        try:
+            self._patiently(f"writing {name}", write, size=file.stat().st_size, writes=True)
+        except StoreError:
+            file.stat()  # it may have gone meanwhile
+            raise
 
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Downloads an object of `size` bytes to a file, which gets its name when it is complete. Raises StoreError;
@@ -204,12 +208,9 @@ class ObjectStore:
 
     def remove(self, name: str) -> None:
         """Removes an object, if it is there. Raises StoreError."""
-
-        def delete() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._system.rm_file(self._path(name))
-
-        self._patiently(f"removing {name}", delete, writes=True)
+        with contextlib.suppress(FileNotFoundError):
+            delete = functools.partial(self._system.rm_file, self._path(name))
+            self._patiently(f"removing {name}", delete, missing=True, writes=True)
 
     def remove_half_sent(self, beginning: str) -> None:
         """Aborts multipart uploads that a killed process left for names with this prefix; they cost money on S3."""

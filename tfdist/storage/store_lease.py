@@ -1,9 +1,10 @@
 """lease.json in an object store: which job trains in a run there. The counterpart of control/lease.py for a folder.
 
 A store has no locks. A lease is created by a write that fails if one exists (if the store supports this), and is
-renewed every 15 seconds. An owner is dead when its process on this machine is gone, when it belongs to the same job
-(whoever restarts a job has ended its earlier attempt), or when it has not renewed the lease for 60 seconds of the
-observer's clock. If two take over a dead owner's lease at the same moment, they notice when they renew it: one ends.
+renewed every 15 seconds. An owner is dead when its process on this machine is gone or has given the lease back, when it
+belongs to the same job on another machine (whoever restarts a job has ended its earlier attempt), or when it has not
+renewed the lease for 60 seconds of the observer's clock. If two take over a dead owner's lease at the same moment, they
+notice when they renew it: one ends.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class StoreLease:
 
     def take(self) -> None:
         """Takes the lease. Raises ConfigError if another job holds it, StoreError."""
+        self._objects.allowed = lambda: None  # not an earlier lease's `confirm`
         watched = Watched(f"{self._objects.url}/{FILE}", self._name, self.owner, _PATIENCE)
         while not self._objects.create_text(FILE, self.owner.lease()):
             text = self._objects.text(FILE)
@@ -60,8 +62,12 @@ class StoreLease:
 
     def confirm(self) -> None:
         """Confirms the lease before anything in the store is changed: a process that was stopped or cut off so long
-        that another job took over must not touch that job's files. Raises StoreError."""
-        if time.monotonic() - self._confirmed > 2 * _RENEW_SECONDS and not self._released.is_set():
+        that another job took over must not touch that job's files, nor a thread that outlives this lease those of the
+        next group of workers. Raises StoreError."""
+        if self._released.is_set():
+            if not self._is_ours():
+                raise StoreError(f"{self._objects.url}: this process has given its lease back")
+        elif time.monotonic() - self._confirmed > 2 * _RENEW_SECONDS:
             self._look()
 
     def _look(self) -> bool:
@@ -81,12 +87,16 @@ class StoreLease:
     def give_back(self) -> None:
         """Removes the lease, if it is still ours."""
         self._released.set()
+        self.owner.give_back()
         if self._thread.is_alive():
             self._thread.join(_RENEW_SECONDS)
         with contextlib.suppress(StoreError):
-            owner = Owner.read(self._objects.text(FILE) or "")
-            if owner and owner.id == self.owner.id:
+            if self._is_ours():
                 self._objects.remove(FILE)
+
+    def _is_ours(self) -> bool:
+        owner = Owner.read(self._objects.text(FILE) or "")
+        return owner is not None and owner.id == self.owner.id
 
 
 class FollowedLease:

@@ -36,7 +36,7 @@ class Run:
     rank: int = 0
     local_rank: int = 0  # among the workers of this machine
     flags: Mapping[str, Any] = field(default_factory=dict)  # flag name -> value, resolved
-    weights: Callable[[], Mapping[str, np.ndarray]] = dict  # returns the current trainable variables by path
+    weights: Callable[[], Mapping[str, np.ndarray]] = dict  # returns the trainable variables by path, as of now
     step: Callable[[], int] = int  # returns the current step counter
 
     @property

@@ -69,6 +69,7 @@ def test_option_names_are_unique_and_documented():
         ({"strategy": "parameter_server", "precision": "float16"}, ["--precision=float16", "bfloat16"]),
         ({"strategy": "parameter_server", "jit_compile": True}, ["--jit_compile", "drop it"]),
         ({"strategy": "parameter_server", "on_nan": "rollback"}, ["--on_nan=rollback", "skip"]),
+        ({"strategy": "parameter_server", "histograms_every": 100}, ["--histograms_every=100", "--ps_mode=sync"]),
         ({"strategy": "parameter_server", "deterministic": True}, ["--deterministic", "--ps_mode=sync"]),
         ({"strategy": "parameter_server", "optimizer": "adafactor"}, ["--optimizer=adafactor"]),
     ],

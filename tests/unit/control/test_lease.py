@@ -18,7 +18,7 @@ from tfdist.control import lease
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.lease import FILE, Lease, held, job_identity, refuse_if_held
-from tfdist.control.lease_owner import Owner, Patience, end_attempt, end_worker, ending
+from tfdist.control.lease_owner import Owner, Patience, Watched, end_attempt, end_worker, ending
 
 HOLDER = """
 import sys, time
@@ -110,6 +110,28 @@ def test_an_owner_on_another_machine_that_renews_lives(tmp_path, monkeypatch):
     finally:
         first.give_back()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lease_that_could_not_be_removed_is_taken_over_by_its_process_at_once(tmp_path, monkeypatch):
+    """The next group of an elastic job, or the next fit of a script: they were refused as another job."""
+    monkeypatch.setattr(lease, "_PATIENCE", replace(PATIENCE, to_end=20.0))  # then it would be refused
+    first = Lease(tmp_path, "")
+    first.take()
+    first.give_back()
+    (tmp_path / FILE).write_text(first.owner.lease())
+    with held(tmp_path, ""):
+        pass
+
+
+def test_a_living_process_of_the_same_job_holds_a_lease_as_long_as_it_renews_it():
+    other, mine = Owner.myself("launcher 1"), Owner.myself("launcher 1")
+    text = json.dumps({**asdict(other), "renewed": 1})
+    silent = Watched("lease.json", "--run_dir=a", mine, replace(PATIENCE, dead=0.0, to_end=0.0))
+    assert not silent.is_free(text) and silent.is_free(text)
+    renewed = Watched("lease.json", "--run_dir=a", mine, replace(PATIENCE, dead=20.0, to_end=0.0))
+    assert not renewed.is_free(text)
+    with pytest.raises(ConfigError, match="--run_dir=a is in use by another job"):
+        renewed.is_free(json.dumps({**asdict(other), "renewed": 2}))
 
 
 def test_the_same_job_on_another_machine_goes_on_at_once_and_the_old_owner_ends(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 
 from tfdist import flags, launch, train
 from tfdist.config import Config
-from tfdist.control import machine_shares, signals, terminal
+from tfdist.control import backup_count, machine_shares, signals, terminal
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError, ExitCode, StartupError
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
@@ -879,6 +879,23 @@ def test_gpus_go_to_the_workers_of_parameter_servers(tmp_path):
     assert [entry["CUDA_VISIBLE_DEVICES"] for entry in gpus] == ["-1", "4", "5", "-1", "-1", "-1"]
 
 
+def test_gpus_of_workers_that_are_left_out_are_not_used(tmp_path):
+    """GPU 4 is broken: whoever had it failed, however many workers there were."""
+    made, _ = job(tmp_path, "", workers=2, left_out=[0], environment={"CUDA_VISIBLE_DEVICES": "4,5,6,7,8"})
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "6", "7"]
+
+
+def test_the_next_job_does_without_the_worker_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5"})
+    monkeypatch.setattr(launch, "run", lambda supervisor, logs: supervisor)
+    train = ["--steps=1", "--global_batch=8", f"--run_dir={tmp_path}"]
+    supervisor = launch.main(["--workers=2", "--min_workers=1", "--max_restarts=5", "--", *train])
+    for _ in range(2):
+        supervisor.workers.failed(0, progress=False)
+    made = supervisor.make_job(supervisor.workers.ask())
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "-1"]
+
+
 def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
     for flag in ("--min_workers=1", "--standby"):
         with pytest.raises(ConfigError, match=flag.partition("=")[0] + " is not available with --ps=1"):
@@ -906,6 +923,24 @@ def test_what_does_not_go_with_parameter_servers_is_named(tmp_path):
 def test_what_cannot_be_launched(command, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         launch.main(["--workers=2", *command, *([] if {"script.py", "-m"} & {*command} else [f"--run_dir={tmp_path}"])])
+
+
+def test_a_script_may_keep_its_backups_where_its_logs_are(tmp_path, monkeypatch):
+    """In runs/NAME/backups, a folder that was taken for the file of the launcher's count."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "runs" / "mine" / "backups").mkdir(parents=True)
+    monkeypatch.setattr(launch, "run", lambda supervisor, logs: (logs.mkdir(), supervisor)[1])
+    supervisor = launch.main(["--workers=1", "--", "mine.py"])
+    assert supervisor.newest_step() == -1
+    backup_count.count_one(os.environ)
+    assert supervisor.newest_step() == 1
+    monkeypatch.chdir(tmp_path / "runs" / "mine")
+    Path("mine.py").write_text("")
+    Path("runs").write_text("not a folder")
+    with pytest.raises(ConfigError, match="runs/mine/logs/.backup-count cannot be removed .Not a directory.: "):
+        launch.main(["--workers=1", "--", "mine.py"])
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,26 @@ def test_a_rank_that_fails_twice_without_progress_is_left_out_and_tried_again_la
     count.failed(1, progress=False)
     assert count.wanted() == 3
     count.failed(1, progress=False)
-    assert count.wanted() == 2
+    assert count.wanted() == 2 and count.left_out == [1]
     clock[0] = 99.0
     assert count.wanted() == 2
     clock[0] = 100.0
-    assert count.wanted() == 3
+    assert count.wanted() == 3 and count.left_out == []
     count.failed(1, progress=False)
     count.failed(1, progress=False)
     clock[0] = 299.0
     assert count.wanted() == 2  # the wait has doubled
     clock[0] = 300.0
     assert count.wanted() == 3
+
+
+def test_who_is_left_out_is_told_by_its_place_in_the_whole_job():
+    """Ranks change with the number of workers. The last one was left out, whoever had failed."""
+    count = WorkerCount(4, 1)
+    for rank, left_out in ((0, [0]), (1, [0, 2]), (0, [0, 1, 2])):
+        count.failed(rank, progress=False)
+        count.failed(rank, progress=False)
+        assert count.left_out == left_out and count.wanted() == 4 - len(left_out)
 
 
 def test_progress_other_ranks_and_the_least_number_keep_it():
@@ -43,6 +52,7 @@ def test_a_job_has_only_numbers_of_workers_that_fit():
     for _ in range(6):
         count.failed(1, progress=False)
     assert count.wanted() == 4  # 3 is allowed, but does not fit
+    assert count.left_out == [1, 5]
     count = WorkerCount(2, 1, **even)
     count.failed(1, progress=False)
     count.failed(1, progress=False)

@@ -23,10 +23,10 @@ ALONE = Cluster()
 SECOND = Cluster.of_workers(["127.0.0.1:1", "127.0.0.1:2"], 1)
 
 
-def stored(folder, cluster: Cluster = ALONE, timeout: float = 20.0) -> RemoteRun:
+def stored(folder, cluster: Cluster = ALONE, timeout: float = 20.0, job: str = "job") -> RemoteRun:
     folder.mkdir(exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
-    return RemoteRun(RunConfig(run_dir=URL, store_timeout=timeout), folder, cluster, "job")
+    return RemoteRun(RunConfig(run_dir=URL, store_timeout=timeout), folder, cluster, job)
 
 
 def begin(run: RemoteRun) -> None:
@@ -150,7 +150,7 @@ def test_a_second_job_is_refused_and_nothing_of_the_first_touched(s3, tmp_path, 
     monkeypatch.setattr("tfdist.storage.store_lease._PATIENCE", Patience(dead=60.0, damaged=1.0, to_end=0.1))
     with stored(tmp_path / "here"):
         lease = s3.content("runs/one/lease.json")
-        with pytest.raises(ConfigError, match="in use by another job"), stored(tmp_path / "there"):
+        with pytest.raises(ConfigError, match="in use by another job"), stored(tmp_path / "there", job="another"):
             pass
         assert s3.content("runs/one/lease.json") == lease
 

@@ -320,6 +320,49 @@ def test_a_group_that_changes_keeps_a_copy_and_leaves_in_order(monkeypatch, tmp_
     assert world.events[-1].kind == "regroup"
 
 
+def test_what_lies_on_servers_is_brought_before_the_exports(monkeypatch, tmp_path):
+    """Without a last snapshot and evaluation nobody had: the weights of the start were exported."""
+    world = World(monkeypatch, tmp_path)
+    world.config = world.job.config = world.config.replace(save_final=False, export="keras")
+    making_trainer, making_recovery = world.make_trainer, world.make_recovery
+
+    def make_trainer(inputs):
+        trainer = making_trainer(inputs)
+        trainer.pull_state = lambda step: world.say(f"settle {step}")
+        return trainer
+
+    def make_recovery():
+        recovery = making_recovery()
+        recovery.weights = lambda: world.say("export") or {}
+        return recovery
+
+    world.make_trainer, world.make_recovery = make_trainer, make_recovery
+    assert world.run() == ExitCode.OK
+    assert [what for what in world.said if what in ("save", "settle 6", "export")] == ["settle 6", "export"]
+
+
+def test_trackers_see_the_weights_of_now(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path)
+    weight, seen = SimpleNamespace(path="kernel", numpy=lambda: world.said.count("shown")), []
+    world.job.model = SimpleNamespace(trainable_variables=[weight])
+    making = world.make_trainer
+
+    def make_trainer(inputs):
+        trainer = making(inputs)
+        trainer.show_weights = lambda: world.say("shown")
+        return trainer
+
+    def build_observers(telemetry, run, **_):
+        observer = world.make_observer()
+        monkeypatch.setattr(type(observer), "__call__", lambda _, event: seen.append((event.kind, run.weights())))
+        return observer
+
+    world.make_trainer = make_trainer
+    monkeypatch.setattr(session, "build_observers", build_observers)
+    assert world.run() == ExitCode.OK
+    assert seen == [("start", {"kernel": 0}), ("end", {"kernel": 1})]  # at the start there is no trainer yet
+
+
 def test_a_run_that_rolls_back_has_something_to_go_back_to(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path)
     world.config = world.job.config = world.config.replace(on_nan="rollback")

@@ -82,6 +82,29 @@ def test_objects_are_written_listed_read_and_removed(url, tmp_path):
     assert objects.text("a") is None
 
 
+def test_a_folder_that_was_made_in_a_console_is_no_object(s3):
+    """It is an object without content, with a slash at the end of its name. Its name below the URL was ""."""
+    objects = ObjectStore(URL, patience=5)
+    for name in ("", "logs/"):
+        objects._system.pipe_file(f"{BUCKET}/runs/one/{name}", b"")
+    assert sorted(s3.names()) == ["runs/one/", "runs/one/logs/"] and objects.names() == {}
+
+
+def test_a_file_that_goes_while_it_is_sent_is_told_of_as_gone(s3, tmp_path, monkeypatch):
+    """And not as a bucket that does not exist."""
+    file = tmp_path / "log"
+    file.write_text("a line")
+    objects = ObjectStore(URL, patience=0.1)
+
+    def lost(*_):
+        file.unlink(missing_ok=True)
+        raise ConnectionError
+
+    monkeypatch.setattr(objects._system, "pipe_file", lost)
+    with pytest.raises(FileNotFoundError, match=str(file)):
+        objects.send(file, "log")
+
+
 def test_an_object_is_created_once(url):
     objects = ObjectStore(url, patience=5)
     assert objects.create_text("a", "one")
@@ -528,6 +551,22 @@ def test_who_was_stopped_for_long_looks_before_it_changes_anything(s3, monkeypat
     first.confirm()
     assert len(lost) == 1 and "changes nothing there" in lost[0]
     first._released.set()
+
+
+def test_who_has_given_its_lease_back_changes_nothing_any_more(s3):
+    """A sender that did not end in time wrote on beside that of the next group of workers."""
+    objects = ObjectStore(URL, patience=5)
+    first = lease(objects, "one")
+    first.take()
+    first.give_back()
+    with pytest.raises(StoreError, match="this process has given its lease back"):
+        first.confirm()
+    second = lease(objects, "one")
+    second.take()
+    with pytest.raises(StoreError, match="this process has given its lease back"):
+        first.confirm()
+    second.confirm()
+    second.give_back()
 
 
 def test_who_tries_again_asks_first_whether_it_still_may(s3, through_proxy, tmp_path):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.control.exit_codes import DivergedError
+from tfdist.control.exit_codes import ConfigError, DivergedError
 from tfdist.telemetry.staleness import Staleness
 from tfdist.training.parameter_server.remote_calls import Call, RemoteCalls
 from tfdist.training.parameter_server.remote_step import RemoteStep, Result
@@ -127,6 +127,16 @@ class ServerSteps(ABC):
         if step != self._pulled:
             self.remote.parameters.pull(step)
             self._pulled = step
+
+    def show_weights(self) -> None:
+        """Copies the servers' values to the chief's model between two uses of the state. Raises ConfigError while steps
+        are under way: the servers then hold the weights of no step."""
+        if self.under_way:
+            raise ConfigError(
+                f"--ps_mode=async: the weights cannot be read at step {self.done}, since workers update them: use"
+                " --ps_mode=sync."
+            )
+        self.pull_state(self.done)
 
     def extra_values(self) -> dict[str, float]:
         """Returns the values that only this kind of run adds to the train event; also updates the chief's step and

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from tfdist.control.exit_codes import DivergedError
+from tfdist.control.exit_codes import ConfigError, DivergedError
 from tfdist.telemetry.timer import Clock
 from tfdist.training.connected import Connected
 from tfdist.training.loop import train
@@ -144,6 +144,21 @@ def test_asynchronous_batches_are_under_way_at_log_lines_but_never_where_the_sta
     assert last["staleness/0"] == 3 and step.staleness.values()["staleness/0"] == 30
 
 
+def test_asynchronous_weights_are_shown_only_where_no_update_is_under_way():
+    schedule = LoopSchedule(8, 1, -1, 0, steps_per_loop=1)
+    remote = Remote()
+    step = Asynchronous(remote, workers_of(remote, schedule), 0)
+    step([], 1, NOTHING)
+    with pytest.raises(
+        ConfigError, match="--ps_mode=async: the weights cannot be read at step 1, .*use --ps_mode=sync"
+    ):
+        step.show_weights()
+    step([], 7, NOTHING)
+    step.show_weights()
+    step.close()
+    assert remote.parameters.pulled == [8]
+
+
 @pytest.mark.parametrize("request_", [Requests(save=True), Requests(stop=True)], ids=["save", "stop"])
 def test_after_a_request_nothing_is_begun_and_the_answer_comes_with_the_last(request_):
     schedule = LoopSchedule(1000, 0, -1, 0, steps_per_loop=1)
@@ -219,6 +234,8 @@ def test_synchronous_slices_are_one_step_each_and_requests_are_answered_at_once(
     schedule = LoopSchedule(9, 3, 4, 0, steps_per_loop=1)
     remote = Remote(lambda batch, attempt: good(version=batch))
     step = Synchronous(remote, workers_of(remote, schedule, count=3), 0)
+    values = step.extra_values
+    step.extra_values = lambda: step.show_weights() or values()  # as a tracker asks at a train event
     result, events, used = drive(step, schedule, lambda number: Requests(save=number == 5))
     assert result.step == 9 and remote.begun == [batch for batch in range(9) for _ in range(3)]
     assert [event.step for event in events] == [3, 6, 9] and events[0].values["train/loss"] == 2.0
@@ -228,6 +245,7 @@ def test_synchronous_slices_are_one_step_each_and_requests_are_answered_at_once(
         ("evaluate", 8),
         ("evaluate", 9),
     ]
+    assert remote.parameters.pulled == [3, 4, 6, 8, 9]
 
 
 def test_synchronous_results_of_other_weights_do_not_count():
