@@ -108,6 +108,17 @@ def _check_parallel(config: Config) -> None:
             f"--all_reduce={parallel.all_reduce} is for gradients that are whole on all workers and travel as they are,"
             f" which {other} changes: drop one of them."
         )
+    if config.telemetry.histograms_every and (cut := what_divides_weights(config)):
+        raise ConfigError(
+            f"--histograms_every={config.telemetry.histograms_every} is not available with {cut}: no worker holds whole"
+            " weights. Drop one of them."
+        )
+
+
+def what_divides_weights(config: Config) -> str:
+    """The part of --mesh, or --zero=3, by which workers hold parts of the weights only; "" if they hold all."""
+    cuts = [axis for axis in config.parallel.mesh.split(",") if axis.partition("=")[0] in ("model", "expert", "pipe")]
+    return f"--mesh={cuts[0]}" if cuts else "--zero=3" if config.parallel.zero == 3 else ""
 
 
 def carried_in_float16(config: Config) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfdist.build import Job
+from tfdist.config.checks import what_divides_weights
+from tfdist.control.exit_codes import ConfigError
 from tfdist.telemetry.events import Tell
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
@@ -79,3 +81,7 @@ class LocalTrainer(Trainer):
 
     def extra_values(self) -> dict[str, float]:
         return self._job.step.update.figures()
+
+    def show_weights(self) -> None:
+        if cut := what_divides_weights(self._job.config):
+            raise ConfigError(f"{cut}: a tracker cannot have the weights, since no worker holds them whole.")
