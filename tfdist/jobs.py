@@ -27,11 +27,13 @@ from pathlib import Path
 from tfdist import flags
 from tfdist.config import Config, iter_options
 from tfdist.config.options import is_switch
+from tfdist.config.strategies import strategy_or_undecided
 from tfdist.control import exit_codes, jobspecs
 from tfdist.control.command_parser import module_named_in, program_command, split_at_dashes
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.jobspecs.job_options import job_parser, parse_job_options
 from tfdist.control.run_address import is_url
+from tfdist.runtime.mesh import Mesh
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # of a Kubernetes service, leaving space for -workers-0-N
 _NOT_NAMES = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")  # YAML does not read these as strings
@@ -50,6 +52,8 @@ def main(argv: list[str]) -> int:
         program = module_named_in(train) or next((each for each in train[:1] if each.endswith(".py")), "")
         kind = job_parser("").kinds()[options.kind]
         config = None if program else flags.parse(train, usage="Flags of the workers:", before=kind).config.validate()
+        if config:
+            _check_workers(options, config)
         options.name = options.name or _name_of(config.run.run_dir if config else program.removesuffix(".py"))
         if not _NAME.fullmatch(options.name) or options.name in _NOT_NAMES:
             raise ConfigError(
@@ -68,6 +72,17 @@ def main(argv: list[str]) -> int:
     else:
         print(text, end="")
     return 0
+
+
+def _check_workers(options: argparse.Namespace, config: Config) -> None:
+    """Raises ConfigError if the workers of a job cannot train with these flags."""
+    strategy = config.strategy.strategy
+    if strategy_or_undecided(strategy).parameter_servers:
+        raise ConfigError(
+            f"--strategy={strategy}: a job of kind {options.kind} has no parameter servers. Leave the strategy out, or"
+            " start `python -m tfdist.launch --ps=1 -- ...` on one machine."
+        )
+    Mesh.parse(config.parallel.mesh, options.nodes * options.per_node if options.kind == "slurm" else options.workers)
 
 
 def slurm(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:

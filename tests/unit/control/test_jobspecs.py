@@ -350,6 +350,8 @@ def test_flag_files_are_read_where_the_job_is_written(capsys):
         (["slurm", "--write=no/file", "--", *TRAIN], ["--write=no/file"]),
         (["slurm", "--time=1\n2", "--", *TRAIN], ["--time", "line break"]),
         (["slurm", "--steps=3"], ["--steps=3"]),
+        (["slurm", "--nodes=2", "--", *TRAIN, "--strategy=mesh", "--mesh=data=3"], ["--mesh=data=3", "2"]),
+        (["tfjob", *POD, "--", *TRAIN, "--strategy=parameter_server"], ["--strategy=parameter_server", "tfjob"]),
         (["slurm", "--time=tomorrow", "--", *TRAIN], ["--time=tomorrow", "2-12:00:00"]),
         (["slurm", "--time=99:99:99", "--", *TRAIN], ["--time=99:99:99", "minutes and seconds below 60"]),
         (["slurm", "--time=1-24", "--", *TRAIN], ["--time=1-24", "hours below 24 after days"]),
