@@ -107,8 +107,7 @@ class DistributedModel:
             stack.enter_context(keras_tensors.argmax_within_gpus())
             stack.enter_context(keras_epochs.data_changed(untuned))
             for function in self._functions:
-                stack.enter_context(attribute_replaced(model, function.loop.function_name, function.begin()))
-                stack.enter_context(attribute_replaced(model, function.loop.maker_name, function.again))
+                stack.enter_context(function.installed())
             yield
         if training:
             self.take_the_chiefs_variables()
