@@ -125,8 +125,10 @@ class Job:
             ]
             return [dataset for dataset, _ in made], made[0][1]
 
-        averaged = contextlib.nullcontext if model else self.step.update.averaged
-        return Evaluator(runtime, model or self.model, self.objective, datasets, averaged)
+        if not model:
+            return Evaluator(runtime, self.model, self.objective, datasets, self.step.update.averaged)
+        objective = with_dropped(make_objective(self.config.model, self.train_split.element_spec[1]), model)
+        return Evaluator(runtime, model, objective, datasets, contextlib.nullcontext)
 
 
 def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None) -> Job:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_layers, keras_variables
+from tfdist.compat import keras_layers, keras_metrics, keras_variables
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import own_rows
@@ -75,13 +75,22 @@ class Additions:
                 variable.assign_add(total)
 
 
+class _Given(NamedTuple):
+    """What an update gives to a metric."""
+
+    metric: keras.metrics.Metric
+    values: tf.TensorShape
+    counted: tf.TensorShape  # what a mean makes of the values, and counts; otherwise the values
+
+
 def refuse_without_rows(layers: Sequence[keras.Layer], trace: Callable[[int], None]) -> None:
     """Raises ConfigError if a forward pass updates a metric with values of which there are not more if there are more
-    rows: each worker would give it what it makes of its own rows, such as their mean.
+    rows: each worker would give it what it makes of its own rows, such as their mean. The same if the metric is a mean
+    that counts as many values whatever the rows: it takes the mean over the rows itself.
 
     trace: traces the forward pass with so many rows."""
     metrics = [metric for layer in layers for metric in keras_layers.own_metrics(layer)]
-    given: list[list[tuple[keras.metrics.Metric, tf.TensorShape]]] = []
+    given: list[list[_Given]] = []
     for rows in _TRIED_ROWS if metrics else ():
         given.append([])
         with contextlib.ExitStack() as stack, contextlib.suppress(Exception):  # as of a model for batches of one size
@@ -90,24 +99,36 @@ def refuse_without_rows(layers: Sequence[keras.Layer], trace: Callable[[int], No
             trace(rows)
     if len({len(updates) for updates in given}) != 1:
         return
-    for (metric, few), (_, many) in zip(*given, strict=True):
-        if few.rank and few.is_fully_defined() and few == many:  # a single number: see _refuse
-            raise keras_layers.keep_message(
-                ConfigError(
-                    f"The metric {metric.name} is updated inside the model's call with values whose number does not"
-                    " follow the rows, so that they may be a mean or a sum over the rows that a worker has: give it one"
-                    " value for each row, or update it in train_step or compute_loss."
-                )
+    for few, many in zip(*given, strict=True):
+        if not few.values.rank:  # a single number: see _refuse
+            continue
+        if few.values.is_fully_defined() and few.values == many.values:
+            what = (
+                " with values whose number does not follow the rows, so that they may be a mean or a sum over the rows"
+                " that a worker has: give it one value for each row"
             )
+        elif few.counted.is_fully_defined() and few.counted == many.counted:
+            what = (
+                f", where each worker has some of the rows, and {type(few.metric).__name__} takes the mean over these"
+                " rows before it counts: give it values whose first dim is the rows, with another dim behind it"
+                " (x[:, None]), and either no weights or one for each row"
+            )
+        else:
+            continue
+        message = f"The metric {few.metric.name} is updated inside the model's call{what}, or update it in"
+        raise keras_layers.keep_message(ConfigError(f"{message} train_step or compute_loss."))
 
 
-def _noting(metric: keras.metrics.Metric, given: list) -> Callable:
+def _noting(metric: keras.metrics.Metric, given: list[_Given]) -> Callable:
     update = metric.update_state
 
     def update_state(*args: Any, **kwargs: Any) -> None:
         first = next(leaf for leaf in keras.tree.flatten((args, kwargs)) if leaf is not None)
-        given.append((metric, tf.TensorShape(getattr(first, "shape", ()))))
-        update(*args, **kwargs)
+        values = tf.TensorShape(getattr(first, "shape", ()))
+        counted = [values]
+        with keras_metrics.counted_by_means(lambda counts: counted.append(tf.TensorShape(counts.shape))):
+            update(*args, **kwargs)
+        given.append(_Given(metric, values, counted[-1]))
 
     return update_state
 

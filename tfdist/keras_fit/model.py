@@ -79,15 +79,29 @@ class DistributedModel:
 
     @contextlib.contextmanager
     def installed(self, training: bool, optimizer: keras.Optimizer | None = None) -> Iterator[None]:
-        """Context manager in which the replacements are in place, and all workers hold the chief's variables.
+        """Context manager in which the replacements are in place, and all workers hold the chief's variables. A use in
+        whose callbacks this one is goes on as it was.
 
         `optimizer`: by default the model's own.
         """
-        model = self._model
-        optimizer = optimizer or getattr(model, "optimizer", None)  # a model that was never compiled has none
+        around = self._use, self._inside
+        optimizer = optimizer or getattr(self._model, "optimizer", None)  # a model that was never compiled has none
         self._use = _Use(training, optimizer)
-        if model.built:
-            self._start()
+        try:
+            if self._model.built:
+                self._start()
+            with self._replacements():
+                yield
+            if training:
+                self.take_the_chiefs_variables()
+            self._runtime.end_call()
+        finally:
+            self._use, self._inside = around
+
+    @contextlib.contextmanager
+    def _replacements(self) -> Iterator[None]:
+        """Context manager in which the replacements are in place."""
+        model = self._model
         with contextlib.ExitStack() as stack:
             self._inside = stack
             if self._steps_call_inner_models or self._may_call_inner_models:
@@ -107,12 +121,8 @@ class DistributedModel:
             stack.enter_context(keras_tensors.argmax_within_gpus())
             stack.enter_context(keras_epochs.data_changed(untuned))
             for function in self._functions:
-                stack.enter_context(attribute_replaced(model, function.loop.function_name, function.begin()))
-                stack.enter_context(attribute_replaced(model, function.loop.maker_name, function.again))
+                stack.enter_context(function.installed())
             yield
-        if training:
-            self.take_the_chiefs_variables()
-        self._runtime.end_call()
 
     @property
     def _steps_call_inner_models(self) -> bool:

@@ -6,15 +6,17 @@ again: see `Rows`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_trainer
+from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.control.exit_codes import ConfigError
 from tfdist.control.terminal import say
 from tfdist.keras_fit import own_rows, unsaved_state, used_outside
@@ -82,10 +84,24 @@ class StepFunction:
         self._has_run = False
         self._rows: Rows | None = None  # not known yet
 
-    def begin(self) -> Callable:
-        """Returns the function for a new loop over data, traced again if the model was compiled again."""
-        model = self._with.model
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context manager in which this is the model's function, for a new loop over data. A loop in whose callbacks
+        the new one runs goes on with its own batches."""
+        model, around = self._with.model, self._batches
         self._batches = Batches(self._with.runtime, self.loop.call_name)
+        try:
+            with (
+                attribute_replaced(model, self.loop.function_name, self._for_the_model_as_it_is()),
+                attribute_replaced(model, self.loop.maker_name, self._again),
+            ):
+                yield
+        finally:
+            self._batches = around
+
+    def _for_the_model_as_it_is(self) -> Callable:
+        """Returns the function, traced again if the model was compiled again."""
+        model = self._with.model
         wanted = _Traced(
             keras_trainer.traced_for(model),
             tuple(model.trainable_variables),
@@ -100,7 +116,7 @@ class StepFunction:
         self._rows, self._traced_for, self._function, self._has_run = None, wanted, self._make(), False
         return self._function
 
-    def again(self, force: bool = False) -> Callable:
+    def _again(self, force: bool = False) -> Callable:
         """Replaces Keras' method that makes the function; Keras calls it when the loop runs over data again."""
         assert self._function is not None
         self._batches.begin()

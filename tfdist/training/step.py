@@ -59,7 +59,7 @@ class TrainStep:
     ):
         spec = scores_spec(model, objective, batch_spec)
         self.metric_names = tuple(sorted(spec.metrics))
-        self.layout = StepLayout(self.metric_names, runtime.size)
+        self.layout = StepLayout(self.metric_names, runtime.size, runtime.local_replicas)
         self._expected_weight = expected_weight(options.plan, spec)
         self.runtime, self.loss_scale, self.options = runtime, loss_scale, options
         self.model, self.optimizer = model, optimizer

@@ -101,19 +101,19 @@ class StepLayout:
     same on all workers anyway; `whole`, all of these.
     """
 
-    def __init__(self, metrics: tuple[str, ...], workers: int):
+    def __init__(self, metrics: tuple[str, ...], workers: int, local_replicas: int = 1):
         self.sums = Fields((*FIRST_SUMS, *metrics))
         self.signals = Fields((*REQUESTS, "step_s", *(f"compute_s of {rank}" for rank in range(workers))))
         self.head = Fields(HEAD)
         self.whole = Fields((*self.head.names, *self.sums.names, *self.signals.names))
         self._shown = ("loss", "regularization", *metrics)
-        self._workers = workers
+        self._workers, self._local_replicas = workers, local_replicas
 
     def signals_of(self, rank: int, requests: Requests, step_s: float, compute_s: float) -> np.ndarray:
-        """float32: the signals of worker `rank`, to be summed over workers."""
-        values = {**dataclasses.asdict(requests), f"compute_s of {rank}": compute_s}
+        """float32: the signals of worker `rank`, to be summed over all replicas: each of the worker's adds them."""
+        values = {**dataclasses.asdict(requests), f"compute_s of {rank}": compute_s / self._local_replicas}
         if rank == 0:
-            values["step_s"] = step_s
+            values["step_s"] = step_s / self._local_replicas
         return np.array([values.get(name, 0.0) for name in self.signals.names], np.float32)
 
     def output(self, step: int, vector: np.ndarray, call: Call, news: tuple[str, ...] = ()) -> StepOutput:
@@ -187,7 +187,7 @@ class Reduced(NamedTuple):
     per_replica: Any  # (pieces of the gradients, sums and signals), for `Runtime.run`
     gradients: list[Gradient]  # the pieces of the first local replica
     sums: tf.Tensor  # summed over samples: `StepLayout.sums`
-    signals: tf.Tensor  # summed over workers: `StepLayout.signals`
+    signals: tf.Tensor  # summed over replicas: `StepLayout.signals`
 
 
 class Results(NamedTuple):

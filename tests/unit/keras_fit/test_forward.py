@@ -18,6 +18,7 @@ from tfdist.keras_fit.batch_inputs import of_the_batch
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.kept_tensors import KeptTensors
+from tfdist.keras_fit.model import DistributedModel
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.models.blocks import positions
 
@@ -71,6 +72,39 @@ def distribute():
 
 def network():
     return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+
+class CallsInner(keras.Model):
+    """Its step calls an inner model in place of itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.inner(data[0], training=True)))
+        weights = self.inner.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+def test_nothing_stays_replaced_if_a_callback_has_evaluated_the_model():
+    runtime = Mirror()
+    runtime.end_call = lambda: None
+    model = CallsInner()
+    model.build((None, 3))
+    model.compile("sgd", run_eagerly=True)
+    distributed = DistributedModel(model, runtime)
+    with distributed.installed(training=True):
+        with distributed.installed(training=False):
+            pass
+        model.train_function(iter([(tf.ones([4, 3]), tf.ones([4, 2]))]))
+        assert "call" in vars(model.inner)
+    assert "call" not in vars(model.inner)
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -47,11 +47,12 @@ class Given(keras.layers.Layer):
         self.made, self.metric = made, kind(name="given")
 
     def call(self, x):
-        self.metric.update_state(self.made(x))
+        made = self.made(x)
+        self.metric.update_state(*(made if isinstance(made, tuple) else (made,)))
         return x
 
 
-ops = keras.ops
+ops, metrics = keras.ops, keras.metrics
 OF_ROWS = {
     "rows": lambda x: x,
     "flat": lambda x: ops.reshape(x, [-1]),
@@ -82,6 +83,31 @@ def test_a_metric_needs_values_of_rows(distribute, name, rows):  # noqa: F811
     else:
         step.get_concrete_function(spec)
         assert float(layer.metric.total) == 0
+
+
+RIGHT_MEANS = {
+    "weighted rows": (metrics.Mean, lambda x: (x, x[:, :1])),
+    "pairs": (metrics.MeanSquaredError, lambda x: (x[:, :1], x[:, 1:])),
+    "numbers of which it takes no mean": (metrics.RootMeanSquaredError, lambda x: (x[:, 0], x[:, 1])),
+}
+MEANS_OVER_ROWS = {
+    "turned": (metrics.Mean, ops.transpose),
+    "one weight": (metrics.Mean, lambda x: (x, 0.5)),
+    "numbers": (metrics.MeanSquaredError, lambda x: (x[:, 0], x[:, 1])),
+}
+
+
+@pytest.mark.parametrize("name", [*RIGHT_MEANS, *MEANS_OVER_ROWS])
+def test_a_mean_counts_rows(distribute, name):  # noqa: F811
+    """Otherwise a worker with few rows counts as much as one with many."""
+    kind, made = {**RIGHT_MEANS, **MEANS_OVER_ROWS}[name]
+    distribute(model := keras.Sequential([keras.Input((3,)), Given(made, kind)]))
+    step = tf.function(lambda x: model(x), autograph=False)
+    if name in MEANS_OVER_ROWS:
+        with pytest.raises(ConfigError, match="The metric given .* takes the mean over these rows .* whose first dim"):
+            step.get_concrete_function(tf.TensorSpec([4, 3]))
+    else:
+        step.get_concrete_function(tf.TensorSpec([4, 3]))
 
 
 def test_a_single_number_is_refused_as_one(distribute):  # noqa: F811

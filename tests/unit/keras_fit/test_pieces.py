@@ -6,6 +6,8 @@ import enum
 import hashlib
 import importlib
 import pickle
+import types
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,9 +21,11 @@ from tfdist.control.exit_codes import CheckpointError, ConfigError, DataError
 from tfdist.keras_fit import backup_place, epoch_backup, joining, own_rows
 from tfdist.keras_fit.batches import END, Batches, digest
 from tfdist.keras_fit.data_identity import identity_of, what_changed
+from tfdist.keras_fit.loops import Loop
 from tfdist.keras_fit.model import every_row_checked
 from tfdist.keras_fit.refusals import refuse_lists, refuse_no_rows, refuse_unsupported
 from tfdist.keras_fit.rows import OwnRows
+from tfdist.keras_fit.step_function import Replacements, StepFunction
 from tfdist.runtime.one_device import OneDevice
 from tfdist.runtime.peers import ALIKE, Peers
 
@@ -332,6 +336,23 @@ def test_data_without_a_batch_are_refused_and_data_that_have_come_to_their_end_a
         Batches(Two(), "fit").next(iter([]))
     batches, rows = Batches(Two(), "fit"), iter([np.ones([2, 3])])
     assert batches.next(rows).shape == (2, 3) and batches.next(rows) is END
+
+
+def test_a_loop_goes_on_after_one_in_its_callbacks():
+    """`tfdist.evaluate` after a batch, of data whose length is unknown: what comes next may be their end."""
+    model, two, batches = keras.Sequential([keras.layers.Dense(1)]), Two(), iter([np.ones([2, 3])])
+    model.compile(run_eagerly=True)
+    model.test_step = lambda batch: {}
+    others: Any = types.SimpleNamespace(example=types.SimpleNamespace(), in_lockstep=contextlib.nullcontext)
+    replacements: Any = Replacements(model, two, others, others, others)
+    function = StepFunction(Loop.TEST, replacements, lambda batch: None)
+    with function.installed():
+        model.test_function(batches)
+        with function.installed():
+            pass
+        with pytest.raises(StopIteration):
+            model.test_function(batches)
+    assert two.met_at == ["evaluate"]
 
 
 class Two:

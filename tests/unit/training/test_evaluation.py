@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,7 +15,10 @@ from tfdist.config import Config
 from tfdist.control.exit_codes import DataError, PeerLostError
 from tfdist.data.input_pipeline import eval_dataset
 from tfdist.data.sources.split import array_split
+from tfdist.runtime.one_device import OneDevice
+from tfdist.training.dropped_tokens import with_dropped
 from tfdist.training.evaluation import Evaluator
+from tfdist.training.objectives import regression
 from tfdist.training.own_objective import own_objective
 from tfdist.training.scores import Scores
 
@@ -161,6 +165,26 @@ def test_who_hears_of_a_failure_waits_for_no_sums():
     with pytest.raises(PeerLostError, match="failed on rank 1"):
         evaluator()
     assert evaluator.failed_together and worker.gathered == [[0]]
+
+
+def test_another_model_is_scored_by_what_it_drops_itself():
+    """An export of the job's mixture of experts, as `python -m tfdist.evaluate --model_file` reads it."""
+
+    def model():
+        return keras.Sequential([keras.Input(X.shape[1:]), keras.layers.Identity(name="block_00_router_dropped")])
+
+    split, of_job = array_split("rows", (X, Y)), model()
+    job: Any = SimpleNamespace(
+        eval_split=split,
+        train_split=split,
+        runtime=OneDevice(),
+        config=Config(),
+        plan=SimpleNamespace(micro_batch=4),
+        model=of_job,
+        objective=with_dropped(regression(), of_job),
+    )
+    evaluator = build.Job.evaluator(job, model())
+    assert evaluator is not None and evaluator()["dropped_fraction"] == pytest.approx(X.mean())
 
 
 def test_a_stream_is_counted_once():

@@ -39,6 +39,12 @@ def test_numbers_of_two_steps_find_their_names():
     assert found.finite
 
 
+def test_times_of_a_worker_with_several_replicas_count_once():
+    layout = StepLayout(("accuracy",), workers=2, local_replicas=4)
+    found = output(one_step(6.0, 4.0, 0.5, 4 * layout.signals_of(0, Requests(stop=True), 0.25, 0.125)), 1)
+    assert found.step_s == 0.25 and found.compute_s[0] == 0.125 and found.signals["stop"]
+
+
 def test_a_bad_step_or_bad_weights_are_bad():
     signals = LAYOUT.signals_of(0, NOTHING, 0.0, 0.0)
     bad = Totals.of_no_step(LAYOUT).plus(one_step(1.0, 1.0, 0.0, signals, bad=True))

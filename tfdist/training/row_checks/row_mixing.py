@@ -68,10 +68,12 @@ def _pads_to_rows(layer: keras.Layer) -> bool:
 
 
 def _mixes_always(layer: keras.Layer) -> bool:
-    """Returns whether a layer mixes rows in a way that no trial with a few rows shows: pairs that are drawn at random,
-    and the scales of float8, which come from the largest number of all rows, of this step and previous ones."""
-    draws_pairs = isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix))
-    return draws_pairs or getattr(layer, "quantization_mode", None) == "float8"
+    """Returns whether a layer mixes rows in a way that no trial shows: layers of Keras that work in training alone,
+    which a trial leaves out (pairs that are drawn at random, one histogram of all images; RandAugment and AugMix hold
+    an Equalization), and the scales of float8, which come from the largest number of all rows, of this step and
+    previous ones."""
+    in_training = isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix, keras.layers.Equalization))
+    return in_training or getattr(layer, "quantization_mode", None) == "float8"
 
 
 class Share(NamedTuple):
