@@ -85,9 +85,9 @@ class Batches:
         self._from_chief = bool((stamps != stamps[0]).any())
         if self._from_chief and self._runtime.rank == 0:
             say(
-                "the workers read different batches (a shuffle without a seed, or a PyDataset that changes itself?): all"
-                " use the chief's, over the network. Call keras.utils.set_random_seed before the data is created to let"
-                " each worker read its own."
+                "the workers read different batches (a shuffle without a seed, or a PyDataset that changes itself?):"
+                " all use the chief's, over the network. Call keras.utils.set_random_seed before the data is created to"
+                " let each worker read its own."
             )
 
     def _of_the_chief(self, batch: Any) -> Any:
