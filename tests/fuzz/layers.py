@@ -384,6 +384,30 @@ class Positions(keras.layers.Layer):
         return x + ops.cast(self.table(ops.arange(self.length)), x.dtype)
 
 
+class RowTokens(keras.layers.Layer):
+    """Adds rows of tables whose numbers are made of the sizes of what layers return: one row for each row of the batch,
+    counted in an RNN's output and in columns, and one for each step."""
+
+    def __init__(self, length: int, width: int, **options):
+        super().__init__(**options)
+        self.rnn = keras.layers.SimpleRNN(width, return_sequences=True, name="steps")
+        self.token = keras.layers.Embedding(1, width, name="token")
+        self.places = keras.layers.Embedding(length, width, name="places")
+
+    def build(self, shape):
+        self.rnn.build(shape)
+        self.token.build(())
+        self.places.build(())
+
+    def call(self, x):
+        steps = self.rnn(x)
+        columns = ops.transpose(steps, (1, 0, 2))
+        rows = ops.shape(steps)[0], ops.shape(columns)[1]
+        added = [self.token(ops.zeros((each, 1), "int32")) for each in rows]
+        added += [self.places(ops.arange(ops.shape(steps)[1])), steps]
+        return x + sum(ops.cast(each, x.dtype) for each in added)
+
+
 class Some(keras.layers.Layer):
     """Looks up the ids above 0; other ids give 0."""
 

@@ -90,6 +90,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "keeps": ("rows", 'x = own.Keeps(name="{name}")(x)'),  # instead of running_mean
     "dropout": ("rows grid steps", 'x = layers.Dropout(0.3, name="{name}")(x)'),
     "positions": ("steps", 'x = own.Positions({length}, {width}, name="{name}")(x)'),
+    "row_tokens": ("steps", 'x = own.RowTokens({length}, {width}, name="{name}")(x)'),  # instead of positions, in fit
     "spectral": (
         "rows",
         'x = layers.SpectralNormalization(layers.Dense({width}, name="{name}_inner"), name="{name}")(x)',

@@ -159,10 +159,10 @@ def _holds_rows(tensor: tf.Tensor, dim: int) -> bool | None:
             found.add(place == 0)
         elif same := _same_dims(made, place):
             waiting += same
-        elif place == dim:
-            found.add(dim == 0)
         elif _is_of_steps(made.op):
             found.add(place == 1)
+        elif place == dim:
+            found.add(dim == 0)
         else:
             found.add(None if 0 in (place, dim) else False)
     # These dims have one size, as those of tensors that are added up: one answer is enough.

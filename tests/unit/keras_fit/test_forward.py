@@ -325,6 +325,9 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
             "rnn of unknown": rnn(conv(x)),
             "rnn of known length": rnn(five),
             "unrolled rnn": unrolled(five),
+            "rnn in columns": tf.transpose(rnn(x), [1, 0, 2]),
+            "unrolled rnn in columns": tf.transpose(unrolled(five), [1, 0, 2]),
+            "stack": tf.stack([x[:, 0], x[:, 1]]),
             "TimeDistributed": of_each_step(five),
             "dense, time-major": dense,
             "dense, transposed back": tf.transpose(dense, [1, 0, 2]),
@@ -350,10 +353,13 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
     differs, same, untold = [True, True], [False, False], [False, True]
     assert {name: sizes for name, sizes in found.items() if sizes != [differs, same]} == {
         "dense, time-major": [same, differs],
+        "rnn in columns": [same, differs],
+        "unrolled rnn in columns": [same, differs],
+        "stack": [same, differs],
         "unknown, transposed back": [untold, untold],
         "map_fn, time-major": [untold, untold],
     }
-    assert len(found) == 16
+    assert len(found) == 19
 
 
 class Unique(keras.layers.Embedding):
