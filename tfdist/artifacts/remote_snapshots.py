@@ -232,6 +232,7 @@ class RemoteSnapshots:
     def commit(self, step: int, text: str, manifest: Mapping[str, Any]) -> None:
         """Writes the manifest of a snapshot when all other files are there. Raises StoreError."""
         self._before()
+        self._allowed()
         self._objects.put_text(f"{step_folder(step)}/{MANIFEST}", text)
         self._there[step], self._manifests[step] = manifest.get("metrics") or {}, text
         if step == max(self._there):

@@ -117,8 +117,11 @@ def _check_parallel(config: Config) -> None:
 
 def what_divides_weights(config: Config) -> str:
     """The part of --mesh, or --zero=3, by which workers hold parts of the weights only; "" if they hold all."""
-    cuts = [axis for axis in config.parallel.mesh.split(",") if axis.partition("=")[0] in ("model", "expert", "pipe")]
-    return f"--mesh={cuts[0]}" if cuts else "--zero=3" if config.parallel.zero == 3 else ""
+    for part in config.parallel.mesh.split(","):
+        axis, _, degree = map(str.strip, part.partition("="))
+        if axis in ("model", "expert", "pipe") and degree != "1":
+            return f"--mesh={axis}={degree}"
+    return "--zero=3" if config.parallel.zero == 3 else ""
 
 
 def carried_in_float16(config: Config) -> str:

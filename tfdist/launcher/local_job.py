@@ -115,9 +115,11 @@ class LocalJob(Job[LocalWorker]):
 
         The chief and the parameter servers of a job with servers get none.
         """
-        whole = self._trainer_count + len(self._left_out)
-        gpus, warning = divide_gpus(visible_gpus(self.environment), whole, self.options.gpus_per_worker)
-        gpus = [gpus[rank] for rank in range(whole + 1) if rank not in self._left_out]
+        visible, each, left_out = visible_gpus(self.environment), self.options.gpus_per_worker, self._left_out
+        if len(visible) < (self._trainer_count + len(left_out)) * (each or 1):
+            left_out = ()  # those who were left out may have had the GPUs that are gone
+        gpus, warning = divide_gpus(visible, self._trainer_count + len(left_out), each)
+        gpus = [shares for rank, shares in enumerate(gpus) if rank not in left_out]
         if self.servers:
             gpus = [
                 {"CUDA_VISIBLE_DEVICES": "-1"},

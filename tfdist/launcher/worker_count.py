@@ -83,6 +83,7 @@ class WorkerCount:
             self._ask()
         elif self._grow_at is not None and self._now() >= self._grow_at:
             self.count, self.left_out, self._grow_at = self.most, [], None
+            self._last_root_cause = None  # ranks mean other places now
         return self.count
 
     def ask(self) -> int:

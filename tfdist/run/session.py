@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
-
 from tfdist import build, flags
 from tfdist.artifacts.run_folder import run_folder, written
 from tfdist.artifacts.status import note_failure, write_status
@@ -33,13 +31,13 @@ from tfdist.run.open_resources import OpenResources
 from tfdist.run.recovery import Recovery
 from tfdist.run.remote_run import RemoteRun, remote_run
 from tfdist.run.session_hooks import SessionHooks
-from tfdist.run.trainer import LocalTrainer, Trainer, TrainerInputs
+from tfdist.run.trainer import LocalTrainer, Trainer, TrainerInputs, shown_weights
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.weight_check import check_weights
 from tfdist.telemetry.events import Event, FanOut
 from tfdist.telemetry.observers import build_observers
 from tfdist.telemetry.timer import Clock
-from tfdist.telemetry.trackers import Run, by_path
+from tfdist.telemetry.trackers import Run
 from tfdist.training.loop import TrainResult, train
 from tfdist.training.loop_hooks import LoopSchedule
 
@@ -176,7 +174,7 @@ class Session:
             self.runtime.rank,
             self.start.cluster.local_rank,
             self.config.flat(),
-            weights=self._weights,
+            weights=lambda: shown_weights(self.job, self.trainer),
             step=self._counter,
         )
         self.observer = build_observers(
@@ -279,10 +277,6 @@ class Session:
             self.runtime.barrier()
         self._close_together()
         raise GroupChange(f"step {step}")
-
-    def _weights(self) -> dict[str, np.ndarray]:
-        self.trainer.show_weights()
-        return by_path(self.job.model.trainable_variables)
 
     def _counter(self) -> int:
         return int(self.job.step.counter.numpy())

@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tfdist.build import Job
 from tfdist.config.checks import what_divides_weights
 from tfdist.control.exit_codes import ConfigError
 from tfdist.telemetry.events import Tell
 from tfdist.telemetry.rates import Rates
 from tfdist.telemetry.timer import Clock
+from tfdist.telemetry.trackers import by_path
 from tfdist.training.log_interval import Watch
 from tfdist.training.loop_hooks import LoopSchedule, MakeSteps
 from tfdist.training.model_rates import make_rates
@@ -66,6 +69,14 @@ class Trainer:
         """Ends training."""
 
 
+def shown_weights(job: Job, trainer: Trainer) -> dict[str, np.ndarray]:
+    """Path -> value of the trainable variables as of now, for a tracker. Raises ConfigError if that cannot be."""
+    if cut := what_divides_weights(job.config):
+        raise ConfigError(f"{cut}: a tracker cannot have the weights, since no worker holds them whole.")
+    trainer.show_weights()
+    return by_path(job.model.trainable_variables)
+
+
 class LocalTrainer(Trainer):
     """Trains on the replicas of this worker, together with those of the other workers."""
 
@@ -81,7 +92,3 @@ class LocalTrainer(Trainer):
 
     def extra_values(self) -> dict[str, float]:
         return self._job.step.update.figures()
-
-    def show_weights(self) -> None:
-        if cut := what_divides_weights(self._job.config):
-            raise ConfigError(f"{cut}: a tracker cannot have the weights, since no worker holds them whole.")

@@ -291,6 +291,21 @@ def test_the_manifest_is_sent_last(through_proxy, tmp_path):
     assert written.index("manifest.json") == len(written) - 1 > 1, written
 
 
+def test_who_has_lost_the_place_while_it_sends_does_not_let_its_snapshot_count(s3, tmp_path):
+    store, asked = local(tmp_path, "here"), []
+
+    def allowed():
+        asked.append(True)
+        if len(asked) > 1:
+            raise StoreError("another job writes there")
+
+    snapshots = RemoteSnapshots(ObjectStore(URL, 1.0), store, Retention(3), allowed=allowed)
+    store.write(5, arrays(5), {})
+    with pytest.raises(StoreError, match="another job"):
+        snapshots._send_newest()
+    assert len(asked) == 2 and snapshots.steps() == []
+
+
 def test_a_disk_without_room_for_what_is_sent_is_told(s3, tmp_path, monkeypatch):
     def full(source: str, target: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)

@@ -71,7 +71,7 @@ def test_option_names_are_unique_and_documented():
         ({"strategy": "parameter_server", "on_nan": "rollback"}, ["--on_nan=rollback", "skip"]),
         ({"strategy": "parameter_server", "histograms_every": 100}, ["--histograms_every=100", "--ps_mode=sync"]),
         (
-            {"strategy": "mesh", "mesh": "data=2,pipe=2", "histograms_every": 9},
+            {"strategy": "mesh", "mesh": "model=1, pipe = 2", "histograms_every": 9},
             ["--histograms_every=9", "--mesh=pipe=2"],
         ),
         ({"strategy": "mesh", "zero": 3, "histograms_every": 9}, ["--histograms_every=9", "--zero=3"]),

@@ -885,6 +885,11 @@ def test_gpus_of_workers_that_are_left_out_are_not_used(tmp_path):
     assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "6", "7"]
 
 
+def test_a_gpu_that_is_gone_was_that_of_the_worker_that_is_left_out(tmp_path):
+    made, _ = job(tmp_path, "", workers=2, left_out=[0], environment={"CUDA_VISIBLE_DEVICES": "5,6"})
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "6", "-1"]
+
+
 def test_the_next_job_does_without_the_worker_that_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5"})
     monkeypatch.setattr(launch, "run", lambda supervisor, logs: supervisor)

@@ -31,6 +31,18 @@ def test_who_is_left_out_is_told_by_its_place_in_the_whole_job():
         assert count.left_out == left_out and count.wanted() == 4 - len(left_out)
 
 
+def test_a_failure_before_the_job_grew_was_of_another_place():
+    clock = [0.0]
+    count = WorkerCount(3, 1, grow_after=60.0, now=lambda: clock[0])
+    for _ in range(2):
+        count.failed(0, progress=False)
+    count.failed(1, progress=False)  # place 2
+    clock[0] = 61.0
+    assert count.wanted() == 3
+    count.failed(1, progress=False)  # place 1
+    assert count.wanted() == 3
+
+
 def test_progress_other_ranks_and_the_least_number_keep_it():
     count = WorkerCount(3, 2)
     for rank, progress in ((1, False), (1, True), (2, False), (1, False), (None, False), (None, False)):

@@ -17,7 +17,7 @@ from tfdist.control.exit_codes import CheckpointError, ConfigError, ExitCode, Pe
 from tfdist.run import session
 from tfdist.run.progress import Progress
 from tfdist.run.session import GroupChange, Start
-from tfdist.run.trainer import Trainer
+from tfdist.run.trainer import Trainer, shown_weights
 from tfdist.telemetry.events import Event
 from tfdist.telemetry.timer import Clock
 from tfdist.training.log_interval import IntervalSums
@@ -361,6 +361,9 @@ def test_trackers_see_the_weights_of_now(monkeypatch, tmp_path):
     monkeypatch.setattr(session, "build_observers", build_observers)
     assert world.run() == ExitCode.OK
     assert seen == [("start", {"kernel": 0}), ("end", {"kernel": 1})]  # at the start there is no trainer yet
+    world.job.config = world.job.config.replace(strategy="mesh", mesh="data=2, model=2")
+    with pytest.raises(ConfigError, match="^--mesh=model=2: a tracker cannot have the weights"):
+        shown_weights(world.job, Trainer())
 
 
 def test_a_run_that_rolls_back_has_something_to_go_back_to(monkeypatch, tmp_path):
