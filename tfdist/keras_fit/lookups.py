@@ -195,8 +195,8 @@ def judged(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collectio
     if lookup.is_untold:
         raise ConfigError(
             f"The model looks up rows of {table.name} by numbers made of a size of a transposed tensor (tf.shape,"
-            " ops.shape), and tfdist cannot tell whether this is the number of rows of the batch: take the size from"
-            " the input of the model."
+            " ops.shape), and tfdist cannot tell whether this is the number of rows of the batch: take the size"
+            " before the tensor is transposed."
         )
     if lookup.is_worker_dependent is not None:
         return lookup if lookup.is_worker_dependent else _judged_by_count(lookup, table, calls)

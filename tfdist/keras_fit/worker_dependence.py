@@ -10,13 +10,14 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
+
+from tfdist.keras_fit.same_dims import dims_asked, dims_of_sizes, made_of, same_dims
 
 # Of variables: the same on all workers.
 _READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-_BY_ELEMENT = ("Identity", "Cast", "Placeholder", "SelectV2", "AddV2", "BiasAdd", "Mul", "Sub", "Relu", "Tanh")
 _OF_ZEROS = ("ZerosLike", "Fill", "Cast", "Sum")
+_MAY_MOVE_ROWS = ("TensorListStack", "While", "StatelessWhile", "If", "StatelessIf")
 # graph -> names of operations -> whether their results differ between workers
 _marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
 
@@ -82,15 +83,6 @@ def worker_dependent_inputs(graph: tf.Graph) -> Iterator[tuple[int, tf.Operation
             differing |= {each.ref() for each in op.outputs if op in marked or not _is_length_of_a_row(each, True)}
 
 
-def made_of(op: tf.Operation) -> list[tf.Tensor]:
-    """The tensors of which an operation makes its results, as far as graphs tell. What a branch takes from the graph
-    outside is a placeholder in it."""
-    if op.type != "Placeholder" or op.outputs[0].dtype == tf.resource:
-        return list(op.inputs)
-    captures = getattr(op.graph, "captures", ())
-    return [outside for outside, inside in captures if inside is op.outputs[0] and hasattr(outside, "graph")]
-
-
 def _are_zeros_alike(tensor: tf.Tensor) -> bool:
     """Whether the tensor holds zeros, equally many on all workers: of a known shape, or added up over rows. Those that
     are made like own rows depend on nothing else; positions may be made of such a sum."""
@@ -110,37 +102,8 @@ def _is_sum_over_rows(op: tf.Operation) -> bool:
 def _is_length_of_a_row(tensor: tf.Tensor, if_untold: bool) -> bool:
     """Whether the tensor holds sizes of dims, taken from tf.shape(x), that hold no rows: they are equal on all workers.
     if_untold: see is_worker_dependent."""
-    held = {_holds_rows(*dim) for dim in _dims_asked(tensor)}
+    held = {_holds_rows(*dim) for dim in dims_asked(tensor)}
     return bool(held) and True not in held and not (None in held and if_untold)
-
-
-def _dims_asked(sizes: tf.Tensor) -> list[tuple[tf.Tensor, int]]:
-    """The dims of a tensor of which these are the sizes, taken from its shape; empty if they are something else."""
-    op = sizes.op
-    if op.type not in ("StridedSlice", "GatherV2", "Unpack") or op.inputs[0].op.type != "Shape":
-        return []
-    if op.type == "Unpack":
-        return [(op.inputs[0].op.inputs[0], sizes.value_index)]
-    tensor, given = op.inputs[0].op.inputs[0], [tf.get_static_value(each) for each in op.inputs[1:]]
-    if tensor.shape.rank is None or any(each is None for each in given):
-        return []
-    places = given[0]
-    if op.type == "StridedSlice":
-        if places.shape != (1,):  # as with an ellipsis
-            return []
-        begin, end, step = (int(each[0]) for each in given)
-        part = slice(None if op.get_attr("begin_mask") else begin, None if op.get_attr("end_mask") else end, step)
-        places = begin if op.get_attr("shrink_axis_mask") else part
-    return [(tensor, int(dim)) for dim in np.arange(tensor.shape.rank)[places].ravel()]
-
-
-def _dims_of_sizes(numbers: tf.Tensor) -> list[tuple[tf.Tensor, int] | None]:
-    """For each of some numbers, the dim of which it is the size; None for other numbers."""
-    op = numbers.op
-    if op.type in ("Pack", "ConcatV2"):
-        parts = op.inputs if op.type == "Pack" else op.inputs[:-1]
-        return [dim for part in parts for dim in _dims_of_sizes(part)]
-    return [*_dims_asked(numbers)] or [None] * (numbers.shape.num_elements() or 0)
 
 
 def _holds_rows(tensor: tf.Tensor, dim: int) -> bool | None:
@@ -149,51 +112,85 @@ def _holds_rows(tensor: tf.Tensor, dim: int) -> bool | None:
     Layers return rows in their first dim; a transposition moves them. But what an operation that is not followed here
     has made, and is then transposed, may have been time-major before.
     """
-    waiting, seen, found = [(tensor, dim)], set(), set[bool | None]()
+    waiting, seen = [(tensor, dim)], set()
+    found, assumed = set[bool | None](), set[bool | None]()  # assumed: of operations that are not followed
     while waiting:
         made, place = waiting.pop()
         if (made.ref(), place) in seen:
             continue
         seen.add((made.ref(), place))
-        if _marked.get(made.op.graph, {}).get(made.op.name):
-            found.add(place == 0)
-        elif same := _same_dims(made, place):
+        is_own = _differs(made.op)
+        if same := [] if is_own and not made.op.op_def.is_stateful else same_dims(made, place):
             waiting += same
-        elif _is_of_steps(made.op):
-            found.add(place == 1)
-        elif place == dim:
-            found.add(dim == 0)
+        elif is_own:
+            found.add(place == 0)
+        elif (is_of_steps := _is_of_steps(made.op)) is not False:
+            found.add(is_of_steps and place == 1)
+        elif place == dim or not _may_move_rows(made.op):
+            assumed.add(place == 0)
         else:
-            found.add(None if 0 in (place, dim) else False)
+            assumed.add(None if 0 in (place, dim) else False)
     # These dims have one size, as those of tensors that are added up: one answer is enough.
+    found = found or assumed
     return True in found or (False if False in found else None)
 
 
-def _same_dims(tensor: tf.Tensor, dim: int) -> list[tuple[tf.Tensor, int]]:
-    """The dims of other tensors of which this one is made, so that it has their size; empty if that is unknown."""
-    op = tensor.op
-    if op.type == "Transpose":
-        permutation = tf.get_static_value(op.inputs[1])
-        return [] if permutation is None else [(op.inputs[0], int(permutation[dim]))]
-    if op.type == "Reshape":
-        sizes = _dims_of_sizes(op.inputs[1])
-        return [size for size in sizes[dim : dim + 1] if size and len(sizes) == tensor.shape.rank]
-    if op.type in ("GatherV2", "ResourceGather"):
-        in_front = not op.get_attr("batch_dims") and (len(op.inputs) == 2 or tf.get_static_value(op.inputs[2]) == 0)
-        return [(op.inputs[1], dim)] if in_front and dim < (op.inputs[1].shape.rank or 0) else []
-    alike = [each for each in made_of(op) if op.type in _BY_ELEMENT and each.shape.rank == tensor.shape.rank]
-    wide = [each for each in alike if each.shape[dim] != 1]  # the others may be repeated along it
-    return [(each, dim) for each in wide or alike]
+def _differs(op: tf.Operation) -> bool:
+    """Whether the operation's results are marked as those that differ between workers."""
+    return _marked.get(op.graph, {}).get(op.name, False)
 
 
-def _is_of_steps(op: tf.Operation) -> bool:
-    """Whether the operation puts steps one after the other that each have rows in their first dim, as an RNN does."""
-    if op.type != "TensorListStack":
-        return op.type == "Pack" and op.get_attr("axis") == 0
-    loop, place = op.inputs[0].op, op.inputs[0].value_index
-    made = loop.inputs[place].op if loop.type in ("While", "StatelessWhile") else loop
-    if made.type != "TensorListReserve":
+def _is_of_steps(op: tf.Operation) -> bool | None:
+    """Whether the operation puts steps one after the other that each have rows in their first dim, as an RNN does; None
+    if nobody can tell, as each step may be one row, as in tf.map_fn."""
+    if op.type == "Pack" and op.get_attr("axis") == 0:
+        count = len(op.inputs)
+    elif op.type == "TensorListStack":
+        loop, place = op.inputs[0].op, op.inputs[0].value_index
+        made = loop.inputs[place].op if loop.type in ("While", "StatelessWhile") else loop
+        if made.type != "TensorListReserve":
+            return False
+        [dim] = dims_of_sizes(made.inputs[1]) or [None]
+        if dim:
+            holds_rows = _holds_rows(*dim)
+            is_of_rnn = dim[0].op.type == "Transpose"  # Keras' RNNs take their length from what they have transposed
+            return True if holds_rows is None and is_of_rnn else None if holds_rows is None else not holds_rows
+        count = int(tf.get_static_value(made.inputs[1]) or 0)
+    else:
         return False
-    [count] = _dims_of_sizes(made.inputs[1]) or [None]
-    # Otherwise each step may be one row, as in tf.map_fn.
-    return count[0].op.type == "Transpose" if count else (tf.get_static_value(made.inputs[1]) or 0) > 0
+    return None if count in _known_rows(op.graph) else count > 0
+
+
+def _known_rows(graph: tf.Graph | None) -> set[int | None]:
+    """The numbers of own rows that are known in the graph and those around it."""
+    known = set[int | None]()
+    while graph is not None:
+        own = [graph.get_operation_by_name(name) for name, differs in _marked.get(graph, {}).items() if differs]
+        tensors = [each for op in own if "Random" not in op.type for each in op.outputs]
+        known |= {each.shape[0] for each in tensors if each.shape.rank}
+        graph = getattr(graph, "outer_graph", None)
+    return known
+
+
+def _may_move_rows(op: tf.Operation) -> bool:
+    """Whether the operation, or one that made what it takes of own rows, may put rows into another dim than the
+    first."""
+    waiting, seen = [op], set[tf.Operation]()
+    while waiting:
+        each = waiting.pop()
+        if each in seen or _differs(each):
+            continue
+        seen.add(each)
+        if each.type == "Transpose":
+            permutation = tf.get_static_value(each.inputs[1])
+            moves = permutation is None or permutation[0] != 0
+        elif each.type == "Einsum":
+            taken, _, made = each.get_attr("equation").decode().partition("->")
+            moves = taken.strip()[:1] != made.strip()[:1]
+        else:
+            is_stack = each.type == "Pack" and each.get_attr("axis") == 0
+            moves = is_stack or each.type in _MAY_MOVE_ROWS or each.type.endswith("PartitionedCall")
+        if moves:
+            return True
+        waiting += [tensor.op for tensor in made_of(each)]
+    return False

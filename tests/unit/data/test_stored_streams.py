@@ -194,7 +194,7 @@ def test_a_store_that_goes_away_is_told(s3, tmp_path, through_proxy, monkeypatch
 
     def draw(method: str, path: str) -> str:
         asked[path] += method == "GET"
-        return "500" if path.endswith("/data/train-01") and asked[path] > 1 else ""
+        return "500" if method == "GET" and path.endswith("/data/train-01") and asked[path] > 1 else ""
 
     with through_proxy(draw):
         folder = stored(tmp_path / "cache")

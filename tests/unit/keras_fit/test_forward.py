@@ -318,8 +318,9 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
     def trace(x):
         x = worker_dependence.mark_worker_dependent(x[:2])
         five, one = tf.ensure_shape(x, [None, 5, 2]), tf.ensure_shape(x, [1, None, 2])
-        columns = tf.transpose(x, [1, 0, 2])
-        dense, unknown = of_each_step.layer(columns), tf.nn.softmax(columns)
+        two = worker_dependence.mark_worker_dependent(tf.ensure_shape(x, [2, None, 2]))
+        columns, turned = tf.transpose(x, [1, 0, 2]), tf.transpose(x, [0, 2, 1])
+        dense, unknown = of_each_step.layer(columns), tf.roll(columns, 1, 0)
         results = {  # with rows in their first dim, unless their name says something else
             "rnn": rnn(x),
             "rnn of unknown": rnn(conv(x)),
@@ -327,14 +328,22 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
             "unrolled rnn": unrolled(five),
             "rnn in columns": tf.transpose(rnn(x), [1, 0, 2]),
             "unrolled rnn in columns": tf.transpose(unrolled(five), [1, 0, 2]),
-            "stack": tf.stack([x[:, 0], x[:, 1]]),
+            "stack": tf.stack([x[:, 0], x[:, 1], x[:, 2]]),
             "TimeDistributed": of_each_step(five),
             "dense, time-major": dense,
             "dense, transposed back": tf.transpose(dense, [1, 0, 2]),
             "unknown, transposed back": tf.transpose(unknown, [1, 0, 2]),
             "one step": keras.ops.take(x, [0], axis=1),
             "one row": one + one,
+            "last of an rnn": tf.while_loop(lambda _: True, lambda a: [a + 1], [x], maximum_iterations=2)[0],
+            "dropped, time-major": tf.nn.dropout(columns, 0.5),
+            "convolved, in columns": tf.transpose(conv(x), [1, 0, 2]),
+            "einsum": tf.einsum("abc,cd->bad", x, tf.ones([2, 2])),
+            "a part, time-major": columns[:, :, :1],
+            "joined, time-major": tf.concat([columns, columns], 2),
             "map_fn": tf.map_fn(tf.nn.relu, x),
+            "map_fn of turned rows": tf.transpose(tf.map_fn(tf.nn.relu, turned), [0, 2, 1]),
+            "map_fn of known rows": tf.map_fn(tf.nn.relu, two),
             "map_fn, time-major": tf.transpose(tf.map_fn(tf.nn.relu, x), [1, 0, 2]),
         }
         sizes = {name: (tf.shape(result)[0], tf.shape(result)[1]) for name, result in results.items()}
@@ -356,10 +365,16 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
         "rnn in columns": [same, differs],
         "unrolled rnn in columns": [same, differs],
         "stack": [same, differs],
+        "dropped, time-major": [same, differs],
+        "convolved, in columns": [same, differs],
+        "einsum": [same, differs],
+        "a part, time-major": [same, differs],
+        "joined, time-major": [same, differs],
+        "map_fn of known rows": [untold, untold],
         "unknown, transposed back": [untold, untold],
         "map_fn, time-major": [untold, untold],
     }
-    assert len(found) == 19
+    assert len(found) == 27
 
 
 class Unique(keras.layers.Embedding):
@@ -448,7 +463,7 @@ def in_pairs(x):
         (None, keras.layers.SimpleRNN(2, return_sequences=True), None),
         (4, keras.layers.Conv1D(2, 5), None),
         (4, in_pairs, None),
-        (None, lambda x: tf.transpose(tf.nn.softmax(tf.transpose(x, [1, 0, 2])), [1, 0, 2]), "transposed"),
+        (None, lambda x: tf.transpose(tf.roll(tf.transpose(x, [1, 0, 2]), 1, 0), [1, 0, 2]), "transposed"),
     ],
 )
 def test_a_row_for_each_row_and_rows_for_each_step(distribute, rows, layer, refused):

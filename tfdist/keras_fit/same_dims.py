@@ -1,0 +1,114 @@
+"""Which dims of tensors in a graph have one size, as far as their operations tell: those of a result, and those of what
+it is made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+Dim = tuple[tf.Tensor, int]  # a tensor, and one of its dims
+
+_PLACE_OF_SIZES = {"Reshape": 1, "BroadcastTo": 1}  # type of operation -> its input that holds the sizes of its result
+_PLACE_OF_SIZES |= dict.fromkeys(("Fill", "RandomStandardNormal", "RandomUniform", "TruncatedNormal"), 0)
+_PLACE_OF_SIZES |= {f"Stateless{kind}V2": 0 for kind in ("RandomNormal", "RandomUniform", "TruncatedNormal")}
+_BY_ELEMENT = (
+    *("Identity", "Placeholder", "Cast", "StopGradient", "PreventGradient", "CheckNumerics", "ZerosLike", "OnesLike"),
+    *("SelectV2", "AddV2", "AddN", "BiasAdd", "Mul", "Sub", "Neg", "RealDiv", "DivNoNan", "FloorMod", "Pow", "Maximum"),
+    *("Minimum", "Abs", "Sign", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Square", "SquaredDifference", "Erf"),
+    *("Tanh", "Sigmoid", "Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Softplus", "Softsign", "Sin", "Cos", "Round"),
+    *("Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual", "LogicalAnd", "LogicalOr", "LogicalNot"),
+)
+_LIKE_THE_FIRST = ("Softmax", "LogSoftmax", "Cumsum", "ReverseV2")  # their result is as their first input
+_REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod", "Any", "All")
+
+
+def made_of(op: tf.Operation) -> list[tf.Tensor]:
+    """The tensors of which an operation makes its results, as far as graphs tell. What a branch takes from the graph
+    outside is a placeholder in it."""
+    if op.type != "Placeholder" or op.outputs[0].dtype == tf.resource:
+        return list(op.inputs)
+    captures = getattr(op.graph, "captures", ())
+    return [outside for outside, inside in captures if inside is op.outputs[0] and hasattr(outside, "graph")]
+
+
+def dims_asked(sizes: tf.Tensor) -> list[Dim]:
+    """The dims of a tensor of which these are the sizes, taken from its shape; empty if they are something else."""
+    op = sizes.op
+    if op.type not in ("StridedSlice", "GatherV2", "Unpack") or op.inputs[0].op.type != "Shape":
+        return []
+    if op.type == "Unpack":
+        return [(op.inputs[0].op.inputs[0], sizes.value_index)]
+    tensor, given = op.inputs[0].op.inputs[0], [tf.get_static_value(each) for each in op.inputs[1:]]
+    if tensor.shape.rank is None or any(each is None for each in given):
+        return []
+    places = given[0]
+    if op.type == "StridedSlice":
+        if places.shape != (1,):  # as with an ellipsis
+            return []
+        begin, end, step = (int(each[0]) for each in given)
+        part = slice(None if op.get_attr("begin_mask") else begin, None if op.get_attr("end_mask") else end, step)
+        places = begin if op.get_attr("shrink_axis_mask") else part
+    return [(tensor, int(dim)) for dim in np.arange(tensor.shape.rank)[places].ravel()]
+
+
+def dims_of_sizes(numbers: tf.Tensor) -> list[Dim | None]:
+    """For each of some numbers, the dim of which it is the size; None for other numbers."""
+    op = numbers.op
+    if op.type in ("Pack", "ConcatV2"):
+        parts = op.inputs if op.type == "Pack" else op.inputs[:-1]
+        return [dim for part in parts for dim in dims_of_sizes(part)]
+    return [*dims_asked(numbers)] or [None] * (numbers.shape.num_elements() or 0)
+
+
+def same_dims(tensor: tf.Tensor, dim: int) -> list[Dim]:
+    """The dims of other tensors of which this one is made, so that it has their size; empty if that is unknown."""
+    op, rank = tensor.op, tensor.shape.rank
+    if rank is None:
+        return []
+    if op.type == "Transpose":
+        permutation = tf.get_static_value(op.inputs[1])
+        return [] if permutation is None else [(op.inputs[0], int(permutation[dim]))]
+    if op.type in _PLACE_OF_SIZES:
+        sizes = dims_of_sizes(op.inputs[_PLACE_OF_SIZES[op.type]])
+        return [size for size in sizes[dim : dim + 1] if size and len(sizes) == rank]
+    if op.type in ("GatherV2", "ResourceGather"):
+        in_front = not op.get_attr("batch_dims") and (len(op.inputs) == 2 or tf.get_static_value(op.inputs[2]) == 0)
+        return [(op.inputs[1], dim)] if in_front and dim < (op.inputs[1].shape.rank or 0) else []
+    if op.type in ("While", "StatelessWhile"):  # what it carries keeps its shape
+        return [(op.inputs[tensor.value_index], dim)] if op.inputs[tensor.value_index].shape.rank == rank else []
+    if op.type in _REDUCTIONS or op.type == "ConcatV2":
+        axes = tf.get_static_value(op.inputs[-1])
+        if axes is None or dim in np.ravel(axes) % rank or (op.type in _REDUCTIONS and not op.get_attr("keep_dims")):
+            return []
+        return [(each, dim) for each in op.inputs[:-1]]
+    if op.type == "Einsum":
+        return _of_letters(op, dim)
+    if op.type == "StridedSlice":
+        return _of_slice(op, dim)
+    if op.type in _LIKE_THE_FIRST:
+        return [(op.inputs[0], dim)]
+    alike = [each for each in made_of(op) if op.type in _BY_ELEMENT and each.shape.rank == rank]
+    wide = [each for each in alike if each.shape[dim] != 1]  # the others may be repeated along it
+    return [(each, dim) for each in wide or alike]
+
+
+def _of_letters(op: tf.Operation, dim: int) -> list[Dim]:
+    """same_dims of an Einsum."""
+    equation = op.get_attr("equation").decode()
+    if "." in equation:
+        return []
+    taken, _, made = equation.replace(" ", "").partition("->")
+    found = [(each, letters.find(made[dim])) for each, letters in zip(op.inputs, taken.split(","), strict=True)]
+    return [(each, place) for each, place in found if place >= 0]
+
+
+def _of_slice(op: tf.Operation, dim: int) -> list[Dim]:
+    """same_dims of a slice: dims of which it takes all."""
+    masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")}
+    tensor, steps = op.inputs[0], tf.get_static_value(op.inputs[3])
+    if masks["new_axis"] or masks["ellipsis"] or tensor.shape.rank is None or steps is None:
+        return []
+    kept = [place for place in range(tensor.shape.rank) if not masks["shrink_axis"] >> place & 1]
+    place = kept[dim]
+    is_whole = place >= len(steps) or (masks["begin"] & masks["end"]) >> place & 1 and steps[place] == 1
+    return [(tensor, place)] if is_whole else []
