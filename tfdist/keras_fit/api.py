@@ -22,6 +22,7 @@ from tfdist.keras_fit import silent_lookups, unsaved_state
 from tfdist.keras_fit.arrays import shuffle_alike
 from tfdist.keras_fit.callbacks import arrange, backup_held, backup_of
 from tfdist.keras_fit.joining import agree_on, barrier, explained, has_peers, init, is_chief
+from tfdist.keras_fit.kept_tensors import kept_by_calls
 from tfdist.keras_fit.model import DistributedModel, build_optimizer, every_row_checked, rows_in_one_order
 from tfdist.keras_fit.refusals import refuse_lists, refuse_no_rows, refuse_unsupported
 from tfdist.keras_fit.signatures import checked_arguments
@@ -276,7 +277,7 @@ def _compare(runtime: Runtime, model: keras.Model, settings: dict[str, Any]) -> 
     if optimizer is not None and model.built:
         decaying = keras_optimizers.weights_that_decay(optimizer, model.trainable_variables)
         settings = settings | {"which weights decay": decaying}
-    same_model.must_be_same_model(runtime, same_model.facts_of(model, own_parts, settings))
+    same_model.must_be_same_model(runtime, same_model.facts_of(model, own_parts, settings, kept_by_calls))
     _compared.add(model)
 
 

@@ -9,7 +9,8 @@ used; during the next pass the tensor is back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,6 +27,12 @@ OF_ONE_WORKER = (
     "may hold the rows of one worker only: return it from the call, add what you need of it with add_loss, or train in"
     " one process"
 )
+_kept: weakref.WeakKeyDictionary[keras.Layer, set[str]] = weakref.WeakKeyDictionary()  # layer -> names of attributes
+
+
+def kept_by_calls(layer: keras.Layer) -> Collection[str]:
+    """The attributes in which the layer has kept something of forward passes over own rows."""
+    return _kept.get(layer, ())
 
 
 class OfOwnRows:
@@ -101,6 +108,7 @@ class KeptTensors:
                 is_count = counts and type(value) is int and value == count and not _is_number(earlier.get(name), value)
                 if is_count or any(id(one) not in known and _may_hold_rows(one) for one in _values_in(value)):
                     layer.__dict__[name] = OfOwnRows(value, layer.name, name)
+                    _kept.setdefault(layer, set()).add(name)
 
 
 def _is_number(value: Any, number: int) -> bool:

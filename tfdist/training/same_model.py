@@ -13,7 +13,7 @@ import json
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -79,16 +79,22 @@ def _first_difference(first: Facts, other: Facts) -> str | None:
     return None if len(first) == len(other) else "how many files of the user's own there are"
 
 
-def facts_of(model: keras.Model, own: Iterable[Any] = (), settings: Mapping[str, Any] | None = None) -> Facts:
+def facts_of(
+    model: keras.Model,
+    own: Iterable[Any] = (),
+    settings: Mapping[str, Any] | None = None,
+    of_batches: Callable[[keras.Layer], Collection[str]] = lambda _: (),
+) -> Facts:
     """Returns the facts to compare. own: the user's functions and objects beside the model's layers. settings:
-    configurations, under the names by which the user knows them."""
+    configurations, under the names by which the user knows them. of_batches: a layer's attributes that hold something
+    of the batches that it has seen, and are not compared."""
     layers, own = keras_layers.all_layers(model), list(own)
     everywhere = [keras.config.floatx(), keras.config.epsilon(), keras.config.image_data_format()]
     found = [_fact("keras.config", everywhere), _fact("how many layers there are", len(layers))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Keras warns that lambdas cannot be written to a file
         for number, layer in enumerate(layers):
-            found += _facts_of_layer(f"layer {number}, {layer.name}", layer)
+            found += _facts_of_layer(f"layer {number}, {layer.name}", layer, {*_NO_FACTS, *of_batches(layer)})
     for name, value in (settings or {}).items():
         found += _by_key(name, value)
     for each in own:
@@ -97,10 +103,10 @@ def facts_of(model: keras.Model, own: Iterable[Any] = (), settings: Mapping[str,
     return found + [Fact(name, zlib.crc32(text.encode())) for name, text in texts]
 
 
-def _facts_of_layer(name: str, layer: keras.Layer) -> Facts:
+def _facts_of_layer(name: str, layer: keras.Layer, left_out: Collection[str]) -> Facts:
     config = {} if isinstance(layer, keras.Model) else _config(layer)
     policy = layer.dtype_policy.name if layer.dtype_policy is not None else ""
-    held = {key: value for key, value in own_value(layer).items() if key not in _NO_FACTS}
+    held = {key: value for key, value in own_value(layer).items() if key not in left_out}
     kinds = [_fact(name, type(layer).__name__), _fact(f"{name}: its dtype policy", policy)]
     return [*kinds, *_by_key(name, config), *_by_key(name, held)]
 

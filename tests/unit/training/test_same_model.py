@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.kept_tensors import KeptTensors, kept_by_calls
 from tfdist.training.same_model import facts_of, must_be_same_model
 
 
@@ -263,3 +264,22 @@ def test_what_may_differ():
     generated = {"__name__": "of no module"}
     exec("import keras\nclass Own(keras.layers.Layer):\n    def call(self, x):\n        return x", generated)
     assert facts_of(model(more=[generated["Own"]()]))
+
+
+def test_what_a_layer_keeps_of_its_batches_is_no_difference():
+    """As in a second fit with run_eagerly=True, where workers have had unlike rows."""
+
+    class Keeping(keras.layers.Layer):
+        def call(self, x):
+            self.kept = {"parts": [x]}
+            return x
+
+    built = keras.Sequential([keras.Input((2,)), Keeping()])
+    found = []
+    for rows in (2, 3):
+        kept = KeptTensors(built)
+        with kept.hidden_afterwards():
+            built(np.ones((rows, 2), "float32"))
+        kept.show()
+        found.append([facts_of(built, of_batches=each) for each in (kept_by_calls, lambda _: ())])
+    assert found[0][0] == found[1][0] and found[0][1] != found[1][1]
