@@ -19,7 +19,12 @@ _BY_ELEMENT = (
     *("Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual", "LogicalAnd", "LogicalOr", "LogicalNot"),
 )
 _LIKE_THE_FIRST = ("Softmax", "LogSoftmax", "Cumsum", "ReverseV2")  # their result is as their first input
-_REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod", "Any", "All")
+# Their rows are in the first dim of what they take and return.
+_OF_BATCHES = (
+    *("Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "MaxPool3D", "AvgPool", "AvgPool3D", "FusedBatchNormV3"),
+    *("Pad", "PadV2", "MirrorPad", "ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic"),
+)
+_REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod", "Any", "All", "ArgMax", "ArgMin")
 
 
 def made_of(op: tf.Operation) -> list[tf.Tensor]:
@@ -67,7 +72,7 @@ def same_dims(tensor: tf.Tensor, dim: int) -> list[Dim]:
         return []
     if op.type == "Transpose":
         permutation = tf.get_static_value(op.inputs[1])
-        return [] if permutation is None else [(op.inputs[0], int(permutation[dim]))]
+        return [] if permutation is None else [(op.inputs[0], int(permutation[dim]) % rank)]
     if op.type in _PLACE_OF_SIZES:
         sizes = dims_of_sizes(op.inputs[_PLACE_OF_SIZES[op.type]])
         return [size for size in sizes[dim : dim + 1] if size and len(sizes) == rank]
@@ -76,20 +81,66 @@ def same_dims(tensor: tf.Tensor, dim: int) -> list[Dim]:
         return [(op.inputs[1], dim)] if in_front and dim < (op.inputs[1].shape.rank or 0) else []
     if op.type in ("While", "StatelessWhile"):  # what it carries keeps its shape
         return [(op.inputs[tensor.value_index], dim)] if op.inputs[tensor.value_index].shape.rank == rank else []
-    if op.type in _REDUCTIONS or op.type == "ConcatV2":
-        axes = tf.get_static_value(op.inputs[-1])
-        if axes is None or dim in np.ravel(axes) % rank or (op.type in _REDUCTIONS and not op.get_attr("keep_dims")):
-            return []
-        return [(each, dim) for each in op.inputs[:-1]]
+    if op.type == "ConcatV2":
+        axis = tf.get_static_value(op.inputs[-1])
+        return [] if axis is None or dim == axis % rank else [(each, dim) for each in op.inputs[:-1]]
+    if op.type in _REDUCTIONS:
+        return _of_reduction(op, dim)
     if op.type == "Einsum":
         return _of_letters(op, dim)
+    if op.type in ("BatchMatMulV2", "MatMul"):
+        return _of_product(op, dim, rank)
     if op.type == "StridedSlice":
         return _of_slice(op, dim)
-    if op.type in _LIKE_THE_FIRST:
+    if op.type == "Squeeze" and (gone := op.get_attr("squeeze_dims")):
+        kept = [place for place in range(rank + len(gone)) if place not in {axis % (rank + len(gone)) for axis in gone}]
+        return [(op.inputs[0], kept[dim])]
+    if op.type in ("ExpandDims", "Split", "SplitV"):
+        return _beside_an_axis(op, dim, rank)
+    if op.type in _LIKE_THE_FIRST or (op.type in _OF_BATCHES and dim == 0):
         return [(op.inputs[0], dim)]
-    alike = [each for each in made_of(op) if op.type in _BY_ELEMENT and each.shape.rank == rank]
-    wide = [each for each in alike if each.shape[dim] != 1]  # the others may be repeated along it
-    return [(each, dim) for each in wide or alike]
+    if op.type.startswith("CudnnRNN") and (dim == 1 or (dim == 0 and tensor.value_index == 0)):
+        return [(op.inputs[0], dim)]  # [steps, rows, ..]; its states are [layers, rows, ..]
+    if op.type not in _BY_ELEMENT or any(each.shape.rank is None for each in made_of(op)):
+        return []
+    alike = [(each, dim - rank + each.shape.rank) for each in made_of(op) if dim >= rank - each.shape.rank]
+    wide = [(each, place) for each, place in alike if each.shape[place] != 1]  # the others may be repeated along it
+    return wide or alike
+
+
+def _of_reduction(op: tf.Operation, dim: int) -> list[Dim]:
+    """same_dims of a sum, mean and the like."""
+    tensor, axes = op.inputs[0], tf.get_static_value(op.inputs[1])
+    if axes is None or tensor.shape.rank is None:
+        return []
+    gone = {int(axis) % tensor.shape.rank for axis in np.ravel(axes)}
+    if not op.type.startswith("Arg") and op.get_attr("keep_dims"):
+        return [] if dim in gone else [(tensor, dim)]
+    return [(tensor, [place for place in range(tensor.shape.rank) if place not in gone][dim])]
+
+
+def _of_product(op: tf.Operation, dim: int, rank: int) -> list[Dim]:
+    """same_dims of a product of matrices."""
+    one, other = op.inputs
+    names = ("adj_x", "adj_y") if op.type == "BatchMatMulV2" else ("transpose_a", "transpose_b")
+    turned = [op.get_attr(name) for name in names]
+    if one.shape.rank is None or other.shape.rank is None:
+        return []
+    if dim == rank - 2:
+        return [(one, one.shape.rank - (1 if turned[0] else 2))]
+    if dim == rank - 1:
+        return [(other, other.shape.rank - (2 if turned[1] else 1))]
+    places = [(each, dim - rank + each.shape.rank) for each in (one, other) if dim >= rank - each.shape.rank]
+    return [(each, place) for each, place in places if each.shape[place] != 1] or places
+
+
+def _beside_an_axis(op: tf.Operation, dim: int, rank: int) -> list[Dim]:
+    """same_dims of an operation that adds one axis, or cuts along one."""
+    given = {"ExpandDims": (0, 1), "Split": (1, 0), "SplitV": (0, 2)}[op.type]  # places of the tensor, and of the axis
+    tensor, axis = op.inputs[given[0]], tf.get_static_value(op.inputs[given[1]])
+    if axis is None or dim == (axis := int(np.ravel(axis)[0]) % rank):
+        return []
+    return [(tensor, dim - 1 if op.type == "ExpandDims" and dim > axis else dim)]
 
 
 def _of_letters(op: tf.Operation, dim: int) -> list[Dim]:
@@ -104,11 +155,23 @@ def _of_letters(op: tf.Operation, dim: int) -> list[Dim]:
 
 def _of_slice(op: tf.Operation, dim: int) -> list[Dim]:
     """same_dims of a slice: dims of which it takes all."""
-    masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")}
     tensor, steps = op.inputs[0], tf.get_static_value(op.inputs[3])
-    if masks["new_axis"] or masks["ellipsis"] or tensor.shape.rank is None or steps is None:
+    begin, end, ellipsis, new, gone = (
+        [op.get_attr(f"{name}_mask") >> bit & 1 for bit in range(32)]
+        for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    )
+    if tensor.shape.rank is None or steps is None:
         return []
-    kept = [place for place in range(tensor.shape.rank) if not masks["shrink_axis"] >> place & 1]
-    place = kept[dim]
-    is_whole = place >= len(steps) or (masks["begin"] & masks["end"]) >> place & 1 and steps[place] == 1
-    return [(tensor, place)] if is_whole else []
+    count, taken = len(steps), 0
+    made: list[tuple[int | None, bool]] = []  # of each dim of the result: the one taken, and whether all of it is
+    others = tensor.shape.rank - sum(not ellipsis[bit] and not new[bit] for bit in range(count))
+    for bit in range(count):
+        if ellipsis[bit] or new[bit]:
+            made += [(taken + more, True) for more in range(others)] if ellipsis[bit] else [(None, False)]
+            taken += others if ellipsis[bit] else 0
+        else:
+            made += [] if gone[bit] else [(taken, bool(begin[bit] and end[bit] and steps[bit] == 1))]
+            taken += 1
+    made += [(place, True) for place in range(taken, tensor.shape.rank)]
+    place, is_whole = made[dim]
+    return [(tensor, place)] if is_whole and place is not None else []

@@ -16,8 +16,8 @@ from tfdist.keras_fit.same_dims import dims_asked, dims_of_sizes, made_of, same_
 
 # Of variables: the same on all workers.
 _READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+_NO_STACK = -1
 _OF_ZEROS = ("ZerosLike", "Fill", "Cast", "Sum")
-_MAY_MOVE_ROWS = ("TensorListStack", "While", "StatelessWhile", "If", "StatelessIf")
 # graph -> names of operations -> whether their results differ between workers
 _marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
 
@@ -106,33 +106,51 @@ def _is_length_of_a_row(tensor: tf.Tensor, if_untold: bool) -> bool:
     return bool(held) and True not in held and not (None in held and if_untold)
 
 
-def _holds_rows(tensor: tf.Tensor, dim: int) -> bool | None:
+def _holds_rows(tensor: tf.Tensor, dim: int, told: dict | None = None) -> bool | None:
     """Whether a dim of a tensor that is made of own rows holds rows; None if nobody can tell.
 
     Layers return rows in their first dim; a transposition moves them. But what an operation that is not followed here
-    has made, and is then transposed, may have been time-major before.
+    has made, and is then transposed, may have been time-major before. told: the answers of questions before this one.
     """
+    told = {} if told is None else told
+    key = tensor.ref(), dim
+    if key not in told:
+        told[key] = None  # of a loop of questions
+        found, assumed = _answers(tensor, dim, told)
+        found = found or assumed
+        # These dims have one size, as those of tensors that are added up: one answer is enough.
+        told[key] = True in found or (False if False in found else None)
+    return told[key]
+
+
+def _answers(tensor: tf.Tensor, dim: int, told: dict) -> tuple[set[bool | None], set[bool | None]]:
+    """What the operations say of which the tensor is made: those that are followed, and others, of which only an
+    assumption is left."""
     waiting, seen = [(tensor, dim)], set()
-    found, assumed = set[bool | None](), set[bool | None]()  # assumed: of operations that are not followed
+    found, assumed = set[bool | None](), set[bool | None]()
     while waiting:
         made, place = waiting.pop()
         if (made.ref(), place) in seen:
             continue
         seen.add((made.ref(), place))
-        is_own = _differs(made.op)
-        if same := [] if is_own and not made.op.op_def.is_stateful else same_dims(made, place):
+        op = made.op
+        # A stateful operation is marked whatever it makes; rows come from the iterator of a dataset, too.
+        is_own = _differs(op) and (not op.op_def.is_stateful or op.type == "IteratorGetNext")
+        if same := [] if is_own else same_dims(made, place):
             waiting += same
         elif is_own:
             found.add(place == 0)
-        elif (is_of_steps := _is_of_steps(made.op)) is not False:
-            found.add(is_of_steps and place == 1)
-        elif place == dim or not _may_move_rows(made.op):
+        elif op.type in ("Const", *_READS):
+            assumed.add(False)
+        elif (rows := _rows_of_stack(op, told)) != _NO_STACK:
+            found.add(None if rows is None else place == rows)
+        elif place == dim:
             assumed.add(place == 0)
+        elif place and same_dims(made, 0) and _holds_rows(made, 0, told):
+            found.add(False)  # as a convolution of batches: the rows are in its first dim
         else:
-            assumed.add(None if 0 in (place, dim) else False)
-    # These dims have one size, as those of tensors that are added up: one answer is enough.
-    found = found or assumed
-    return True in found or (False if False in found else None)
+            assumed.add(None)
+    return found, assumed
 
 
 def _differs(op: tf.Operation) -> bool:
@@ -140,25 +158,25 @@ def _differs(op: tf.Operation) -> bool:
     return _marked.get(op.graph, {}).get(op.name, False)
 
 
-def _is_of_steps(op: tf.Operation) -> bool | None:
-    """Whether the operation puts steps one after the other that each have rows in their first dim, as an RNN does; None
-    if nobody can tell, as each step may be one row, as in tf.map_fn."""
-    if op.type == "Pack" and op.get_attr("axis") == 0:
+def _rows_of_stack(op: tf.Operation, told: dict) -> int | None:
+    """The dim that holds rows if the operation puts tensors one after another: 1 for steps that each have all rows (as
+    in an RNN), 0 for rows, as in tf.map_fn; None if nobody can tell; _NO_STACK if it does something else."""
+    if op.type == "Pack" and op.get_attr("axis") in (0, -1 - (op.inputs[0].shape.rank or 0)):
         count = len(op.inputs)
     elif op.type == "TensorListStack":
         loop, place = op.inputs[0].op, op.inputs[0].value_index
         made = loop.inputs[place].op if loop.type in ("While", "StatelessWhile") else loop
         if made.type != "TensorListReserve":
-            return False
+            return _NO_STACK
         [dim] = dims_of_sizes(made.inputs[1]) or [None]
         if dim:
-            holds_rows = _holds_rows(*dim)
+            holds_rows = _holds_rows(*dim, told)
             is_of_rnn = dim[0].op.type == "Transpose"  # Keras' RNNs take their length from what they have transposed
-            return True if holds_rows is None and is_of_rnn else None if holds_rows is None else not holds_rows
+            return 0 if holds_rows else None if holds_rows is None and not is_of_rnn else 1
         count = int(tf.get_static_value(made.inputs[1]) or 0)
     else:
-        return False
-    return None if count in _known_rows(op.graph) else count > 0
+        return _NO_STACK
+    return None if count in _known_rows(op.graph) else 1 if count else _NO_STACK
 
 
 def _known_rows(graph: tf.Graph | None) -> set[int | None]:
@@ -166,31 +184,8 @@ def _known_rows(graph: tf.Graph | None) -> set[int | None]:
     known = set[int | None]()
     while graph is not None:
         own = [graph.get_operation_by_name(name) for name, differs in _marked.get(graph, {}).items() if differs]
-        tensors = [each for op in own if "Random" not in op.type for each in op.outputs]
-        known |= {each.shape[0] for each in tensors if each.shape.rank}
+        # Others are marked as they draw, or are seeds.
+        own = [op for op in own if op.type == "IteratorGetNext" or not (op.op_def.is_stateful or op.type == "Pack")]
+        known |= {each.shape[0] for op in own for each in op.outputs if each.shape.rank}
         graph = getattr(graph, "outer_graph", None)
     return known
-
-
-def _may_move_rows(op: tf.Operation) -> bool:
-    """Whether the operation, or one that made what it takes of own rows, may put rows into another dim than the
-    first."""
-    waiting, seen = [op], set[tf.Operation]()
-    while waiting:
-        each = waiting.pop()
-        if each in seen or _differs(each):
-            continue
-        seen.add(each)
-        if each.type == "Transpose":
-            permutation = tf.get_static_value(each.inputs[1])
-            moves = permutation is None or permutation[0] != 0
-        elif each.type == "Einsum":
-            taken, _, made = each.get_attr("equation").decode().partition("->")
-            moves = taken.strip()[:1] != made.strip()[:1]
-        else:
-            is_stack = each.type == "Pack" and each.get_attr("axis") == 0
-            moves = is_stack or each.type in _MAY_MOVE_ROWS or each.type.endswith("PartitionedCall")
-        if moves:
-            return True
-        waiting += [tensor.op for tensor in made_of(each)]
-    return False

@@ -321,6 +321,9 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
         two = worker_dependence.mark_worker_dependent(tf.ensure_shape(x, [2, None, 2]))
         columns, turned = tf.transpose(x, [1, 0, 2]), tf.transpose(x, [0, 2, 1])
         dense, unknown = of_each_step.layer(columns), tf.roll(columns, 1, 0)
+        deep = x
+        for _ in range(20):  # each asks what is before it twice
+            deep = deep + tf.map_fn(tf.nn.relu, deep)
         results = {  # with rows in their first dim, unless their name says something else
             "rnn": rnn(x),
             "rnn of unknown": rnn(conv(x)),
@@ -338,10 +341,17 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
             "last of an rnn": tf.while_loop(lambda _: True, lambda a: [a + 1], [x], maximum_iterations=2)[0],
             "dropped, time-major": tf.nn.dropout(columns, 0.5),
             "convolved, in columns": tf.transpose(conv(x), [1, 0, 2]),
+            "dense, convolved, in columns": tf.transpose(conv(of_each_step.layer(x)), [1, 0, 2]),
+            "rnn, convolved, in columns": tf.transpose(conv(rnn(x)), [1, 0, 2]),
+            "cut in two, in columns": tf.transpose(tf.split(x, 2, 2)[0], [1, 0, 2]),
+            "of a scale for each": tf.transpose(tf.ones([3, 1, 1]) * x[:, 0], [1, 0, 2]),
             "einsum": tf.einsum("abc,cd->bad", x, tf.ones([2, 2])),
             "a part, time-major": columns[:, :, :1],
+            "a channel, in columns": tf.transpose(x[..., 0]),
+            "argmax, in columns": tf.transpose(tf.argmax(x, -1)),
             "joined, time-major": tf.concat([columns, columns], 2),
-            "map_fn": tf.map_fn(tf.nn.relu, x),
+            "of each of several": tf.transpose(tf.matmul(x[:, 0][None], tf.ones([3, 2, 2])), [1, 0, 2]),
+            "map_fn": deep,
             "map_fn of turned rows": tf.transpose(tf.map_fn(tf.nn.relu, turned), [0, 2, 1]),
             "map_fn of known rows": tf.map_fn(tf.nn.relu, two),
             "map_fn, time-major": tf.transpose(tf.map_fn(tf.nn.relu, x), [1, 0, 2]),
@@ -367,14 +377,19 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
         "stack": [same, differs],
         "dropped, time-major": [same, differs],
         "convolved, in columns": [same, differs],
+        "dense, convolved, in columns": [same, differs],
+        "rnn, convolved, in columns": [same, differs],
+        "cut in two, in columns": [same, differs],
         "einsum": [same, differs],
         "a part, time-major": [same, differs],
+        "a channel, in columns": [same, differs],
+        "argmax, in columns": [same, differs],
         "joined, time-major": [same, differs],
         "map_fn of known rows": [untold, untold],
         "unknown, transposed back": [untold, untold],
-        "map_fn, time-major": [untold, untold],
+        "map_fn, time-major": [same, differs],
     }
-    assert len(found) == 27
+    assert len(found) == 34
 
 
 class Unique(keras.layers.Embedding):
