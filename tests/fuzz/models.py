@@ -89,8 +89,7 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "running_mean": ("rows", 'x = own.RunningMean(name="{name}")(x)'),
     "keeps": ("rows", 'x = own.Keeps(name="{name}")(x)'),  # instead of running_mean
     "dropout": ("rows grid steps", 'x = layers.Dropout(0.3, name="{name}")(x)'),
-    "positions": ("steps", 'x = own.Positions({length}, {width}, name="{name}")(x)'),
-    "row_tokens": ("steps", 'x = own.RowTokens({length}, {width}, name="{name}")(x)'),  # instead of positions, in fit
+    "positions": ("steps", 'x = own.{positions}({length}, {width}, name="{name}")(x)'),
     "spectral": (
         "rows",
         'x = layers.SpectralNormalization(layers.Dense({width}, name="{name}_inner"), name="{name}")(x)',
@@ -239,6 +238,7 @@ def source(model: Mapping[str, Any], double: bool = False) -> str:
         "width": CHANNELS if shape == "grid" else WIDTH,
         "axis": 1 if model.get("places_normed") else -1,  # along which a mask runs
         "length": LENGTH,
+        "positions": "RowTokens" if model.get("by_sizes") else "Positions",
         "side": SIDE,
         "channels": CHANNELS,
         "vocabulary": VOCABULARY,

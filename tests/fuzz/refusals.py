@@ -83,7 +83,7 @@ def demanded(case: Mapping[str, Any]) -> Refusal | None:
             return MIXED_ROWS
         if case["model"].get("class") == fit_space.KEPT:
             return KEPT
-        if {"positions", "row_tokens"} & set(blocks) and case["compile"].get("run_eagerly"):
+        if "positions" in blocks and case["compile"].get("run_eagerly"):
             return EAGER_POSITIONS
         # A difference in the first batch does no harm: all workers then take the chief's batches.
         return OTHER_BATCHES if "differs_at" in data else None

@@ -66,7 +66,7 @@ INSTEAD = {  # block -> another block, which is sometimes drawn in its place
     "floored_loss": "hidden_loss",
 }
 OTHER_MASKS = models.MASKS[1:]  # sometimes drawn in place of the first mask
-UNDRAWN = ("block", "row_tokens", *INSTEAD.values())  # not drawn directly
+UNDRAWN = ("block", *INSTEAD.values())  # not drawn directly
 MESH_ONLY = (*checks.MESH_ONLY, "pipe_schedule", "workers_per_host")
 MASKED, HARDEST = "tests.fuzz.objectives:masked", "tests.fuzz.objectives:hardest"
 AGAIN = 5  # sets of other data for a case's graph
@@ -146,8 +146,8 @@ def draw(seed: int, number: int, runtimes: Sequence[str], again: int = AGAIN) ->
     if case["kind"] == "fit":
         chance = random.Random(f"{seed}/{number}/keeps in fit")
         _some_instead(case["model"]["blocks"], "long_counter", "keeps", chance)
-        chance = random.Random(f"{seed}/{number}/row_tokens")
-        _some_instead(case["model"]["blocks"], "positions", "row_tokens", chance)
+        if "positions" in flat_blocks(case) and random.Random(f"{seed}/{number}/by sizes").random() < 0.5:
+            case["model"]["by_sizes"] = True
         chance = random.Random(f"{seed}/{number}/ledger")
         if random.Random(f"{seed}/{number}/counting rate").random() < 0.15 and fit_space.may_count_rates(case):
             case["compile"]["counting_rate"] = True
