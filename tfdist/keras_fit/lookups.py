@@ -24,9 +24,9 @@ import tensorflow as tf
 
 from tfdist.compat.tensorflow_graphs import kinds_of_operations
 from tfdist.control.exit_codes import ConfigError
+from tfdist.keras_fit.same_dims import made_of
 from tfdist.keras_fit.worker_dependence import (
     is_worker_dependent,
-    made_of,
     mark_worker_dependent,
     stateful_operations_marked,
 )

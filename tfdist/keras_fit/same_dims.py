@@ -3,6 +3,8 @@ it is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import tensorflow as tf
 
@@ -103,9 +105,13 @@ def same_dims(tensor: tf.Tensor, dim: int) -> list[Dim]:
         return [(op.inputs[0], dim)]  # [steps, rows, ..]; its states are [layers, rows, ..]
     if op.type not in _BY_ELEMENT or any(each.shape.rank is None for each in made_of(op)):
         return []
-    alike = [(each, dim - rank + each.shape.rank) for each in made_of(op) if dim >= rank - each.shape.rank]
-    wide = [(each, place) for each, place in alike if each.shape[place] != 1]  # the others may be repeated along it
-    return wide or alike
+    return _of_the_widest(made_of(op), dim, rank)
+
+
+def _of_the_widest(tensors: Iterable[tf.Tensor], dim: int, rank: int) -> list[Dim]:
+    """The dims of operands that make a dim of a result of this rank: tensors are repeated along dims of size 1."""
+    alike = [(each, dim - rank + each.shape.rank) for each in tensors if dim >= rank - each.shape.rank]
+    return [(each, place) for each, place in alike if each.shape[place] != 1] or alike
 
 
 def _of_reduction(op: tf.Operation, dim: int) -> list[Dim]:
@@ -130,8 +136,7 @@ def _of_product(op: tf.Operation, dim: int, rank: int) -> list[Dim]:
         return [(one, one.shape.rank - (1 if turned[0] else 2))]
     if dim == rank - 1:
         return [(other, other.shape.rank - (2 if turned[1] else 1))]
-    places = [(each, dim - rank + each.shape.rank) for each in (one, other) if dim >= rank - each.shape.rank]
-    return [(each, place) for each, place in places if each.shape[place] != 1] or places
+    return _of_the_widest((one, other), dim, rank)
 
 
 def _beside_an_axis(op: tf.Operation, dim: int, rank: int) -> list[Dim]:

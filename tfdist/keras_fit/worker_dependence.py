@@ -62,7 +62,7 @@ def is_worker_dependent(tensor: tf.Tensor, if_untold: bool = True) -> bool:
         if tensor.ref() in seen or _is_length_of_a_row(tensor, if_untold) or _are_zeros_alike(tensor):
             continue
         seen.add(tensor.ref())
-        differs = _marked.get(op.graph, {}).get(op.name)
+        differs = _differs(op)
         if differs:
             return True
         if differs is None:
@@ -153,9 +153,9 @@ def _answers(tensor: tf.Tensor, dim: int, told: dict) -> tuple[set[bool | None],
     return found, assumed
 
 
-def _differs(op: tf.Operation) -> bool:
-    """Whether the operation's results are marked as those that differ between workers."""
-    return _marked.get(op.graph, {}).get(op.name, False)
+def _differs(op: tf.Operation) -> bool | None:
+    """Whether the operation's results are marked as those that differ between workers; None if they are not marked."""
+    return _marked.get(op.graph, {}).get(op.name)
 
 
 def _rows_of_stack(op: tf.Operation, told: dict) -> int | None:
