@@ -82,7 +82,11 @@ def _check_workers(options: argparse.Namespace, config: Config) -> None:
             f"--strategy={strategy}: a job of kind {options.kind} has no parameter servers. Leave the strategy out, or"
             " start `python -m tfdist.launch --ps=1 -- ...` on one machine."
         )
-    Mesh.parse(config.parallel.mesh, options.nodes * options.per_node if options.kind == "slurm" else options.workers)
+    Mesh.parse(config.parallel.mesh, _worker_count(options))
+
+
+def _worker_count(options: argparse.Namespace) -> int:
+    return options.nodes * options.per_node if options.kind == "slurm" else options.workers
 
 
 def slurm(options: argparse.Namespace, config: Config | None, arguments: list[str]) -> str:
@@ -104,7 +108,7 @@ def slurm(options: argparse.Namespace, config: Config | None, arguments: list[st
         "slurm",
         {
             **vars(options),
-            "workers": options.nodes * options.per_node,
+            "workers": _worker_count(options),
             "gpus_per_node": options.gpus * options.per_node,
             "output": options.log or f"{options.name}-%j.log",
             "command": command,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from tfdist.config.mesh_degrees import cuts_of_weights
 from tfdist.config.options import SMALLEST_FLOAT32, parse_args, parse_profile_steps
 from tfdist.config.strategies import strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
@@ -117,11 +118,8 @@ def _check_parallel(config: Config) -> None:
 
 def what_divides_weights(config: Config) -> str:
     """The part of --mesh, or --zero=3, by which workers hold parts of the weights only; "" if they hold all."""
-    for part in config.parallel.mesh.split(","):
-        axis, _, degree = map(str.strip, part.partition("="))
-        if axis in ("model", "expert", "pipe") and degree != "1":
-            return f"--mesh={axis}={degree}"
-    return "--zero=3" if config.parallel.zero == 3 else ""
+    cuts = cuts_of_weights(config.parallel.mesh)
+    return f"--mesh={cuts[0]}" if cuts else "--zero=3" if config.parallel.zero == 3 else ""
 
 
 def carried_in_float16(config: Config) -> str:

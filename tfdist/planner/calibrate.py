@@ -14,7 +14,6 @@ separate keep their assumed values.
 from __future__ import annotations
 
 import dataclasses
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 from tfdist import flags
 from tfdist.config import Config
+from tfdist.config.mesh_degrees import cuts_of_weights
 from tfdist.config.strategies import is_own, strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
 from tfdist.planner.hardware import Hardware
@@ -76,7 +76,7 @@ def _check_data_parallel(folder: str, config: Config) -> None:
     name, parallel = config.strategy.strategy, config.parallel
     found = (
         f"--strategy={name}" if not is_own(name) and strategy_or_undecided(name).parameter_servers else "",
-        f"--mesh={parallel.mesh}" if re.search(r"(pipe|model|expert)=(?!1\b)", parallel.mesh) else "",
+        f"--mesh={parallel.mesh}" if cuts_of_weights(parallel.mesh) else "",
         f"--zero={parallel.zero}" if parallel.zero else "",
         f"--recompute={parallel.recompute}" if parallel.recompute != "none" else "",
         f"--compression={parallel.compression}" if parallel.compression != "none" else "",

@@ -17,9 +17,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tfdist.config.mesh_degrees import AXES, degrees_of
 from tfdist.control.exit_codes import ConfigError
 
-AXES = ("pipe", "data", "expert", "model")
 REPLICA_AXES = ("data", "expert")  # along these, workers read different samples
 
 
@@ -40,7 +40,7 @@ class Mesh:
 
         Raises: ConfigError if the text is malformed or does not multiply to `size`; the message says what would fit.
         """
-        degrees = _read(text)
+        degrees = degrees_of(text)
         others = math.prod(degree for axis, degree in degrees.items() if axis != "data")
         if "data" not in degrees and size % others == 0:
             degrees["data"] = size // others
@@ -118,25 +118,6 @@ def fits(text: str, size: int) -> bool:
         return bool(Mesh.parse(text, size))
     except ConfigError:
         return False
-
-
-def _read(text: str) -> dict[str, int]:
-    degrees: dict[str, int] = {}
-    for piece in (piece.strip() for piece in text.split(",")) if text.strip() else ():
-        axis, equals, degree = (part.strip() for part in piece.partition("="))
-        if not equals or axis not in AXES:
-            raise ConfigError(
-                f"--mesh={text}: {piece!r} is not axis=degree; the axes are {', '.join(AXES)}, for example"
-                " data=2,model=2."
-            )
-        if axis in degrees:
-            raise ConfigError(f"--mesh={text} gives {axis} twice: drop one of them.")
-        if not degree.isdecimal() or int(degree) < 1:
-            raise ConfigError(
-                f"--mesh={text}: the degree of {axis} is {degree!r}; it must be a whole number, at least 1."
-            )
-        degrees[axis] = int(degree)
-    return degrees
 
 
 def _fitting(degrees: Mapping[str, int], others: int, wanted: int, size: int) -> str:

@@ -17,12 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config import Config
+from tfdist.config.mesh_degrees import AXES
 from tfdist.control.cluster import Cluster
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.first_values import chiefs_first_values
 from tfdist.runtime.hierarchical import HierarchicalGroup
-from tfdist.runtime.mesh import AXES, REPLICA_AXES, Mesh
+from tfdist.runtime.mesh import REPLICA_AXES, Mesh
 from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.operations import Collective, of_group
 from tfdist.runtime.single_replica import SingleReplica

@@ -69,6 +69,7 @@ def test_three_runs_tell_everything(shared, tmp_path):
     "flag",
     [
         "--mesh=model=2",
+        "--mesh=data=2, model = 2",
         "--mesh=pipe=2",
         "--mesh=data=2,expert=2",
         "--zero=3",

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfdist.config.mesh_degrees import AXES
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime.mesh import AXES, Mesh
+from tfdist.runtime.mesh import Mesh
 
 MESHES = st.tuples(*[st.integers(1, 4)] * len(AXES)).map(Mesh)
 

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
+from tfdist.config.mesh_degrees import AXES
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.host import known_dims
-from tfdist.runtime.mesh import AXES, REPLICA_AXES
+from tfdist.runtime.mesh import REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.connected import Connected, apply_connected
 from tfdist.training.dtypes import at_least_float32, norm_dtype, of_each_dtype

@@ -22,7 +22,8 @@ import tensorflow as tf
 
 from tfdist.artifacts import state
 from tfdist.artifacts.sharded_snapshots import Shard
-from tfdist.runtime.mesh import AXES, REPLICA_AXES
+from tfdist.config.mesh_degrees import AXES
+from tfdist.runtime.mesh import REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.runtime.weight_check import Held, is_compared
 from tfdist.training.parallel.mesh_update import MeshUpdate

@@ -27,8 +27,8 @@ import tensorflow as tf
 
 from tfdist.compat import keras_layers
 from tfdist.compat.tensorflow_graphs import operation_number
+from tfdist.config.mesh_degrees import AXES
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.backward_order import age, made_after
 from tfdist.training.connected import apply_connected

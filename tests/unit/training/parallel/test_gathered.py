@@ -9,9 +9,9 @@ import tensorflow as tf
 from keras import layers
 
 from tfdist.config import Config
+from tfdist.config.mesh_degrees import AXES
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import ConfigError
-from tfdist.runtime.mesh import AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.training.parallel.gathered import gather_layers
 from tfdist.training.parallel.shards import shard_variables
