@@ -102,6 +102,17 @@ def taken_from_before(graph: tf.Graph, since: int) -> list[tf.Tensor]:
     return [tensor for tensor in taken.values() if id(tensor.op) in older]
 
 
+def written_variables(function: Any) -> list[tf.Variable]:
+    """The variables that a traced function may write: those whose handles something but a read takes."""
+    reads = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+    written = {
+        id(outside)
+        for outside, inside in function.graph.captures
+        if inside.dtype == tf.resource and any(op.type not in reads for op in inside.consumers())
+    }
+    return [variable for variable in function.graph.variables if id(variable.handle) in written]
+
+
 def is_made_of_variables(tensor: tf.Tensor) -> bool:
     """Whether a gradient with respect to some floating variable may flow through a tensor of a graph."""
 

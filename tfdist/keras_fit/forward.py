@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.kept_tensors import KeptTensors
 from tfdist.keras_fit.losses_inside import Combinations, recorded
 from tfdist.keras_fit.metrics_inside import Additions, refuse_without_rows
+from tfdist.keras_fit.pass_traces import PassTraces
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.keras_fit.rows import Forward, OwnRows, together, used_by_all
 from tfdist.keras_fit.structures import compiled, tensors_of, with_tensors
@@ -63,7 +63,7 @@ class DistributedCall:
         self._may_mix = row_mixing.may_mix(model)
         self._tried: list[tuple] = []  # kinds of calls that have been checked
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
-        self._finders: dict[str, Callable[..., lookups.LookupFacts]] = {}  # by the inputs of a forward pass
+        self._traces: dict[str, PassTraces] = {}  # by the inputs of a forward pass
         gradients.calls.add(self)
 
     @contextlib.contextmanager
@@ -224,7 +224,7 @@ class DistributedCall:
             with (
                 self._gradients.of_own_rows(),
                 self._random_numbers.of_own_rows(),
-                worker_dependence.stateful_operations_marked(),
+                worker_dependence.over_own_rows(traces.sizes),
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),
@@ -237,10 +237,11 @@ class DistributedCall:
             return outputs, losses, additions.values
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-        if str(rebuild(specs)) not in self._finders and self._gradients.share is None:
+        if (key := str(rebuild(specs))) not in self._traces and self._gradients.share is None:
             refuse_without_rows(layers, lambda rows: self._trace(rebuild, with_other_rows(specs, cut, rows)))
-        find = self._finders.setdefault(str(rebuild(specs)), self._finder(rebuild, specs, cut))
-        compiles = self._compiles(kwargs, find)
+        own = PassTraces(self._as_in_steps(rebuild), specs, cut, self._state_restored, self.example)
+        traces = self._traces.setdefault(key, own)
+        compiles = self._compiles(kwargs, traces)
         refused = unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers)
         with refused, self._kept.hidden_afterwards(count):
             outputs, losses, additions.values = (compiled(forward) if compiles else forward)(tensors)
@@ -254,7 +255,7 @@ class DistributedCall:
 
     def uses_of(self, handle: tf.Tensor, rows: int | None = None) -> list[list[lookups.Use]]:
         """For each forward pass so far, how it uses the table with this handle. rows: another number of own rows."""
-        return [lookups.uses_in(find, handle, rows) for find in self._finders.values()]
+        return [lookups.uses_in(traces.facts, handle, rows) for traces in self._traces.values()]
 
     def _on_tensors(self, rebuild: Callable) -> Callable[[list[tf.Tensor]], Any]:
         """The forward pass as a function of tensors."""
@@ -265,23 +266,22 @@ class DistributedCall:
 
         return forward
 
+    def _as_in_steps(self, rebuild: Callable) -> Callable[[list[tf.Tensor]], Any]:
+        """The forward pass as a function of tensors, with the operations that it has in a step, by the same names."""
+        forward = self._on_tensors(rebuild)
+
+        def in_a_step(tensors: list[tf.Tensor]) -> Any:
+            with in_steps(), missing_rows.as_nan(missing_rows.are_silent(False)):
+                return forward(tensors)
+
+        return in_a_step
+
     def _trace(self, rebuild: Callable, specs: list[tf.TensorSpec]) -> None:
         """Traces the forward pass just for what happens in the trace."""
         with self._state_restored():
             tf.function(self._on_tensors(rebuild), autograph=False).get_concrete_function(specs)
 
-    def _finder(self, rebuild: Callable, specs: list[tf.TensorSpec], cut: Sequence[bool]) -> Callable:
-        """Returns a function that traces the forward pass once more, the first time it is called, to describe it."""
-
-        @functools.cache
-        def find(rows: int | None) -> lookups.LookupFacts:
-            with self._state_restored():
-                others = with_other_rows(specs, cut, rows, unknown=None) if rows else specs
-                return lookups.traced(self._on_tensors(rebuild), others)
-
-        return find
-
-    def _compiles(self, kwargs: dict, find: Callable[[None], lookups.LookupFacts]) -> bool:
+    def _compiles(self, kwargs: dict, traces: PassTraces) -> bool:
         """Whether XLA compiles the pass over own rows. Not if it has collectives, nor if its gradient needs values from
         inside it: those that loops or branches compute, and lookups that do not depend on the batch, which could no
         longer be told from other lookups."""
@@ -291,5 +291,5 @@ class DistributedCall:
         layers = keras_layers.all_layers(self._model)
         if kwargs.get("training") and any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
             return False
-        uses, branches = find(None)
+        uses, branches = traces.facts(None)
         return not any(use.is_shared for use in uses) and not (branches and kwargs.get("training") is not False)

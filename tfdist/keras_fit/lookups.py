@@ -24,11 +24,12 @@ import tensorflow as tf
 
 from tfdist.compat.tensorflow_graphs import kinds_of_operations
 from tfdist.control.exit_codes import ConfigError
-from tfdist.keras_fit.same_dims import made_of
 from tfdist.keras_fit.worker_dependence import (
-    is_worker_dependent,
+    Sizes,
+    made_of,
     mark_worker_dependent,
-    stateful_operations_marked,
+    over_own_rows,
+    worker_dependence,
 )
 
 if TYPE_CHECKING:
@@ -62,18 +63,14 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
     numbers = list(_parts(slices.indices))
     sizes = [tf.size(part) for part in numbers]
     values = tf.split(slices.values, sizes) if len(sizes) > 1 else [slices.values]
+    found = []
     for part, row_numbers in zip(values, numbers, strict=True):
         part.set_shape([row_numbers.shape[0], *slices.values.shape[1:]])
-    return [
-        Lookup(
-            part,
-            row_numbers,
-            None if _is_hidden(row_numbers.op) else is_worker_dependent(row_numbers),
-            _has_each_once(row_numbers),
-            is_worker_dependent(row_numbers) and not is_worker_dependent(row_numbers, if_untold=False),
-        )
-        for part, row_numbers in zip(values, numbers, strict=True)
-    ]
+        is_hidden = _is_hidden(row_numbers.op)
+        differs = None if is_hidden else worker_dependence(row_numbers)
+        is_untold = differs is None and not is_hidden
+        found.append(Lookup(part, row_numbers, differs, _has_each_once(row_numbers), is_untold))
+    return found
 
 
 def _has_each_once(numbers: tf.Tensor) -> bool:
@@ -133,11 +130,11 @@ class LookupFacts(NamedTuple):
     branches: bool
 
 
-def traced(function: Callable, arguments: list[tf.TensorSpec]) -> LookupFacts:
-    """Traces `function`, without running it, on arguments that hold this worker's rows."""
+def traced(function: Callable, arguments: list[tf.TensorSpec], sizes: Callable[[], Sizes]) -> LookupFacts:
+    """Traces `function`, without running it, on arguments that hold this worker's rows. sizes: see over_own_rows."""
 
     def trace(*arguments: tf.Tensor) -> list:
-        with stateful_operations_marked():
+        with over_own_rows(sizes):
             outputs = tf.nest.flatten(function([mark_worker_dependent(argument) for argument in arguments]))
         return [output for output in outputs if isinstance(output, tf.Tensor)]
 
@@ -181,7 +178,7 @@ def _is_shared(op: tf.Operation) -> bool:
     if not _is_lookup(op):
         return False
     # What nobody can tell must be seen where gradients are taken, so XLA may not compile it.
-    return _has_each_once(op.inputs[1]) or not is_worker_dependent(op.inputs[1], if_untold=False)
+    return _has_each_once(op.inputs[1]) or not worker_dependence(op.inputs[1])
 
 
 def _may_look_up(op: tf.Operation) -> bool:
@@ -194,9 +191,10 @@ def judged(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collectio
     made."""
     if lookup.is_untold:
         raise ConfigError(
-            f"The model looks up rows of {table.name} by numbers made of a size of a transposed tensor (tf.shape,"
-            " ops.shape), and tfdist cannot tell whether this is the number of rows of the batch: take the size"
-            " before the tensor is transposed."
+            f"The model looks up rows of {table.name} by numbers made of the size of a tensor (tf.shape, ops.shape),"
+            " and tfdist cannot tell whether it is the number of rows of the batch: the model's call fails when it is"
+            " tried with other numbers of rows, or the size is taken in a function or a branch inside the call. Let the"
+            " call take any number of rows, and take the size outside of the function."
         )
     if lookup.is_worker_dependent is not None:
         return lookup if lookup.is_worker_dependent else _judged_by_count(lookup, table, calls)

@@ -46,15 +46,25 @@ def refuse() -> None:
         return
     here = tf.compat.v1.get_default_graph()
     for graph, places in [each for each in _computed.items() if is_inside(each[0], here)]:
-        for number, operation, tensor in worker_dependent_inputs(graph):
-            is_ours = any(begin <= number < end for begin, end in places)
-            if not is_ours and operation.type not in _FOR_GRADIENTS:
+        # Measuring sizes takes a trace and runs of the model: only if nothing but a size may be used.
+        if any(_uses(graph, places, sizes_are_measured=False)):
+            for operation, tensor in _uses(graph, places, sizes_are_measured=True):
                 raise keep_message(
                     ConfigError(
                         f"The operation {operation.name} uses {tensor.op.name} outside of the call in which it was"
                         f" computed, which {OF_ONE_WORKER}."
                     )
                 )
+
+
+def _uses(
+    graph: tf.Graph, places: list[tuple[int, int]], sizes_are_measured: bool
+) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
+    """Yields each operation that is not tfdist's and takes a tensor which differs between workers, and that tensor."""
+    for number, operation, tensor in worker_dependent_inputs(graph, sizes_are_measured):
+        is_ours = any(begin <= number < end for begin, end in places)
+        if not is_ours and operation.type not in _FOR_GRADIENTS:
+            yield operation, tensor
 
 
 def _size(graph: tf.Graph) -> int:

@@ -15,10 +15,12 @@ from tfdist.compat import keras_random, tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import lookups, rows, used_outside, worker_dependence
 from tfdist.keras_fit.batch_inputs import of_the_batch
+from tfdist.keras_fit.example_batch import ExampleBatch
 from tfdist.keras_fit.forward import DistributedCall
 from tfdist.keras_fit.gradients import Gradients
 from tfdist.keras_fit.kept_tensors import KeptTensors
 from tfdist.keras_fit.model import DistributedModel
+from tfdist.keras_fit.pass_traces import PassTraces
 from tfdist.keras_fit.random_numbers import RandomNumbers
 from tfdist.models.blocks import positions
 
@@ -211,16 +213,21 @@ def test_an_input_whose_rows_tracing_does_not_know(distribute):
     assert tensorflow_random.state_digest() == before  # it has run
 
 
+def traces_of(call, spec, example):
+    batch = ExampleBatch()
+    batch.inputs = [example]
+    return PassTraces(call, [spec], [True], contextlib.nullcontext, batch)
+
+
 @pytest.mark.parametrize("in_a_branch", [False, True])
 def test_which_lookups_depend_on_the_rows(in_a_branch):
     table = tf.Variable(tf.ones([9, 2]))
     found, once = {}, {}
 
-    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int64)], autograph=False)
-    def trace(ids):
-        own = worker_dependence.mark_worker_dependent(ids[:2])
+    def call(tensors):
+        [own] = tensors
         unique, places = tf.unique(tf.reshape(own, [-1]))
-        kinds = {
+        return {
             "own": own,
             "length of a row": tf.range(tf.shape(own)[1]),
             "last": tf.range(tf.shape(own)[-1]),
@@ -230,23 +237,36 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
             "sum of zeros": tf.reduce_sum(tf.zeros_like(tf.ensure_shape(own, [None, 3])), 0),
             "positions": tf.cumsum(1 + tf.reduce_sum(tf.zeros_like(own, tf.int32), 0, keepdims=True), 1) - 1,
             "a row of own": own[:1],
-            "whole": ids[0],
             "constant": tf.constant([1, 1, 2]),
             "one": tf.constant(3),
             "rows in columns": tf.range(tf.shape(tf.transpose(own))[1]),
             "rows in columns, by row": tf.range(tf.shape(2 * tf.gather(table, tf.transpose(own)))[1]),
             "length of a column": tf.range(tf.shape(tf.transpose(own))[0]),
-            "random, outside of the pass": tf.random.uniform([3], maxval=9, dtype=tf.int32),
-            "gathered": tf.argmax(rows.every_row(Mirror(), [tf.one_hot(own[:, 0], 9)])[0], -1),
-            "read": tf.cast(table[0], tf.int32),
             "unique": unique,
             "unique, by Keras": unique,
             "unique, or 0": tf.where(unique > 5, tf.zeros_like(unique), unique),
             "unique, again": tf.gather(unique, places),
+            "as many as unique": tf.range(tf.size(tf.unique(own[:, 0])[0][tf.newaxis][0])),
+            "as many as unique, by its shape": tf.range(tf.shape(tf.unique(own[:, 0])[0])[0]),
             "third output": tf.split(own, 3, axis=1)[2],
+            "random": tf.random.uniform([3], maxval=9, dtype=tf.int32),
         }
-        with worker_dependence.stateful_operations_marked():
-            kinds["random"] = tf.random.uniform([3], maxval=9, dtype=tf.int32)
+
+    ids_given = tf.constant(np.arange(24).reshape(8, 3) % 9, tf.int64)
+    spec = tf.TensorSpec([None, None], tf.int64)
+
+    @tf.function(input_signature=[spec], autograph=False)
+    def trace(ids):
+        own = worker_dependence.mark_worker_dependent(ids[:2])
+        with worker_dependence.over_own_rows(traces_of(call, spec, ids_given).sizes):
+            kinds = call([own])
+        unique = kinds["unique"]
+        kinds |= {
+            "whole": ids[0],
+            "random, outside of the pass": tf.random.uniform([3], maxval=9, dtype=tf.int32),
+            "gathered": tf.argmax(rows.every_row(Mirror(), [tf.one_hot(own[:, 0], 9)])[0], -1),
+            "read": tf.cast(table[0], tf.int32),
+        }
         with tf.GradientTape(persistent=True) as tape:
             losses = {name: tf.reduce_sum(tf.gather(table, numbers)) for name, numbers in kinds.items()}
             losses["unique, by Keras"] = tf.reduce_sum(keras.ops.take(table, unique, axis=0))
@@ -288,6 +308,8 @@ def test_which_lookups_depend_on_the_rows(in_a_branch):
         "unique, by Keras": [True],
         "unique, or 0": [True],
         "unique, again": [True],
+        "as many as unique": [True],
+        "as many as unique, by its shape": [True],
         "third output": [True],
         "sparse": [True],
         "together": [False, True, True],
@@ -314,13 +336,12 @@ def layers_of_steps():
 def test_which_sizes_differ_between_workers(layers_of_steps):
     rnn, unrolled, conv, of_each_step = layers_of_steps
 
-    @tf.function(input_signature=[tf.TensorSpec([None, None, 2])], autograph=False)
-    def trace(x):
-        x = worker_dependence.mark_worker_dependent(x[:2])
-        five, one = tf.ensure_shape(x, [None, 5, 2]), tf.ensure_shape(x, [1, None, 2])
-        two = worker_dependence.mark_worker_dependent(tf.ensure_shape(x, [2, None, 2]))
+    def call(tensors):
+        [x] = tensors
+        five = tf.ensure_shape(x, [None, 5, 2])
         columns, turned = tf.transpose(x, [1, 0, 2]), tf.transpose(x, [0, 2, 1])
         dense, unknown = of_each_step.layer(columns), tf.roll(columns, 1, 0)
+        steps = tf.range(tf.shape(x)[1])
         deep = x
         for _ in range(20):  # each asks what is before it twice
             deep = deep + tf.map_fn(tf.nn.relu, deep)
@@ -337,7 +358,6 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
             "dense, transposed back": tf.transpose(dense, [1, 0, 2]),
             "unknown, transposed back": tf.transpose(unknown, [1, 0, 2]),
             "one step": keras.ops.take(x, [0], axis=1),
-            "one row": one + one,
             "last of an rnn": tf.while_loop(lambda _: True, lambda a: [a + 1], [x], maximum_iterations=2)[0],
             "dropped, time-major": tf.nn.dropout(columns, 0.5),
             "convolved, in columns": tf.transpose(conv(x), [1, 0, 2]),
@@ -350,26 +370,55 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
             "a channel, in columns": tf.transpose(x[..., 0]),
             "argmax, in columns": tf.transpose(tf.argmax(x, -1)),
             "joined, time-major": tf.concat([columns, columns], 2),
+            "a step more, time-major": tf.concat([columns[:1], columns], 0),
+            "shifted, time-major": tf.pad(columns, [[1, 0], [0, 0], [0, 0]])[:-1],
+            "sorted, time-major": tf.sort(columns, 0),
+            "silu, time-major": tf.nn.silu(columns),
             "of each of several": tf.transpose(tf.matmul(x[:, 0][None], tf.ones([3, 2, 2])), [1, 0, 2]),
             "map_fn": deep,
             "map_fn of turned rows": tf.transpose(tf.map_fn(tf.nn.relu, turned), [0, 2, 1]),
-            "map_fn of known rows": tf.map_fn(tf.nn.relu, two),
             "map_fn, time-major": tf.transpose(tf.map_fn(tf.nn.relu, x), [1, 0, 2]),
+            "map_fn over steps": tf.map_fn(lambda step: x[:, step], steps, fn_output_signature=tf.float32),
+            "scan over steps": tf.scan(lambda sum, step: sum + x[:, step], steps, tf.zeros_like(x[:, 0])),
+            "grown in a loop": tf.while_loop(
+                lambda grown: tf.shape(grown)[0] < tf.shape(x)[0],
+                lambda grown: [tf.concat([grown, grown[:1]], 0)],
+                [tf.zeros([1, 3])],
+                shape_invariants=[tf.TensorShape([None, 3])],
+            )[0],
         }
-        sizes = {name: (tf.shape(result)[0], tf.shape(result)[1]) for name, result in results.items()}
-        sizes["lists"] = tf.shape(columns)[:2], tf.shape(x)[1:]
-        sizes["lists of one"] = tf.shape(x)[:-2], tf.shape(columns)[:1]
-        sizes["gathered"] = tf.gather(tf.shape(x), 0), tf.gather(tf.shape(x), 1)
-        sizes["unstacked"] = tf.unstack(tf.shape(x))[:2]
-        for name, each in sizes.items():
-            found[name] = [
-                [worker_dependence.is_worker_dependent(size, if_untold) for if_untold in (False, True)] for size in each
-            ]
-        return 0
+        return {name: (tf.shape(result)[0], tf.shape(result)[1]) for name, result in results.items()} | {
+            "no rows": [tf.shape(tf.stack([steps, steps]))[1]] * 2,
+            "lists": (tf.shape(columns)[:2], tf.shape(x)[1:]),
+            "lists of one": (tf.shape(x)[:-2], tf.shape(columns)[:1]),
+            "gathered": (tf.gather(tf.shape(x), 0), tf.gather(tf.shape(x), 1)),
+            "unstacked": tf.unstack(tf.shape(x))[:2],
+            "of another type": tf.unstack(tf.cast(tf.shape(x), tf.int64))[:2],
+            "calculated": (2 * tf.shape(x)[0] - 1, tf.reduce_max(tf.shape(x)[1:])),
+        }
+
+    def call_of_few(tensors):
+        results = {"known rows": tensors[0] + tensors[0], "map_fn of known rows": tf.map_fn(tf.nn.relu, tensors[0])}
+        return {name: (tf.shape(result)[0], tf.shape(result)[1]) for name, result in results.items()}
+
+    def ask(call, spec, example):
+        @tf.function(input_signature=[spec], autograph=False)
+        def trace(x):
+            with worker_dependence.over_own_rows(traces_of(call, spec, example).sizes):
+                sizes = call([worker_dependence.mark_worker_dependent(tf.identity(x))])
+            for name, each in sizes.items():
+                found[name] = [
+                    [worker_dependence.is_worker_dependent(size, if_untold) for if_untold in (False, True)]
+                    for size in each
+                ]
+            return 0
+
+        trace.get_concrete_function()
 
     found = {}
-    trace.get_concrete_function()
-    differs, same, untold = [True, True], [False, False], [False, True]
+    ask(call, tf.TensorSpec([None, None, 2]), tf.ones([4, 5, 2]))
+    ask(call_of_few, tf.TensorSpec([2, None, 2]), tf.ones([4, 5, 2]))
+    differs, same = [True, True], [False, False]
     assert {name: sizes for name, sizes in found.items() if sizes != [differs, same]} == {
         "dense, time-major": [same, differs],
         "rnn in columns": [same, differs],
@@ -385,11 +434,16 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
         "a channel, in columns": [same, differs],
         "argmax, in columns": [same, differs],
         "joined, time-major": [same, differs],
-        "map_fn of known rows": [untold, untold],
-        "unknown, transposed back": [untold, untold],
+        "a step more, time-major": [same, differs],
+        "shifted, time-major": [same, differs],
+        "sorted, time-major": [same, differs],
+        "silu, time-major": [same, differs],
         "map_fn, time-major": [same, differs],
+        "map_fn over steps": [same, differs],
+        "scan over steps": [same, differs],
+        "no rows": [same, same],
     }
-    assert len(found) == 34
+    assert len(found) == 44
 
 
 class Unique(keras.layers.Embedding):
@@ -468,6 +522,16 @@ class Token(keras.layers.Layer):
         return tf.concat([start, x + self.table(1 + keras.ops.arange(keras.ops.shape(x)[1]))], 1)
 
 
+def of_each_step(x):
+    steps = tf.map_fn(lambda step: x[:, step], tf.range(tf.shape(x)[1]), fn_output_signature=tf.float32)
+    return tf.transpose(steps, [1, 0, 2])
+
+
+def fewer_than_eight(x):
+    with tf.control_dependencies([tf.debugging.assert_less(tf.shape(x)[0], 8)]):
+        return tf.identity(x)
+
+
 def in_pairs(x):
     return tf.concat(tf.split(x, [2] * (x.shape[0] // 2)), 0)
 
@@ -478,7 +542,9 @@ def in_pairs(x):
         (None, keras.layers.SimpleRNN(2, return_sequences=True), None),
         (4, keras.layers.Conv1D(2, 5), None),
         (4, in_pairs, None),
-        (None, lambda x: tf.transpose(tf.roll(tf.transpose(x, [1, 0, 2]), 1, 0), [1, 0, 2]), "transposed"),
+        (None, lambda x: tf.transpose(tf.roll(tf.transpose(x, [1, 0, 2]), 1, 0), [1, 0, 2]), None),
+        (None, of_each_step, None),
+        (None, fewer_than_eight, "fails when it is tried"),
     ],
 )
 def test_a_row_for_each_row_and_rows_for_each_step(distribute, rows, layer, refused):
