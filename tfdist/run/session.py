@@ -286,8 +286,9 @@ class Session:
         self.resources.close()
 
     def _close_runtime(self) -> None:
-        """Closes the runtime, but not after an error: others may be gone or stuck, and ending the process is enough."""
-        if self._all_leave or self.runtime.size == 1:
+        """Closes the runtime, but not after an error: others may be gone or stuck, and ending the process is enough. An
+        elastic worker does not end: while its runtime is open, the others would wait for it."""
+        if self._all_leave or self.runtime.size == 1 or self.memory:
             self.runtime.close()
 
     def _report_failure(self, error: BaseException) -> None:

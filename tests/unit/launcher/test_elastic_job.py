@@ -1,8 +1,10 @@
 """Who is in a group while workers come and go, with small scripts in place of workers."""
 
 import io
+import json
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -315,6 +317,25 @@ def test_what_a_worker_says_in_no_known_way_changes_nothing():
             time.sleep(0.01)
 
     look_until(lambda: made)
+@pytest.mark.parametrize("lost", [True, False], ids=["after an error", "in order"])
+def test_the_others_do_not_wait_for_one_that_has_left_after_an_error(lost):
+    """It keeps its process, so nothing else told them, and all the others were killed for holding it up."""
+    groups, ends = Groups(Secret(b"of this job")), []
+    for slot, generation in enumerate([2, 2, 1]):
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        ends += [ours, theirs]
+        groups._all.append(ConnectedWorker(ours, slot, generation))
+    ends[1].sendall(json.dumps({"ready": 3, "lost": lost}).encode() + b"\n")
+    groups.look()
+    told = [bool(select.select([theirs], [], [], 0)[0]) for theirs in ends[1::2]]
+    assert told == [False, lost, False] and (not lost or json.loads(ends[3].recv(100)) == {"broken": True})
+    groups.close()
+    for end in ends:
+        end.close()
+
+
     thread.join()
     for line in (
         b"\xff\n",
