@@ -136,7 +136,7 @@ class Recovery:
 
     def _from_memory(self, checkpoint: InMemoryCheckpoint) -> _Found:
         """The chief's choice, from memory. Raises the errors of a failing store."""
-        self.files.begin_to_send()
+        self.files.begin_to_send(even_if_full=True)
         message = (
             f"continued from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
             f" {checkpoint.manifest['workers']} workers before, now {self.runtime.size}"

@@ -136,16 +136,16 @@ class SnapshotFiles:
                     messages += self._sent.bring_newest(self._scheduled)
         return messages
 
-    def _begin_backup(self) -> list[str]:
-        """Takes the lease of the backup for this job, and brings the backup from its object store. Returns messages on
-        damaged ones. Raises TfdistError."""
+    def _begin_backup(self, even_if_full: bool = False) -> list[str]:
+        """Takes the lease of the backup for this job (even_if_full: see Lease.take), and brings the backup from its
+        object store. Returns messages on damaged ones. Raises TfdistError."""
         if self._backup_lease and not self._backup_lease.is_taken:
-            self._backup_lease.take()
+            self._backup_lease.take(even_if_full)
         return self._stored_backup.bring() if self._stored_backup else []
 
-    def begin_to_send(self) -> None:
+    def begin_to_send(self, even_if_full: bool = False) -> None:
         """Starts sending what is written here to the object stores, if there are any. Raises TfdistError."""
-        self._begin_backup()
+        self._begin_backup(even_if_full)
         if self._stored_backup:
             self._stored_backup.start()
         if self._sent and not self._sends:
