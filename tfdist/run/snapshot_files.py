@@ -62,6 +62,7 @@ class SnapshotFiles:
         self._parted: ShardedSnapshotFolder | None = None
         self._in_store: RemoteShards | None = None
         self._refused: list[str] = []  # why snapshots were refused
+        self._last_refusal = ""  # of the last save; "": it was not refused
         self.writer = self._make_writer(attempts=2) if writes else None
         self.backup: BackupFolder | None = None
         self._stored_backup: RemoteBackup | None = None
@@ -180,7 +181,7 @@ class SnapshotFiles:
 
     def agree(self, step: int) -> bool:
         """Agrees before a snapshot is written in parts. A collective call. Returns whether there can be one."""
-        refusal = self._in_store.agree(step) if self._in_store else ""
+        refusal = self._last_refusal = self._in_store.agree(step) if self._in_store else ""
         if refusal:
             self._refused.append(f"SNAPSHOT NOT WRITTEN, step {step}: {refusal}. The next save tries again.")
         return not refusal
@@ -245,7 +246,7 @@ class SnapshotFiles:
         if self.writer is None:
             return ""
         self.writer.wait()
-        return self.writer.last_failure
+        return self._last_refusal or self.writer.last_failure
 
     def give_up(self) -> None:
         """After an error, allows some time for current writes to be committed."""
