@@ -113,11 +113,11 @@ class LocalJob(Job[LocalWorker]):
     def _divide_gpus(self) -> tuple[list[dict[str, str]], str]:
         """Returns the GPUs of each rank and, last, of the evaluator; and a warning, or "".
 
-        The chief and the parameter servers of a job with servers get none.
+        Always the same in one job. The chief and the parameter servers of a job with servers get none.
         """
         visible, each, left_out = visible_gpus(self.environment), self.options.gpus_per_worker, self._left_out
         if len(visible) < (self._trainer_count + len(left_out)) * (each or 1):
-            left_out = ()  # those who were left out may have had the GPUs that are gone
+            left_out = ()  # no worker has a GPU of its own
         gpus, warning = divide_gpus(visible, self._trainer_count + len(left_out), each)
         gpus = [shares for rank, shares in enumerate(gpus) if rank not in left_out]
         if self.servers:

@@ -571,6 +571,19 @@ def test_too_few_gpus_are_told(tmp_path):
     made, output = job(tmp_path, "pass", environment={**os.environ, "CUDA_VISIBLE_DEVICES": "0"})
     run(made)
     assert "2 workers share 1 GPU" in output.getvalue()
+    program.write_text("#!/bin/sh\necho 'GPU 1: NVIDIA A100 (UUID: GPU-22-bb)'\n")
+    made, _ = job(tmp_path, "", environment={})
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["GPU-11-aa", "GPU-22-bb", "-1"]
+
+
+def test_a_driver_that_does_not_answer_is_not_taken_for_no_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine_shares, "_DRIVER_SECONDS", 0.1)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    program.chmod(0o755)
+    with pytest.raises(StartupError, match="The GPUs cannot be listed .*timed out.*CUDA_VISIBLE_DEVICES"):
+        visible_gpus({})
 
 
 # -- ports -------------------------------------------------------------------------------------------------------------
@@ -885,7 +898,7 @@ def test_gpus_of_workers_that_are_left_out_are_not_used(tmp_path):
     assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "6", "7"]
 
 
-def test_a_gpu_that_is_gone_was_that_of_the_worker_that_is_left_out(tmp_path):
+def test_too_few_gpus_for_all_are_for_the_workers_that_are_left(tmp_path):
     made, _ = job(tmp_path, "", workers=2, left_out=[0], environment={"CUDA_VISIBLE_DEVICES": "5,6"})
     assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "6", "-1"]
 
