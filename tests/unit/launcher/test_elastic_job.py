@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfdist.control import wire
-from tfdist.control.exit_codes import ExitCode
+from tfdist.control.exit_codes import ExitCode, StartupError
 from tfdist.control.membership import VARIABLE, ConnectedWorker, FormedGroup, Groups, Member
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.token import Secret
@@ -168,7 +168,7 @@ class Simulated:
     """A job of three without processes, on a clock of its own."""
 
     def __init__(self, folder: Path, monkeypatch):
-        self.now, self.output = 0.0, io.StringIO()
+        self.now, self.output, self.cannot_start = 0.0, io.StringIO(), False
         monkeypatch.setattr(elastic_job, "time", SimpleNamespace(monotonic=lambda: self.now))
         options = {"wanted": 3, "least": 1, "losses": 3, "grow_after": 60, "output": self.output}
         self.job = ElasticJob(["none"], 3, folder, **options)
@@ -183,6 +183,8 @@ class Simulated:
             self._spawn(f"worker {slot}", slot)
 
     def _spawn(self, name, slot, *_):
+        if self.cannot_start:
+            raise StartupError(f"{name} cannot be started (no memory)")
         worker = LocalWorker(name, slot, shown=True, process=SimpleNamespace(pid=object(), returncode=None))
         worker.relay = threading.Thread(target=int)
         self.job.workers.append(worker)
@@ -224,6 +226,18 @@ def test_a_worker_lost_again_without_progress_of_a_group_with_it_is_left_out(tmp
         made.forms((0, 1, 2), step := step + 5)  # this progress is that of the other two
     assert waits == [0, 60, 120, 240, 0, 0, 60]
     assert "worker 2 was lost again without progress; it is tried again in 60 s." in made.output.getvalue()
+
+
+def test_a_worker_that_cannot_be_started_ends_nobody_and_is_tried_again(tmp_path, monkeypatch):
+    made = Simulated(tmp_path, monkeypatch)
+    made.forms((0, 1, 2), 0)
+    made.cannot_start = True
+    for now in range(4):  # tried at 0, 1 and 3
+        made.now = now
+        made.loses(2) if now == 0 else made.poll()
+    assert made.output.getvalue().count("tfdist: worker 2 cannot be started (no memory)") == 3
+    made.cannot_start = False
+    assert made.seconds_until_all_run() == 4
 
 
 def test_each_worker_has_its_own_count_of_losses(tmp_path, monkeypatch):
@@ -303,20 +317,6 @@ def test_nobody_is_held_up_by_one_that_is_no_longer_needed():
         end.close()
 
 
-def test_what_a_worker_says_in_no_known_way_changes_nothing():
-    secret = Secret(b"of this job")
-    groups, made = Groups(secret), []
-    thread = threading.Thread(target=lambda: made.append(Member(groups.invitation(1), secret)))
-    thread.start()
-
-    def look_until(condition):
-        deadline = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline
-            groups.look()
-            time.sleep(0.01)
-
-    look_until(lambda: made)
 @pytest.mark.parametrize("lost", [True, False], ids=["after an error", "in order"])
 def test_the_others_do_not_wait_for_one_that_has_left_after_an_error(lost):
     """It keeps its process, so nothing else told them, and all the others were killed for holding it up."""
@@ -336,6 +336,20 @@ def test_the_others_do_not_wait_for_one_that_has_left_after_an_error(lost):
         end.close()
 
 
+def test_what_a_worker_says_in_no_known_way_changes_nothing():
+    secret = Secret(b"of this job")
+    groups, made = Groups(secret), []
+    thread = threading.Thread(target=lambda: made.append(Member(groups.invitation(1), secret)))
+    thread.start()
+
+    def look_until(condition):
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            groups.look()
+            time.sleep(0.01)
+
+    look_until(lambda: made)
     thread.join()
     for line in (
         b"\xff\n",
