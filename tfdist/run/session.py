@@ -164,9 +164,9 @@ class Session:
         self.recovery.run_id = self.identity.run_id
 
     def _observe(self) -> None:
-        if self.remote:
-            self.remote.bring_own()
         identity = self.identity
+        if self.remote:
+            self.remote.bring_own(identity.run_id)
         run = Run(
             self.folder,
             identity.run_id,
