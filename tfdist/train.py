@@ -10,7 +10,7 @@ import os
 import sys
 
 from tfdist import flags
-from tfdist.artifacts.status import is_finished
+from tfdist.artifacts.status import is_finished, when_written
 from tfdist.config import MOST_PORT, Config
 from tfdist.config.strategies import check_strategy, strategy_or_undecided
 from tfdist.control import exit_codes, versions
@@ -78,7 +78,9 @@ def _run(config: Config, argv: list[str]) -> int:
         if cluster.role in ("worker", "ps"):  # these need nothing of the rest, not even Keras
             from tfdist.runtime import parameter_server
 
-            return parameter_server.serve(config, cluster, lambda: is_finished(config.run.run_dir, config.run.folder))
+            run_dir, folder = config.run.run_dir, config.run.folder
+            begun = when_written(folder)
+            return parameter_server.serve(config, cluster, lambda: is_finished(run_dir, folder, after=begun))
         from tfdist.run import parameter_server_run
 
         return parameter_server_run.run(config, cluster, flags.main_command(argv))

@@ -44,16 +44,25 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def is_finished(run_dir: str, folder: Path, seconds: float = 30.0) -> bool:
+def when_written(run_dir: Path) -> int:
+    """When the status was written, for `is_finished`; -1: never."""
+    try:
+        return (run_dir / STATUS_FILE).stat().st_mtime_ns
+    except OSError:
+        return -1
+
+
+def is_finished(run_dir: str, folder: Path, seconds: float = 30.0, after: int = -1) -> bool:
     """Whether the run is over, for processes that have lost its chief. For a run in an object store the chief writes
-    this when all has been sent, so wait for it a while. folder: the run's local folder.
+    this when all has been sent, so wait for it a while; a working copy may be of an earlier chief.
+
+    folder: the run's local folder. after: a status in a folder that was written then (`when_written`) does not count:
+    it is that of a run that goes on with more steps.
     """
+    if not is_url(run_dir):
+        return read_status(folder).get("status") == "finished" and when_written(folder) != after
     deadline, objects = time.monotonic() + seconds, None
     while True:
-        if read_status(folder).get("status") == "finished":
-            return True
-        if not is_url(run_dir):
-            return False
         with contextlib.suppress(StoreError):
             objects = objects or ObjectStore(run_dir)
             if parse_status(objects.text(STATUS_FILE) or "").get("status") == "finished":

@@ -61,10 +61,10 @@ def this_job() -> str:
 
 
 @contextlib.contextmanager
-def held(folder: Path, job: str, name: str = "") -> Iterator[None]:
-    """Context manager that holds the lease of `folder`. Raises ConfigError if another job holds it."""
+def held(folder: Path, job: str, name: str = "", even_if_full: bool = False) -> Iterator[None]:
+    """Context manager that holds the lease of `folder`, see Lease.take. Raises ConfigError if another job holds it."""
     lease = Lease(folder, job, name=name)
-    lease.take()
+    lease.take(even_if_full)
     try:
         yield
     finally:
@@ -102,11 +102,15 @@ class Lease:
     def is_taken(self) -> bool:
         return self._thread.is_alive()
 
-    def take(self) -> None:
-        """Takes the lease. Raises ConfigError if another job holds it, or if the folder cannot be written."""
+    def take(self, even_if_full: bool = False) -> None:
+        """Takes the lease. Raises ConfigError if another job holds it, or if the folder cannot be written.
+
+        even_if_full: a lease that nobody holds counts as taken though the disk is full; it is written when there is
+        room. For a process whose job goes on without the disk.
+        """
         watched = Watched(str(self._path), self._name, self.owner, _PATIENCE)
         try:
-            while not self._put():
+            while not self._is_put(even_if_full):
                 text = _read(self._path)
                 if text is not None and watched.is_free(text):  # "": not yet written, or never will be
                     self._remove(text)
@@ -129,6 +133,14 @@ class Lease:
             for path in self._folder.iterdir():
                 if _WRITTEN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
+
+    def _is_put(self, even_if_full: bool) -> bool:
+        try:
+            return self._put()
+        except OSError as error:
+            if not even_if_full or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return _read(self._path) is None  # `_keep` tries again
 
     def _put(self) -> bool:
         """Creates our lease if there is none; returns whether it did. Raises OSError."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from tfdist.control.amounts_text import counted
-from tfdist.control.exit_codes import ConfigError
+from tfdist.control.exit_codes import ConfigError, StartupError
+
+_DRIVER_SECONDS = 60.0  # a driver that is not kept loaded needs seconds for each GPU
 
 
 def divide_cores(workers: int) -> list[set[int]]:
@@ -63,13 +67,26 @@ def divide_gpus(gpus: Sequence[str], workers: int, per_worker: int = 0) -> tuple
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Returns the names of the GPUs that may be used, as in CUDA_VISIBLE_DEVICES; [] if there are none."""
+    """Returns the names of the GPUs that may be used, as in CUDA_VISIBLE_DEVICES; [] if there are none.
+
+    In one process always the same: a GPU that is lost later keeps its place, so that each worker keeps its own. Raises
+    StartupError if the driver cannot be asked.
+    """
     if "CUDA_VISIBLE_DEVICES" in environment:
         listed = (gpu.strip() for gpu in environment["CUDA_VISIBLE_DEVICES"].split(","))
         return list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), listed))  # as CUDA: the first such ends it
+    program = shutil.which("nvidia-smi")
+    return list(_listed_by(program)) if program else []
+
+
+@cache
+def _listed_by(nvidia_smi: str) -> tuple[str, ...]:
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
+        listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=_DRIVER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartupError(
+            f"The GPUs cannot be listed ({error}): name them in CUDA_VISIBLE_DEVICES (-1 for none), or repair the"
+            " driver."
+        ) from None
     # By identity, not by index: nvidia-smi orders GPUs by bus address, CUDA by speed.
-    return re.findall(r"^GPU \d+: .*\(UUID: (GPU-[0-9a-f-]+)\)", listing.stdout, re.MULTILINE)
+    return tuple(re.findall(r"^GPU \d+: .*\(UUID: (GPU-[0-9a-f-]+)\)", listing.stdout, re.MULTILINE))

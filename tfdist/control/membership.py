@@ -8,7 +8,7 @@ Each worker has one TCP connection to the launcher. It begins with the handshake
                                                       lost: its group broke, it did not leave in order
   launcher -> worker   {"group": 3, "workers": ["host:port", ...], "rank": 1}
                        {"leave": true}                all end the group at its next boundary, for a new group
-                       {"broken": true}               a worker of the group has died: do not wait for it
+                       {"broken": true}               a worker of the group has died or failed: do not wait for it
                        {"dismissed": true}            this worker is no longer needed
 
 A new group (the next generation) is formed as soon as no worker is in a group any more. Its members are the workers
@@ -119,6 +119,8 @@ class Groups:
                 if type(message.get("ready")) is int and type(message.get("lost")) is bool:
                     worker.waits, worker.copy, worker.lost = True, message["ready"], message["lost"]
                     worker.sent = set()
+                    if worker.lost:
+                        self._tell_group_of(worker)
         worker.unread = worker.unread[-_LONGEST_LINE:]
 
     def remove(self, slot: int) -> None:
@@ -127,9 +129,13 @@ class Groups:
         if gone:
             self._all.remove(gone)
             gone.connection.close()
-            for other in self._all:
-                if gone.generation and other.busy and other.generation == gone.generation:
-                    other.send(broken=True)
+            self._tell_group_of(gone)
+
+    def _tell_group_of(self, missing: ConnectedWorker) -> None:
+        """Tells the others of a worker's group that it will not come back to it."""
+        for other in self._all:
+            if missing.generation and other.busy and other.generation == missing.generation:
+                other.send(broken=True)
 
     def form(self, addresses: Sequence[str], wanted: int, least: int, expected: int) -> FormedGroup | None:
         """Forms a group if it is time to, or asks the current one to end if a different one is wanted.

@@ -166,11 +166,9 @@ class ElasticJob(LocalJob):
         free = [slot for slot in range(self.count) if slot not in taken and self._seconds_left_out(slot) <= 0]
         if len(taken) >= self.wanted or not free or time.monotonic() < self._next_start:
             return
-        slot = free[0]
-        before = len(self.workers)
-        self._spawn(self._name(slot), slot, self.command, self._divide_gpus()[0][slot])
-        if len(self.workers) > before:
-            self.workers[-1].relay.start()
+        if not self._start_another(free[0]):
+            self._failed_starts += 1
+            self._wait(self._failed_starts)
 
     def _form_group(self) -> None:
         """Forms a group, if it is time for one. When the job is to stop, forms a last one of the workers that are left,

@@ -118,17 +118,18 @@ class Job(Generic[_Worker]):
     # -- what all jobs share -------------------------------------------------------------------------------------------
 
     def open_log(self, name: str, command: Sequence[str]) -> BinaryIO:
-        """Opens the log of a worker and writes a header for this start. Raises ConfigError if it cannot be written."""
+        """Opens the log of a worker and writes a header for this start. Raises ConfigError if it cannot be opened."""
         path = self.log_dir / f"{name.replace(' ', '-')}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             log = open(appended_to(path), "ab", buffering=0)  # noqa: SIM115 - closed by the relay
-            log.write(f"\n===== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
-            return log
         except OSError as error:
             raise ConfigError(
                 f"The log {path} cannot be written ({error.strerror}): choose another --run_dir."
             ) from None
+        with contextlib.suppress(OSError):  # a full disk must not stop the job
+            log.write(f"\n===== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n".encode())
+        return log
 
     def say(self, line: str) -> None:
         """Prints a whole line on the terminal. May be called from any thread."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tfdist.control import token
-from tfdist.control.exit_codes import ConfigError, StartupError
+from tfdist.control.exit_codes import ConfigError, StartupError, TfdistError
 from tfdist.control.machine_shares import divide_cores, divide_gpus, visible_gpus
 from tfdist.control.preflight import PortReservation
 from tfdist.control.processes import Standbys, is_stopped, output_of, spawn
@@ -113,11 +113,11 @@ class LocalJob(Job[LocalWorker]):
     def _divide_gpus(self) -> tuple[list[dict[str, str]], str]:
         """Returns the GPUs of each rank and, last, of the evaluator; and a warning, or "".
 
-        The chief and the parameter servers of a job with servers get none.
+        Always the same in one job. The chief and the parameter servers of a job with servers get none.
         """
         visible, each, left_out = visible_gpus(self.environment), self.options.gpus_per_worker, self._left_out
         if len(visible) < (self._trainer_count + len(left_out)) * (each or 1):
-            left_out = ()  # those who were left out may have had the GPUs that are gone
+            left_out = ()  # no worker has a GPU of its own
         gpus, warning = divide_gpus(visible, self._trainer_count + len(left_out), each)
         gpus = [shares for rank, shares in enumerate(gpus) if rank not in left_out]
         if self.servers:
@@ -129,14 +129,26 @@ class LocalJob(Job[LocalWorker]):
             ]
         return gpus, warning
 
-    def _restart_worker(self, worker: LocalWorker) -> None:
-        """Restarts a dead worker of a job with parameter servers, in its place."""
-        self.say(f"tfdist: {describe(worker)}; it is restarted")
+    def _start_another(self, rank: int) -> bool:
+        """Starts a process in place of one that has ended, as the last of `workers`. Returns False if it cannot be
+        started (which must not end the others), or if the job was asked to stop."""
         before = len(self.workers)
-        self._spawn(worker.name, worker.slot, self.command, self._divide_gpus()[0][worker.slot])
-        if len(self.workers) > before:  # otherwise the job was asked to stop
+        try:
+            self._spawn(self._name(rank), rank, self.command, self._divide_gpus()[0][rank])
+        except TfdistError as error:
+            self.say(f"tfdist: {error}")
+        if len(self.workers) == before:
+            return False
+        self.workers[-1].relay.start()
+        return True
+
+    def _restart_worker(self, worker: LocalWorker) -> bool:
+        """Restarts a dead worker of a job with parameter servers, in its place. Returns whether it did."""
+        self.say(f"tfdist: {describe(worker)}; it is restarted")
+        started = self._start_another(worker.slot)
+        if started:
             self.workers[worker.slot] = self.workers.pop()
-            self.workers[worker.slot].relay.start()
+        return started
 
     def _spawn(self, name: str, rank: int | None, command: Sequence[str], gpus: dict[str, str]) -> None:
         if self._kill_at is not None:  # asked to stop while starting
@@ -209,8 +221,10 @@ class LocalJob(Job[LocalWorker]):
         chief = self.workers[0]
         if chief.code is None:
             for worker in list(self.workers):
-                if worker.name.startswith("worker") and self._restarts.due(worker.name, worker.code):
-                    self._restart_worker(worker)
+                if not worker.name.startswith("worker") or not self._restarts.due(worker.name, worker.code):
+                    continue
+                if not self._restart_worker(worker):
+                    self._restarts.due(worker.name, worker.code)  # the wait for the next try begins
         elif now - chief.ended_at > _CHIEF_GONE_SECONDS:
             self._request_stop(self.options.grace)  # a worker that is still starting would wait for a chief
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfdist.control.exit_codes import RESTARTABLE, ExitCode
+from tfdist.control.exit_codes import RESTARTABLE, ExitCode, StartupError
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.control.terminal import say
 from tfdist.launcher.job import Job
@@ -101,6 +101,8 @@ class Supervisor:
             try:
                 job.start()
                 result, resized = self._watch(job, count)
+            except StartupError as error:  # of `start`
+                result, resized = JobResult(error.exit_code, str(error).rstrip("."), {}), False
             finally:
                 job.kill()
             if result.code == ExitCode.OK or result.trained or self._stopped:

@@ -5,6 +5,8 @@ run this.
   train (session.run)      every worker keeps a copy of the state in its memory, at boundaries that are the same for all
   until the run ends, or the group does:
     - a worker is lost     the others get an error in the collective call that is under way; each goes back to its copy
+    - a worker has failed  in a way that may pass (a read from a file server): it keeps its process and closes its
+                           runtime, so that the others get that error, too
     - another is wanted    the launcher says so; the request travels in the step's own reduction, so that all leave
                            together at one boundary, where each makes a copy: no step is lost
   forget the session, keep the copy (in_memory_checkpoint.py), join the next group
@@ -33,7 +35,7 @@ from tfdist.run import session
 from tfdist.run.health import take_signals
 from tfdist.run.in_memory_checkpoint import WorkerMemory
 
-_MOST_IN_A_ROW = 5  # limit of groups that broke without a newer copy, although none of their workers had died
+_MOST_IN_A_ROW = 5  # limit of groups that broke without a newer copy, although no other worker had died or failed
 
 
 def run(config: Config, command: str, secret: Secret) -> ExitCode:

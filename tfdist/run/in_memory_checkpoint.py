@@ -31,3 +31,8 @@ class WorkerMemory:
     groups: int = 0  # that it has been in
     checkpoint: InMemoryCheckpoint | None = None
     time_policy: TimePolicy | None = None  # kept, so that a new group does not start counting again
+
+
+def has_state(memory: WorkerMemory | None) -> bool:
+    """Whether this process holds a state to go on from. Then a full disk must not end it."""
+    return memory is not None and memory.checkpoint is not None

@@ -136,7 +136,7 @@ class Recovery:
 
     def _from_memory(self, checkpoint: InMemoryCheckpoint) -> _Found:
         """The chief's choice, from memory. Raises the errors of a failing store."""
-        self.files.begin_to_send()
+        self.files.begin_to_send(even_if_full=True)
         message = (
             f"continued from memory: step {checkpoint.step}, {checkpoint.manifest['consumed']:,} samples consumed, by"
             f" {checkpoint.manifest['workers']} workers before, now {self.runtime.size}"
@@ -225,17 +225,17 @@ class Recovery:
         scores, metric = self._scores(step), self.config.checkpoint.best_metric
         if step == self._saved_step and (metric not in scores or metric in self._saved_scores):
             return
-        self._saved_step, self._saved_scores = step, scores
         self.settle_statistics()
         if self.is_copied:  # a snapshot of weights that differ would keep the damage
             check_weights(self.runtime, self.state.held(), f"at step {step}")
         writer = self.files.writer
         if self._own_parts:
             if not self.files.agree(step):
-                return
+                return  # the next save tries again, also at this step
             arrays = self._own_parts.to_shards()
         else:
             arrays = self.state.to_host(wanted=self.chief, into=writer.recycled() if writer else None)
+        self._saved_step, self._saved_scores = step, scores
         if writer:
             writer.save(step, arrays, self._manifest_fields(step))
 

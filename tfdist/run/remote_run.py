@@ -13,7 +13,8 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -38,6 +39,7 @@ from tfdist.storage.object_store import PATIENCE_SECONDS, ObjectStore
 from tfdist.storage.store_errors import StoreError, as_sentence
 from tfdist.storage.store_lease import FILE as LEASE
 from tfdist.storage.store_lease import FollowedLease, StoreLease
+from tfdist.telemetry.jsonl import read_jsonl
 
 _AFTER_AN_ERROR_SECONDS = 10.0  # time to send the rest after an error
 _GIVE_BACK_SECONDS = 5.0
@@ -97,17 +99,26 @@ class RemoteRun:
             self._must_hold_nothing_else()
         there = parse_status(status or "").get("run_id")
         if here and here != there:
-            aside = self.folder / f"{_SET_ASIDE}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-            aside.mkdir()
             # Except logs that the launcher has already begun, and the lease that was just taken.
-            for entry in [*self.folder.iterdir(), *(self.folder / "logs").glob("*.jsonl")]:
-                if entry.name not in ("logs", LEASE) and not entry.name.startswith((_SET_ASIDE, ".")):
-                    entry.rename(aside / entry.name)
+            entries = [*self.folder.iterdir(), *(self.folder / "logs").glob("*.jsonl")]
+            aside = self._set_aside(
+                entry
+                for entry in entries
+                if entry.name not in ("logs", LEASE) and not entry.name.startswith((_SET_ASIDE, "."))
+            )
             what = "another run" if there else "no run"
             say(
                 f"{self.objects.url} contains {what}: the contents of its working copy {self.folder} are set aside in"
-                f" {aside.name} there."
+                f" {aside} there."
             )
+
+    def _set_aside(self, entries: Iterable[Path]) -> str:
+        """Moves entries of the working copy to a folder in it, and returns that folder's name."""
+        aside = self.folder / f"{_SET_ASIDE}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        aside.mkdir()
+        for entry in entries:
+            entry.rename(aside / entry.name)
+        return aside.name
 
     def _must_hold_nothing_else(self) -> None:
         """Raises ConfigError on other files: all below a run's URL is brought, and some replaced. Also StoreError."""
@@ -118,11 +129,19 @@ class RemoteRun:
                     " or one with a run."
                 )
 
-    def bring_own(self) -> None:
-        """Brings the logs that this worker wrote on another machine, before it appends to them. Raises TfdistError."""
-        if not self._is_chief:
-            with as_sentence():
-                self._bring(self._owns)
+    def bring_own(self, run_id: str) -> None:
+        """Brings the logs that this worker wrote on another machine, before it appends to them. Sets its files of
+        another run aside, since the chief sees only its own working copy. Raises TfdistError."""
+        if self._is_chief:
+            return
+        log, events = self.folder / "logs" / f"rank-{self._rank}.jsonl", self.folder / "tensorboard"
+        with as_sentence():
+            (last,) = deque(read_jsonl(log), maxlen=1) or [{}]
+            if last.get("run_id", run_id) != run_id:
+                own = [log, events] if self._leads_machine and events.exists() else [log]
+                aside = self._set_aside(own)
+                say(f"{log} is of another run than {self.objects.url}: it is set aside in {self.folder / aside}.")
+            self._bring(self._owns)
 
     def _bring(self, wanted) -> None:
         """Brings files that are missing here, or shorter than in the store: they were written elsewhere meanwhile."""

@@ -18,14 +18,14 @@ from tfdist.build import Job
 from tfdist.config import Config, parse_profile_steps
 from tfdist.control import lease, sections
 from tfdist.control.cluster import Cluster
-from tfdist.control.exit_codes import CheckpointError, ExitCode
+from tfdist.control.exit_codes import CheckpointError, ConfigError, ExitCode
 from tfdist.control.signals import SignalRequests
 from tfdist.run import results
 from tfdist.run.agreement import RunIdentity, check_same_identity, check_same_options, identify
 from tfdist.run.announcement import Announcement
 from tfdist.run.bad_samples import BadSamples
 from tfdist.run.health import HealthMonitor
-from tfdist.run.in_memory_checkpoint import WorkerMemory
+from tfdist.run.in_memory_checkpoint import WorkerMemory, has_state
 from tfdist.run.jit_tune import tuned
 from tfdist.run.open_resources import OpenResources
 from tfdist.run.recovery import Recovery
@@ -72,7 +72,8 @@ def run(start: Start) -> ExitCode:
     job = lease.job_identity(os.environ, cluster)
     with contextlib.ExitStack() as held:
         if cluster.is_chief:
-            held.enter_context(lease.held(folder, job, f"--run_dir={config.run.run_dir}"))
+            name = f"--run_dir={config.run.run_dir}"
+            held.enter_context(lease.held(folder, job, name, has_state(start.memory)))
         return Session(start, held.enter_context(remote_run(config.run, folder, cluster, job))).run()
 
 
@@ -163,9 +164,9 @@ class Session:
         self.recovery.run_id = self.identity.run_id
 
     def _observe(self) -> None:
-        if self.remote:
-            self.remote.bring_own()
         identity = self.identity
+        if self.remote:
+            self.remote.bring_own(identity.run_id)
         run = Run(
             self.folder,
             identity.run_id,
@@ -189,7 +190,9 @@ class Session:
             lambda message: self.observer(Event("warning", self._counter(), {"message": message})),
         )
         if self.chief:
-            with written(self.config):
+            # After a regroup both are there, and the disk may be full.
+            unneeded = (ConfigError, CheckpointError) if has_state(self.memory) else ()
+            with contextlib.suppress(*unneeded), written(self.config):
                 flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, self.start.command)
                 write_status(self.folder, "running", identity.run_id)
             self.resources.on_failure(lambda error: note_failure(self.folder, error, identity.run_id))
@@ -286,8 +289,9 @@ class Session:
         self.resources.close()
 
     def _close_runtime(self) -> None:
-        """Closes the runtime, but not after an error: others may be gone or stuck, and ending the process is enough."""
-        if self._all_leave or self.runtime.size == 1:
+        """Closes the runtime, but not after an error: others may be gone or stuck, and ending the process is enough. An
+        elastic worker does not end: while its runtime is open, the others would wait for it."""
+        if self._all_leave or self.runtime.size == 1 or self.memory:
             self.runtime.close()
 
     def _report_failure(self, error: BaseException) -> None:

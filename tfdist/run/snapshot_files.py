@@ -62,6 +62,7 @@ class SnapshotFiles:
         self._parted: ShardedSnapshotFolder | None = None
         self._in_store: RemoteShards | None = None
         self._refused: list[str] = []  # why snapshots were refused
+        self._last_refusal = ""  # of the last save; "": it was not refused
         self.writer = self._make_writer(attempts=2) if writes else None
         self.backup: BackupFolder | None = None
         self._stored_backup: RemoteBackup | None = None
@@ -136,16 +137,16 @@ class SnapshotFiles:
                     messages += self._sent.bring_newest(self._scheduled)
         return messages
 
-    def _begin_backup(self) -> list[str]:
-        """Takes the lease of the backup for this job, and brings the backup from its object store. Returns messages on
-        damaged ones. Raises TfdistError."""
+    def _begin_backup(self, even_if_full: bool = False) -> list[str]:
+        """Takes the lease of the backup for this job (even_if_full: see Lease.take), and brings the backup from its
+        object store. Returns messages on damaged ones. Raises TfdistError."""
         if self._backup_lease and not self._backup_lease.is_taken:
-            self._backup_lease.take()
+            self._backup_lease.take(even_if_full)
         return self._stored_backup.bring() if self._stored_backup else []
 
-    def begin_to_send(self) -> None:
+    def begin_to_send(self, even_if_full: bool = False) -> None:
         """Starts sending what is written here to the object stores, if there are any. Raises TfdistError."""
-        self._begin_backup()
+        self._begin_backup(even_if_full)
         if self._stored_backup:
             self._stored_backup.start()
         if self._sent and not self._sends:
@@ -180,7 +181,7 @@ class SnapshotFiles:
 
     def agree(self, step: int) -> bool:
         """Agrees before a snapshot is written in parts. A collective call. Returns whether there can be one."""
-        refusal = self._in_store.agree(step) if self._in_store else ""
+        refusal = self._last_refusal = self._in_store.agree(step) if self._in_store else ""
         if refusal:
             self._refused.append(f"SNAPSHOT NOT WRITTEN, step {step}: {refusal}. The next save tries again.")
         return not refusal
@@ -245,7 +246,7 @@ class SnapshotFiles:
         if self.writer is None:
             return ""
         self.writer.wait()
-        return self.writer.last_failure
+        return self._last_refusal or self.writer.last_failure
 
     def give_up(self) -> None:
         """After an error, allows some time for current writes to be committed."""

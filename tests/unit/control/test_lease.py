@@ -302,6 +302,27 @@ def test_what_tells_a_job_from_others():
     assert job_identity({}, local) == job_identity({}, Cluster()) == ""
 
 
+def test_who_goes_on_without_the_disk_gets_its_lease_written_when_there_is_room(tmp_path, monkeypatch):
+    """The next group of an elastic job ended, and with it the only good copies of the state."""
+    path, put, room = tmp_path / FILE, Lease._put, threading.Event()
+    path.write_text(json.dumps(asdict(replace(Owner.myself("job"), started="1"))))  # of a chief that was killed
+
+    def put_if_there_is_room(lease):
+        if not room.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return put(lease)
+
+    monkeypatch.setattr(Lease, "_put", put_if_there_is_room)
+    with held(tmp_path, "job", even_if_full=True):
+        assert not path.exists()
+        room.set()
+        deadline = time.monotonic() + 30
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert path.exists()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_told_of_with_its_place_and_the_flag(tmp_path, monkeypatch):
     def full(lease):
         raise OSError(errno.ENOSPC, "No space left on device")

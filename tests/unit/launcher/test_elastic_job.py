@@ -1,8 +1,10 @@
 """Who is in a group while workers come and go, with small scripts in place of workers."""
 
 import io
+import json
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -14,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfdist.control import wire
-from tfdist.control.exit_codes import ExitCode
+from tfdist.control.exit_codes import ExitCode, StartupError
 from tfdist.control.membership import VARIABLE, ConnectedWorker, FormedGroup, Groups, Member
 from tfdist.control.resolvers import resolve_cluster
 from tfdist.control.token import Secret
@@ -166,7 +168,7 @@ class Simulated:
     """A job of three without processes, on a clock of its own."""
 
     def __init__(self, folder: Path, monkeypatch):
-        self.now, self.output = 0.0, io.StringIO()
+        self.now, self.output, self.cannot_start = 0.0, io.StringIO(), False
         monkeypatch.setattr(elastic_job, "time", SimpleNamespace(monotonic=lambda: self.now))
         options = {"wanted": 3, "least": 1, "losses": 3, "grow_after": 60, "output": self.output}
         self.job = ElasticJob(["none"], 3, folder, **options)
@@ -181,6 +183,8 @@ class Simulated:
             self._spawn(f"worker {slot}", slot)
 
     def _spawn(self, name, slot, *_):
+        if self.cannot_start:
+            raise StartupError(f"{name} cannot be started (no memory)")
         worker = LocalWorker(name, slot, shown=True, process=SimpleNamespace(pid=object(), returncode=None))
         worker.relay = threading.Thread(target=int)
         self.job.workers.append(worker)
@@ -222,6 +226,18 @@ def test_a_worker_lost_again_without_progress_of_a_group_with_it_is_left_out(tmp
         made.forms((0, 1, 2), step := step + 5)  # this progress is that of the other two
     assert waits == [0, 60, 120, 240, 0, 0, 60]
     assert "worker 2 was lost again without progress; it is tried again in 60 s." in made.output.getvalue()
+
+
+def test_a_worker_that_cannot_be_started_ends_nobody_and_is_tried_again(tmp_path, monkeypatch):
+    made = Simulated(tmp_path, monkeypatch)
+    made.forms((0, 1, 2), 0)
+    made.cannot_start = True
+    for now in range(4):  # tried at 0, 1 and 3
+        made.now = now
+        made.loses(2) if now == 0 else made.poll()
+    assert made.output.getvalue().count("tfdist: worker 2 cannot be started (no memory)") == 3
+    made.cannot_start = False
+    assert made.seconds_until_all_run() == 4
 
 
 def test_each_worker_has_its_own_count_of_losses(tmp_path, monkeypatch):
@@ -296,6 +312,25 @@ def test_nobody_is_held_up_by_one_that_is_no_longer_needed():
     groups.connected[0].send(dismissed=True)
     groups.look()
     assert groups.broken_since is None
+    groups.close()
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["after an error", "in order"])
+def test_the_others_do_not_wait_for_one_that_has_left_after_an_error(lost):
+    """It keeps its process, so nothing else told them, and all the others were killed for holding it up."""
+    groups, ends = Groups(Secret(b"of this job")), []
+    for slot, generation in enumerate([2, 2, 1]):
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        ends += [ours, theirs]
+        groups._all.append(ConnectedWorker(ours, slot, generation))
+    ends[1].sendall(json.dumps({"ready": 3, "lost": lost}).encode() + b"\n")
+    groups.look()
+    told = [bool(select.select([theirs], [], [], 0)[0]) for theirs in ends[1::2]]
+    assert told == [False, lost, False] and (not lost or json.loads(ends[3].recv(100)) == {"broken": True})
     groups.close()
     for end in ends:
         end.close()

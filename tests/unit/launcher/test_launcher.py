@@ -343,6 +343,12 @@ def test_a_log_folder_that_cannot_be_written(tmp_path):
         made.start()
 
 
+def test_a_log_on_a_full_disk_stops_no_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_module, "appended_to", lambda path: os.open("/dev/full", os.O_WRONLY))
+    made, output = job(tmp_path, "print('hello')", workers=1)
+    assert run(made).code == 0 and output.getvalue() == "[worker 0] hello\n"
+
+
 def test_a_failed_start_leaves_nobody_behind(tmp_path):
     made, _ = job(tmp_path, SLEEP, workers=3)
     (tmp_path / "logs" / "worker-2.log").mkdir(parents=True)
@@ -565,6 +571,19 @@ def test_visible_gpus(tmp_path, monkeypatch):
     )
     program.chmod(0o755)
     assert visible_gpus({}) == ["GPU-11-aa", "GPU-22-bb"]
+    program.write_text("#!/bin/sh\necho 'GPU 1: NVIDIA A100 (UUID: GPU-22-bb)'\n")
+    made, _ = job(tmp_path, "", environment={})
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["GPU-11-aa", "GPU-22-bb", "-1"]
+
+
+def test_a_driver_that_does_not_answer_is_not_taken_for_no_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine_shares, "_DRIVER_SECONDS", 0.1)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    program.chmod(0o755)
+    with pytest.raises(StartupError, match="The GPUs cannot be listed .*timed out.*CUDA_VISIBLE_DEVICES"):
+        visible_gpus({})
 
 
 def test_too_few_gpus_are_told(tmp_path):
@@ -846,6 +865,25 @@ def test_no_worker_comes_back_to_a_job_that_is_asked_to_stop(tmp_path):
     assert made.workers == before
 
 
+def test_a_worker_that_cannot_be_started_again_is_tried_again(tmp_path, monkeypatch):
+    """Neither the chief nor the other workers end for it."""
+    monkeypatch.setattr("tfdist.launcher.worker_restarts._WAIT_SECONDS", 0.01)
+    made, output = job(tmp_path, "", workers=1, servers=1)
+    made.workers = [
+        SimpleNamespace(name=name, rank=rank, slot=rank, code=code, ended_at=0.0)
+        for rank, (name, code) in enumerate([("chief", None), ("worker 0", -9), ("ps 0", None)])
+    ]
+    monkeypatch.setattr("tfdist.launcher.local_job.describe", lambda worker: "worker 0 was killed")
+
+    def spawn(*_):
+        raise StartupError("worker 0 cannot be started (no memory).")
+
+    monkeypatch.setattr(made, "_spawn", spawn)
+    monkeypatch.setattr(made, "_notice_end", lambda worker: None)
+    until(lambda: made.poll() is None and output.getvalue().count("worker 0 cannot be started") == 3)
+    assert made._kill_at is None
+
+
 def test_a_dead_parameter_server_stops_the_job(tmp_path):
     made, _ = job(
         tmp_path, CHIEF_WAITS + "if role == 'ps': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n", servers=1
@@ -885,7 +923,7 @@ def test_gpus_of_workers_that_are_left_out_are_not_used(tmp_path):
     assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "6", "7"]
 
 
-def test_a_gpu_that_is_gone_was_that_of_the_worker_that_is_left_out(tmp_path):
+def test_too_few_gpus_for_all_are_for_the_workers_that_are_left(tmp_path):
     made, _ = job(tmp_path, "", workers=2, left_out=[0], environment={"CUDA_VISIBLE_DEVICES": "5,6"})
     assert [entry["CUDA_VISIBLE_DEVICES"] for entry in made._divide_gpus()[0]] == ["5", "6", "-1"]
 

@@ -158,6 +158,20 @@ def test_a_stop_while_a_job_is_made_reaches_that_job(tmp_path):
     assert made.restarts == 0 and not made.job.workers  # none was started
 
 
+def test_a_start_that_fails_is_a_failure_like_others(tmp_path):
+    """An OOM kill is often followed by a fork that finds no memory: the launcher ended."""
+    commands = iter([["/no/such/program"], ["/no/such/program"], [sys.executable, "-c", ""]])
+
+    def make(workers):
+        return LocalJob(next(commands), workers, tmp_path, output=io.StringIO())
+
+    made = Supervisor(make, policy(first_wait=0.01), lambda: -1, WorkerCount(1, 1))
+    assert (made.run().code, made.restarts) == (0, 2)
+    commands = iter([["/no/such/program"]])
+    result = Supervisor(make, policy(max_restarts=0), lambda: -1, WorkerCount(1, 1)).run()
+    assert result.code == ExitCode.STARTUP and result.cause.startswith("worker 0 cannot be started")
+
+
 def test_newest_snapshot(tmp_path):
     assert newest_saved_step(tmp_path, backup_folder="") == -1
     for name in ("step-00000010", "step-00000009", ".writing-step-00000099-x", "checkpoint"):

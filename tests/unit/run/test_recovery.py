@@ -588,6 +588,18 @@ def read_in_parts(recovery, stored):
     )
 
 
+def test_a_save_that_was_refused_is_tried_again_at_the_same_step(tmp_path, monkeypatch):
+    """Else the last snapshot was missing, and the run ended as if it were there."""
+    recovery, refusals = recovery_of(tmp_path), iter(["away", "away", ""])
+    recovery._own_parts = SimpleNamespace(to_shards=recovery.state.to_host)
+    recovery.files._in_store = SimpleNamespace(agree=lambda step: next(refusals))
+    recovery.state.go_to(4)
+    for refusal in ("away", "away", "", ""):
+        recovery.save(4)
+        assert recovery.files.finish() == refusal
+    assert recovery.files.store.steps() == [4] and not list(refusals)
+
+
 def test_losses_go_on_where_some_were_no_numbers():
     """In float16 those of the first steps, while the loss scale is too large."""
     losses = LossContinuity([math.nan, 2.0, 2.1, 1.9])

@@ -17,6 +17,8 @@ from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.lease_owner import Patience
 from tfdist.run.remote_run import RemoteRun, remote_run
 from tfdist.storage.object_store import ObjectStore
+from tfdist.telemetry.events import Event
+from tfdist.telemetry.jsonl import JsonlObserver
 
 URL = f"s3://{BUCKET}/runs/one"
 ALONE = Cluster()
@@ -82,7 +84,7 @@ def test_logs_go_on_on_another_machine(s3, tmp_path):
         assert not (run.folder / "faults").exists()
     with stored(tmp_path / "second", SECOND) as run:
         assert not (run.folder / "logs" / "rank-1.jsonl").exists()
-        run.bring_own()
+        run.bring_own("abc")
         assert (run.folder / "logs" / "rank-1.jsonl").read_text() == "of rank 1\n"
         assert os.listdir(run.folder) == ["logs"]
 
@@ -124,6 +126,24 @@ def test_a_working_copy_without_its_status_is_compared_by_its_snapshots(s3, tmp_
     with stored(tmp_path / "same") as run:
         assert (run.folder / "checkpoints" / "step-00000060").exists()
         assert json.loads((run.folder / "status.json").read_text())["run_id"] == "abc"
+
+
+def test_other_machines_set_their_files_of_another_run_aside(s3, tmp_path, capsys):
+    """The chief sees only its own working copy: they were sent into this run."""
+    with stored(tmp_path / "here", Cluster.of_workers(["one:1", "two:1"], 1)) as run:
+        log, events = run.folder / "logs" / "rank-1.jsonl", run.folder / "tensorboard" / "events"
+        events.parent.mkdir()
+        events.touch()
+        observer = JsonlObserver(log, run_id="abc", attempt=0, rank=1)
+        observer(Event("start", 0, {}))
+        observer.close()
+        run.bring_own("abc")
+        assert log.exists() and events.exists()
+        run.bring_own("def")
+        assert os.listdir(log.parent) == [] and not events.parent.exists()
+        (aside,) = run.folder.glob("set-aside-*")
+        assert sorted(os.listdir(aside)) == ["rank-1.jsonl", "tensorboard"] and aside.name in capsys.readouterr().err
+    assert not s3.names()
 
 
 @pytest.mark.parametrize("name", ["train-00.tfrecord", "one/status.json", "flags.txt"])
@@ -219,6 +239,7 @@ def test_an_error_of_the_run_is_not_hidden_by_the_store(through_proxy, not_tried
 
 
 def test_a_status_that_is_none_in_a_store_is_no_run(s3, tmp_path):
+    write_status(tmp_path, "finished", "abc")  # a working copy, of a chief that was here before
     for text in (b"[1]", b"{", b'{"run_id": 3}'):
         s3.change("runs/one/status.json", text)
         assert not is_finished(URL, tmp_path, seconds=0.0)

@@ -107,7 +107,8 @@ class World:
         yield Event("start", 0, {})
 
     @contextlib.contextmanager
-    def lease(self, *_):
+    def lease(self, folder, job, name, even_if_full):
+        self.even_if_full = even_if_full
         self.say("lease")
         try:
             yield
@@ -318,6 +319,31 @@ def test_a_group_that_changes_keeps_a_copy_and_leaves_in_order(monkeypatch, tmp_
     assert "copy 4 True" in world.said and "failed" not in world.said and "save" not in world.said
     assert world.closed() == ["trainer", "observer", "monitor", "runtime", "files", "lease"]
     assert world.events[-1].kind == "regroup"
+
+
+@pytest.mark.parametrize("checkpoint", [None, "a copy"])
+def test_a_worker_that_keeps_its_process_closes_its_runtime_after_an_error(monkeypatch, tmp_path, checkpoint):
+    """The others, in a collective, would wait for it. Once it has a copy of the state, it needs no file."""
+    world = World(monkeypatch, tmp_path, fails_at="train", size=2)
+    world.memory = SimpleNamespace(signals=None, checkpoint=checkpoint, member=None)
+    with pytest.raises(ConfigError, match="^no$"):
+        world.run()
+    assert "runtime" in world.closed() and world.even_if_full == bool(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name, error", [("write_status", CheckpointError("full")), ("flags.write_flagfile", OSError(errno.ENOSPC, "full"))]
+)
+def test_a_regroup_on_a_full_disk_ends_nothing(monkeypatch, tmp_path, name, error):
+    world = World(monkeypatch, tmp_path)
+
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(f"tfdist.run.session.{name}", full)
+    world.memory = SimpleNamespace(signals=None, checkpoint="a copy", member=None)
+    world.result = TrainResult(4, True, {}, left=False)
+    assert world.run() == ExitCode.PREEMPTED
 
 
 def test_what_lies_on_servers_is_brought_before_the_exports(monkeypatch, tmp_path):
