@@ -154,7 +154,7 @@ def random_resized_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
     """A crop of 8 to 100 % of the area and aspect ratio 3/4 to 4/3, resized to the old size, mirrored half of the time.
 
     The usual augmentation for ImageNet (Szegedy et al. 2014, arXiv:1409.4842). Images that are stored larger than they
-    are used are cropped while decoding instead (`Split.fetch_cropped`). Returns float32.
+    are used are cropped while decoding instead (`Split.fetch_cropped`), but not those of a stream. Returns float32.
     """
     _check_images("random_resized_crop", x)
     height, width = known_dims(x.shape[1:])[:2]

@@ -11,6 +11,7 @@ Options:
                                              raw_int32. In x, uint8 of rank 3 is an image and becomes float32 in 0..1
                 image[H,H,C]                 a JPEG, PNG, GIF or BMP file, resized, the center kept (images.py); in
                                              training with --augment=random_resized_crop a random crop is resized
+                                             (with stream=True a crop of that center)
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*. Names that begin with a dot are left out
