@@ -39,7 +39,7 @@ from tfdist.data.reading import as_is
 from tfdist.data.sources.equal_shards import counted
 from tfdist.data.sources.record_field import RecordField
 from tfdist.data.sources.records import RecordFiles, check_begin, read_in_graph
-from tfdist.data.sources.split import Sample, Split, read_options, scaled
+from tfdist.data.sources.split import Sample, Split, is_spatial, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.data.sources.stored_streams import first_of, stored_records
 from tfdist.data.sources.whole_records import whole_records
@@ -115,7 +115,7 @@ def load(config: DataConfig, split: str) -> Split:
         fetch,
         classes,
         info,
-        fetch_cropped=fetch if x.kind == "image" else None,
+        fetch_cropped=fetch if x.kind == "image" and not is_spatial(y.shape) else None,
         contents=lambda: [*folder.checksums(paths), checksum_of(files.read(sampled_rows(len(files))))],
     )
 
