@@ -164,7 +164,7 @@ CURATED: dict[str, tuple[tuple[tuple[str, ...], frozenset[int], str], ...]] = {
         (("plan", "--hardware=h100,memory_gb=1e999", "--", *RUN), ANY, ""),
         (("plan", "--hardware=h100,per_node=2.5", "--", *RUN), ANY, ""),
         (("plan", "--hardware=h100,name=3", "--", *RUN), ANY, ""),
-        (("plan", "--hardware=h100,bfloat16=maybe", "--", *RUN), ANY, ""),
+        (("plan", "--hardware=h100,bfloat16=maybe", "--", *RUN), CONFIG, "--hardware"),
         (("plan", "--hardware=h100,memory_gb=0.0000001", "--", *RUN), ANY, ""),
         (("plan", "--hardware=h100,efficiency=7", "--", *RUN), ANY, ""),
         (("plan", "--hardware=h100,overlap=9", "--", *RUN), ANY, ""),

@@ -10,6 +10,10 @@ It is traced in a tf.data map and must be stateless: draw from `order.uniform(se
 `tf.map_fn` and `tf.image.stateless_*(..., seed=seed)`.
 AutoGraph is off there: decorate the function with @tf.function if it has Python branches on tensors.
 It may change shapes (the model must then be built for the new ones). Images are [n, H, W, C].
+
+The built-in augmentations move images in x, and not y: a target with places (masks, images, boxes: two dims or more) is
+refused. A function of your own may call them for each: with the same seeds, `flip(x, None, seeds)[0]` and
+`flip(masks, None, seeds)[0]` move alike.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -24,7 +29,7 @@ from tfdist.compat import tensorflow_graphs
 from tfdist.control.exit_codes import ConfigError, DataError
 from tfdist.data import order
 from tfdist.data.augmentation_names import AUGMENTATIONS
-from tfdist.data.sources.split import Sample, Split
+from tfdist.data.sources.split import Sample, Split, is_spatial
 from tfdist.plugins import check_takes, own_code, resolve
 from tfdist.runtime.host import known_dims
 
@@ -134,18 +139,19 @@ def apply(augment: Augmentation, sample: Sample, seeds: tf.Tensor, name: str) ->
 
 def flip(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
     """Mirrors half of the images, left to right, at random."""
-    _check_images("flip", x)
+    _check_images("flip", x, y)
     return tf.where(order.uniform(seeds, 0)[:, None, None, None] < 0.5, tf.reverse(x, [2]), x), y
 
 
 def shift(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
     """Moves each image by -1, 0 or 1 pixels both ways, filling with zeros. For digits, which must not be mirrored."""
-    _check_images("shift", x)
+    _check_images("shift", x, y)
     return _pad_and_crop(x, seeds, 1), y
 
 
 def flip_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
     """Mirrors, pads with 4 zeros and crops to the old size, as usual for CIFAR (He et al. 2015, arXiv:1512.03385)."""
+    _check_images("flip_crop", x, y)
     x, _ = flip(x, y, seeds)
     return _pad_and_crop(x, seeds, 4), y
 
@@ -154,9 +160,9 @@ def random_resized_crop(x: tf.Tensor, y: tf.Tensor, seeds: tf.Tensor) -> tuple:
     """A crop of 8 to 100 % of the area and aspect ratio 3/4 to 4/3, resized to the old size, mirrored half of the time.
 
     The usual augmentation for ImageNet (Szegedy et al. 2014, arXiv:1409.4842). Images that are stored larger than they
-    are used are cropped while decoding instead (`Split.fetch_cropped`). Returns float32.
+    are used are cropped while decoding instead (`Split.fetch_cropped`), but not those of a stream. Returns float32.
     """
-    _check_images("random_resized_crop", x)
+    _check_images("random_resized_crop", x, y)
     height, width = known_dims(x.shape[1:])[:2]
     area = 0.08 + 0.92 * order.uniform(seeds, 1)
     root_aspect = tf.exp((order.uniform(seeds, 2) - 0.5) * math.log(4 / 3))  # sqrt of the width-to-height ratio
@@ -178,9 +184,15 @@ def _pad_and_crop(x: tf.Tensor, seeds: tf.Tensor, pad: int) -> tf.Tensor:
     return tf.gather(tf.gather(padded, rows, axis=1, batch_dims=1), columns, axis=2, batch_dims=1)
 
 
-def _check_images(name: str, x: tf.Tensor) -> None:
+def _check_images(name: str, x: tf.Tensor, y: Any) -> None:
     if not isinstance(x, tf.Tensor) or x.shape.rank != 4:
         raise DataError(
             f"--augment={name} is for batches of images [n, height, width, channels], not for "
             f"{getattr(x, 'shape', type(x).__name__)}: use --augment=none."
         )
+    for target in tf.nest.flatten(y):
+        if isinstance(target, tf.Tensor) and target.shape.rank and is_spatial(target.shape[1:]):
+            raise DataError(
+                f"--augment={name} moves what x shows, but not what y says of it (shape {target.shape[1:]} a sample):"
+                " write an augmentation of your own that moves both, or x alone (tfdist/data/augment.py)."
+            )

@@ -118,7 +118,8 @@ def _indexed_batches(split: Split, reading: Reading, plan: BatchPlan, replica: i
     """Returns the micro-batches of a split with random access, made in blocks of several where that is cheaper."""
     cheap = plan.micro_batch * split.sample_bytes <= BLOCK_BYTES
     block = BLOCK if split.cheap and cheap and plan.even and not split.fixed else 1
-    positions = order.micro_positions(plan, replica, consumed)
+    # A resumed run must go on with the batches that it has had: the first.
+    positions = order.micro_positions(plan, replica, 0 if split.fixed else consumed)
     fetch = augmentation.augmented_fetch(split, reading.augment, reading.seed)
     shaped = shaper(
         block * plan.micro_batch if plan.even else None, split.element_spec if reading.augment is None else None

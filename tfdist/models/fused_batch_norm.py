@@ -20,7 +20,7 @@ def fuse_batch_norm(model: keras.Model) -> None:
     """Makes every BatchNormalization of the model over [B, H, W, C], at any depth, one operation in training. The
     results are the same up to rounding; evaluation and saved files do not change.
 
-    Not for layers that sum over replicas.
+    Not for layers that sum over replicas. Layers whose variables are not float32, which the operation needs, stay.
     """
     for layer in _fusable(model):
         _fuse(layer)
@@ -38,6 +38,7 @@ def _fusable(model: keras.Model) -> list[keras.layers.BatchNormalization]:
         for layer in keras_layers.all_layers(model)
         if type(layer) is keras.layers.BatchNormalization
         and layer.built
+        and layer.variable_dtype == "float32"
         and not layer.renorm
         and layer.epsilon >= least
         and keras_batch_norm.reduction_axes(layer) == [0, 1, 2]

@@ -220,6 +220,8 @@ def _with(text: str, base: str | None, values: dict[str, Any]) -> Hardware:
     for name, value in values.items():
         if name not in fields:
             raise ConfigError(f"--hardware={text}: {name!r} is not known: use {', '.join(fields)} or network.")
+        if name == "bfloat16" and not isinstance(value, bool):
+            raise ConfigError(f"--hardware={text}: bfloat16={value!r} must be True or False.")
         if name not in ("name", "bfloat16") and not (
             isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
         ):

@@ -137,6 +137,20 @@ def test_images_are_required():
         run("shift", IMAGES[:, 0])
 
 
+@pytest.mark.parametrize("name", ["flip", "flip_crop", "random_resized_crop", "shift"])
+def test_targets_with_places_are_refused(name):
+    """They would stay where they are while x moves. An augmentation of one's own moves both by the same seeds."""
+    function, x = augment.load_augmentation(name), tf.constant(IMAGES[:4])
+    seeds = order.element_seeds(tf.range(4, dtype=tf.int64), 0)
+    for y in (tf.zeros([4, 8, 8], tf.int32), tf.zeros([4, 8, 8, 1]), {"boxes": tf.zeros([4, 5, 4])}):
+        with pytest.raises(
+            DataError, match=f"--augment={name} moves what x shows, .* y says of it .shape .[85], .* of your own"
+        ):
+            function(x, y, seeds)
+    for y in (tf.zeros([4, 3]), tf.zeros([4, 1, 1, 3]), None):
+        function(x, y, seeds)
+
+
 def test_an_augmentation_that_is_none(tmp_path, monkeypatch):
     (tmp_path / "wrong_augmentations.py").write_text(
         "def two(x, y): return x, y\ndef fails(x, y, seeds): return x['image'], y\n"

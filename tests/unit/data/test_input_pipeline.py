@@ -135,8 +135,10 @@ def test_static_shapes():
     assert [s.shape.as_list() for s in evaluation.element_spec] == [[4, 4, 4, 1], [4], [4], [4]]
 
 
-def test_fixed_split_repeats_its_first_batches():
-    found = micro_batches(numbered(97, fixed=True), BatchPlan(10, 2, 1), 0, 6)
+@pytest.mark.parametrize("consumed", [0, 40])
+def test_fixed_split_repeats_its_first_batches(consumed):
+    found = micro_batches(numbered(97, fixed=True), BatchPlan(10, 2, 1), 0, 6, consumed=consumed)
+    np.testing.assert_array_equal(found[0][0], micro_batches(numbered(97), BatchPlan(10, 2, 1), 0, 1)[0][0])
     assert (
         (found[0][0] == found[2][0]).all() and (found[1][0] == found[5][0]).all() and (found[0][0] != found[1][0]).any()
     )

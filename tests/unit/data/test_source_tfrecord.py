@@ -141,6 +141,7 @@ def test_encoded_images(tmp_path):
     direction = np.sign(seen[:, 8, -1, 0] - seen[:, 8, 0, 0])
     assert 10 < (direction > 0).sum() < 50  # mirrored half of the time
     assert seen.min() >= 0 and seen.max() <= 1 and seen[:, :, :, 0].min() < 0.1  # reaches beyond the centre
+    assert load(tmp_path, source_args="x=image:image[16,16,3],y=image:image[8,8,3]").fetch_cropped is None
 
 
 @pytest.mark.parametrize("threads", [4])

@@ -64,9 +64,18 @@ def test_the_same_outputs_statistics_and_gradients(dtype, bound, options, sample
         np.testing.assert_allclose(other, own, rtol=bound, atol=bound * max(1.0, np.abs(own).max()))
 
 
-@pytest.mark.parametrize("shape, options", [((7,), {}), ((5, 4, 3), {"axis": 1}), ((5, 4, 3), {"renorm": True})])
-def test_others_are_left_alone(shape, options):
-    model = make("float32", shape, **options)
+@pytest.mark.parametrize(
+    "dtype, shape, options",
+    [
+        ("float32", (7,), {}),
+        ("float32", (5, 4, 3), {"axis": 1}),
+        ("float32", (5, 4, 3), {"renorm": True}),
+        ("bfloat16", (5, 4, 3), {}),
+        ("float16", (5, 4, 3), {}),
+    ],
+)
+def test_others_are_left_alone(dtype, shape, options):
+    model = make(dtype, shape, **options)
     fuse_batch_norm(model)
     assert "FusedBatchNormV3" not in operations(model, tf.ones([2, *shape]))
 

@@ -127,6 +127,29 @@ def test_csv_is_one_table_over_restarts(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("left", [0, 2], ids=["removed", "renamed after step 20"])
+def test_csv_keeps_rows_from_before_the_log(tmp_path, left):
+    """logrotate takes the log away, but not the tables."""
+    attempt(tmp_path, "csv", 0, 0, (10, 20, 30), evaluate=(20, 30))
+    log = tmp_path / "logs" / "rank-0.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[len(lines) - left :]))
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("2")  # killed in the middle of a row
+    attempt(tmp_path, "csv", 1, 30, (40,), evaluate=(40,))
+    table, evaluations = rows(tmp_path / "metrics.csv"), rows(tmp_path / "evaluations.csv")
+    assert list(table[0]) == ["step", "time", "train/loss", "perf/steps_per_s"]
+    assert [row["train/loss"] for row in table] == ["10.0", "20.0", "30.0", "40.1"]
+    assert [(row["step"], row["eval/loss"]) for row in evaluations] == [("20", "20.0"), ("30", "30.0"), ("40", "40.1")]
+
+
+def test_csv_forgets_rows_of_a_run_that_was_begun_again(tmp_path):
+    attempt(tmp_path, "csv", 0, 0, (10, 20))
+    attempt(tmp_path, "", 1, 0, (15,))
+    attempt(tmp_path, "csv", 2, 15, (25,))
+    assert [row["train/loss"] for row in rows(tmp_path / "metrics.csv")] == ["15.1", "25.2"]
+
+
 def test_csv_columns_keep_their_places(tmp_path):
     (tracker,) = make_trackers("csv", Run(tmp_path, "r"))
     for step in (1, 2, 3):

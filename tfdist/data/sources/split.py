@@ -7,7 +7,7 @@ source_names.py. Terms: n, number of samples requested at once; a *nest* is a te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,8 @@ class Split:
         rows only.
     decode: a batch of `records`, [n], -> (x, y) or (x, y, w) with leading dim n. Must be stateless.
     fetch_cropped: like fetch, with int32 [n, 2] seeds as its second argument: each image is a random resized crop of
-        the stored one, taken while decoding. For images that are stored larger than they are used.
+        the stored one, taken while decoding. For images that are stored larger than they are used. A target with places
+        in the image must be cropped alike.
     cheap: making a sample costs little more than copying it, for example because it is in memory.
     fixed: for benchmarks: the pipeline makes the first batches once and returns them forever.
     labels: returns all of y, if y is one integer array in memory.
@@ -202,6 +203,12 @@ def scaled(x: tf.Tensor) -> tf.Tensor:
 def scaled_spec(spec: tf.TensorSpec) -> tf.TensorSpec:
     """Returns the spec of one sample after `scaled`."""
     return tf.TensorSpec(spec.shape, tf.float32) if spec.dtype == tf.uint8 and spec.shape.rank == 3 else spec
+
+
+def is_spatial(shape: Iterable[int | None]) -> bool:
+    """Whether the target of an image, of this shape without the dim of samples, may say something of places in the
+    image, as masks, images and boxes do."""
+    return sum(size != 1 for size in shape) > 1
 
 
 def places(nest: Any, names: Sequence[str] = "xyw") -> list[str]:

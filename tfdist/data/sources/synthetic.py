@@ -6,7 +6,7 @@ same tokens shifted by one.
 
 A sample depends only on its split and index, and is the same in every process.
 Options: task, shape, classes, samples (in training), eval_samples, vocab; fixed=True makes the first batches once and
-returns them forever, so that the input costs nothing.
+returns them forever, so that the input costs nothing (parameter servers take no notice of it).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from tfdist.control.user_errors import first_line
 from tfdist.data.checksums import checksum_of, sampled_rows
 from tfdist.data.sources import images
 from tfdist.data.sources.records import RecordFiles, Rows, read_in_graph
-from tfdist.data.sources.split import Sample, Split, array_split, read_options, scaled, scaled_spec
+from tfdist.data.sources.split import Sample, Split, array_split, is_spatial, read_options, scaled, scaled_spec
 from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.runtime.host import known_dims
 from tfdist.storage.data_cache import DataCache, cache_of
@@ -95,7 +95,7 @@ def load(config: DataConfig, split: str) -> Split:
         x, y = decoder.stored(read_in_graph(read, indices))
         return decoder.finish(x, y, seeds)
 
-    cropped = fetch if decoder.image_size else None
+    cropped = fetch if decoder.image_size and not is_spatial(decoder.spec[1].shape) else None
     return Split(
         name,
         size,

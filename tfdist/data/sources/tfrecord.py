@@ -11,6 +11,7 @@ Options:
                                              raw_int32. In x, uint8 of rank 3 is an image and becomes float32 in 0..1
                 image[H,H,C]                 a JPEG, PNG, GIF or BMP file, resized, the center kept (images.py); in
                                              training with --augment=random_resized_crop a random crop is resized
+                                             (with stream=True a crop of that center)
               No [SHAPE] means one number.
   classes     number of classes or vocabulary size, if y is an integer
   train, eval file name patterns; default *train*, and *eval*, *val* or *test*. Names that begin with a dot are left out
@@ -38,7 +39,7 @@ from tfdist.data.reading import as_is
 from tfdist.data.sources.equal_shards import counted
 from tfdist.data.sources.record_field import RecordField
 from tfdist.data.sources.records import RecordFiles, check_begin, read_in_graph
-from tfdist.data.sources.split import Sample, Split, read_options, scaled
+from tfdist.data.sources.split import Sample, Split, is_spatial, read_options, scaled
 from tfdist.data.sources.stored_records import StoredRecords
 from tfdist.data.sources.stored_streams import first_of, stored_records
 from tfdist.data.sources.whole_records import whole_records
@@ -114,7 +115,7 @@ def load(config: DataConfig, split: str) -> Split:
         fetch,
         classes,
         info,
-        fetch_cropped=fetch if x.kind == "image" else None,
+        fetch_cropped=fetch if x.kind == "image" and not is_spatial(y.shape) else None,
         contents=lambda: [*folder.checksums(paths), checksum_of(files.read(sampled_rows(len(files))))],
     )
 
