@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -245,6 +248,23 @@ def test_a_whole_snapshot_that_a_run_of_parts_went_on_from_is_sent_and_removes_n
     workers.save(20)
     workers.remote._send_newest()
     assert workers.remote.steps() == [10, 20]
+
+
+def test_a_full_disk_is_not_taken_for_a_damaged_snapshot(tmp_path):
+    """The kernel writes what there is room for, and says how much."""
+    objects: Any = SimpleNamespace(url=URL, piece=lambda name, start, size: b"x" * size)
+    store = PartialDownload(objects, tmp_path, remote=None)
+    snapshot = partial_download.Snapshot(str(tmp_path), 10, {})
+    (tmp_path / "data").touch()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # without it, only another file system would do
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            store._bring_piece(snapshot, "data", 50_000, 60_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    store._bring_piece(snapshot, "data", 50_000, 60_000)
+    assert (tmp_path / "data").read_bytes() == bytes(50_000) + b"x" * 60_000
 
 
 def test_a_store_slower_than_the_saves_gets_what_was_begun_and_the_newest(s3, tmp_path):
