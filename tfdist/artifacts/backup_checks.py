@@ -18,7 +18,7 @@ import keras
 from tfdist.artifacts.data_order import NoOrder, no_order, other_seeds, seeded_shuffles
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.hidden_state import metric_variables, state_of_other_optimizers, variables_of_model
-from tfdist.artifacts.state import name_of, tf_variable
+from tfdist.artifacts.state import name_of, shape_of, tf_variable
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.control.terminal import say
 
@@ -134,7 +134,7 @@ def tell_another_first_order(whose: Sequence[str]) -> None:
 def metrics_of(model: keras.Model) -> list[list[Any]]:
     """What tells the variables of the model's metrics from those of others: name and shape, as JSON to be saved. Keras
     numbers names by what the process has made before: they count without numbers."""
-    return [[re.sub(r"_\d+", "", name_of(each)), list(tf_variable(each).shape)] for each in model.metrics_variables]
+    return [[re.sub(r"_\d+", "", name_of(each)), shape_of(each)] for each in model.metrics_variables]
 
 
 def refuse_other_metrics(backup: str, manifest: Mapping[str, Any], model: keras.Model) -> None:

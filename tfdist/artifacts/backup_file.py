@@ -160,6 +160,8 @@ def _encoded(value: Any, arrays: _Arrays) -> Any:
         return {"bytes": value.hex()}
     if isinstance(value, complex) and not isinstance(value, np.generic):
         return {"complex": [value.real, value.imag]}
+    if isinstance(value, np.ndarray) and value.dtype == object:  # of a variable of strings
+        return {"strings": [list(value.shape), *(text.hex() for text in value.reshape(-1))]}
     if isinstance(value, (np.ndarray, np.generic)):
         place = arrays.add(np.asarray(value))
         return {"array": [place, value.dtype.name, list(value.shape), isinstance(value, np.generic)]}
@@ -204,6 +206,9 @@ def _decoded(value: Any, data: memoryview) -> Any:
         return range(*content)
     if kind == "bytes":
         return bytes.fromhex(content)
+    if kind == "strings":
+        shape, *texts = content
+        return np.array([bytes.fromhex(text) for text in texts], object).reshape(shape)
     if kind == "complex":
         return complex(*content)
     if kind == "comparison":

@@ -17,10 +17,11 @@ from typing import Any
 from tfdist.artifacts.checkpoint_files import SUFFIX
 from tfdist.artifacts.file_entry import has_content
 from tfdist.artifacts.policy import ALL_STEPS, ScheduledSteps
-from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder, whole_manifest
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots
 from tfdist.artifacts.shard_upload import PARTS, data_file
 from tfdist.artifacts.sharded_snapshots import Shard
 from tfdist.artifacts.snapshot_folder import OF_A_RUN, FolderOptions, Snapshot, SnapshotFolder
+from tfdist.artifacts.stored_manifest import step_folder, whole_manifest
 from tfdist.compat.checkpoint_index import CheckpointIndex, Stored, overlap
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree, replaced
@@ -113,11 +114,9 @@ class PartialDownload(SnapshotFolder):
             content = self.objects.piece(f"{step_folder(snapshot.step)}/{name}", start, size)
         except FileNotFoundError:
             raise CheckpointError(f"{step_folder(snapshot.step)}/{name} is missing.") from None
-        descriptor = os.open(Path(snapshot.path) / name, os.O_WRONLY | os.O_NOFOLLOW)
-        try:
-            os.pwrite(descriptor, content, start)
-        finally:
-            os.close(descriptor)
+        with open(os.open(Path(snapshot.path) / name, os.O_WRONLY | os.O_NOFOLLOW), "wb") as file:
+            file.seek(start)
+            file.write(content)  # all of it: os.pwrite writes what there is room for, and raises nothing
 
     def _bring_index(self, snapshot: Snapshot) -> CheckpointIndex:
         """Brings the table of contents, if it is not here. Raises CheckpointError, StoreError, OSError."""

@@ -12,8 +12,9 @@ import numpy as np
 
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import Retention
-from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots
 from tfdist.artifacts.snapshot_folder import Snapshot, SnapshotFolder, must_be_of
+from tfdist.artifacts.stored_manifest import step_folder
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.terminal import say
 from tfdist.storage.object_store import ObjectStore

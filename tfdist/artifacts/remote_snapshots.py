@@ -20,6 +20,7 @@ from tfdist.artifacts.checkpoint_files import pointer
 from tfdist.artifacts.manifest import MANIFEST, parse
 from tfdist.artifacts.policy import ALL_STEPS, Retention, ScheduledSteps
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
+from tfdist.artifacts.stored_manifest import step_folder, whole_manifest
 from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.own_files import remove_tree
@@ -32,40 +33,15 @@ _SENDING = ".sending-"
 _DAMAGED = "damaged-manifest.json"  # the new name of a damaged snapshot's manifest
 
 
-def step_folder(step: int) -> str:
-    """The folder of a snapshot in the store."""
-    return f"{SNAPSHOTS}/step-{step:08d}"
-
-
-def whole_manifest(
-    objects: ObjectStore, step: int, required: Sequence[str], listed: Mapping[str, int] | None = None
-) -> tuple[str, dict[str, Any]]:
-    """Returns the manifest of a snapshot in the store, as text and as entries, if all its files are there in full size.
-
-    listed: sizes by name from a listing, which may be outdated: the store is asked again only for other files. Raises
-    CheckpointError, StoreError.
-    """
-    name, listed = step_folder(step), listed or {}
-    text = objects.text(f"{name}/{MANIFEST}")
-    if text is None:
-        raise CheckpointError(f"{name}/{MANIFEST} is missing.")
-    manifest = parse(text, f"{name}/{MANIFEST}", step, required)
-    for file, entry in manifest["files"].items():
-        if listed.get(f"{name}/{file}") == entry["bytes"]:
-            continue
-        # If a file later arrives with another size, the transfer was broken and is tried again.
-        if (size := objects.size(f"{name}/{file}")) != entry["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes instead of {entry['bytes']}"
-            raise CheckpointError(f"{name}/{file} {found}.")
-    return text, manifest
-
-
 class RemoteSnapshots:
     """The snapshots below `objects`, and the thread that sends those of `store` there.
 
     retention: what is kept in the store. The thread calls two functions, which may raise StoreError: `allowed` before
-    it writes or removes anything there, and `before` when a snapshot is about to be committed.
+    it writes or removes anything there, and `before` when a snapshot is about to be committed. made_of_parts: new
+    snapshots are made in the store (sharded_commit.py): those of `store` are older.
     """
+
+    made_of_parts = False
 
     def __init__(
         self,
@@ -79,7 +55,7 @@ class RemoteSnapshots:
         self._allowed, self._before = allowed, before
         self._there: dict[int, Mapping[str, float]] = {}  # step -> its metrics, for snapshots in the store
         self._manifests: dict[int, str] = {}  # step -> the text of its manifest, likewise
-        self._damaged: set[int] = set()  # damaged here, so not sent
+        self._passed_over: dict[int, str] = {}  # step -> the manifest of one here that is not sent: damaged, or too old
         self.damaged_there: dict[int, str] = {}  # step -> why: damaged in the store, and passed over
         self.sender = UploadThread(self.unsent, self._send_newest)
 
@@ -164,7 +140,21 @@ class RemoteSnapshots:
                 for file in files.keys() - self._files(step):  # parts of which it was made
                     self._objects.remove(f"{step_folder(step)}/{file}")
         self._objects.remove_half_sent(f"{SNAPSHOTS}/")
+        self._pass_over_old_ones()
         self.sender.start()
+
+    def _pass_over_old_ones(self) -> None:
+        """Excludes those here from sending that need not be kept: the run has gone on elsewhere meanwhile."""
+        texts, metrics = dict[int, str](), dict[int, Mapping[str, float]]()
+        for step in self.unsent():
+            with contextlib.suppress(OSError, CheckpointError):  # a damaged one is told when it is sent
+                text = _manifest_in(self._store.path(step))
+                metrics[step] = parse(text, MANIFEST, step).get("metrics") or {}
+                texts[step] = text
+        metrics |= self._there
+        for step in self._retention.to_delete(metrics, metrics):
+            if step in texts:
+                self._passed_over[step] = texts[step]
 
     def _find(self, step: int) -> bool:
         """Remembers a snapshot in the store; returns False if its manifest is damaged."""
@@ -187,15 +177,17 @@ class RemoteSnapshots:
         self._objects.remove(manifest)
 
     def unsent(self) -> list[int]:
-        """Steps whose snapshots are here, but not in the store; oldest first."""
-        return [step for step in self._store.steps() if step not in self._damaged and not self._is_sent(step)]
+        """Steps whose snapshots are here, but not in the store, and are to be sent; oldest first."""
+        return [step for step in self._store.steps() if not self._is_done(step)]
 
-    def _is_sent(self, step: int) -> bool:
-        """Whether exactly this snapshot is there: after a rollback a step may be saved again, with other numbers."""
-        if step not in self._there:
+    def _is_done(self, step: int) -> bool:
+        """Whether exactly this snapshot is there, or passed over: after a rollback a step may be saved again, with
+        other numbers."""
+        done = [self._passed_over.get(step), self._manifests.get(step) if step in self._there else None]
+        if done == [None, None]:
             return False
         try:
-            return Path(self._store.path(step), MANIFEST).read_text(encoding="utf-8") == self._manifests.get(step)
+            return _manifest_in(self._store.path(step)) in done
         except OSError:  # it has been deleted here
             return True
 
@@ -218,13 +210,13 @@ class RemoteSnapshots:
                 if not os.path.exists(os.path.join(self._store.path(step), MANIFEST)):
                     return  # it has been deleted, like other old snapshots
                 raise StoreError(f"the snapshot of step {step} cannot be read, or does not fit here: {error}") from None
-            text = (copy / MANIFEST).read_text(encoding="utf-8")
+            text = _manifest_in(copy)
             manifest, name = parse(text, str(copy / MANIFEST), step), step_folder(step)
             self._objects.remove(f"{name}/{MANIFEST}")
             self._objects.send_all((copy / file, f"{name}/{file}") for file in manifest["files"])
             self.commit(step, text, manifest)
         except CheckpointError as error:
-            self._damaged.add(step)
+            self._passed_over[step] = _manifest_in(copy)
             raise StoreError(f"a snapshot was not sent: {error}") from None
         finally:
             shutil.rmtree(copy, ignore_errors=True)
@@ -268,7 +260,7 @@ class RemoteSnapshots:
     def _remove_abandoned(self) -> None:
         """Removes the snapshots after the newest one here, once that is there, too. Raises StoreError."""
         newest = max(self._store.steps(), default=-1)
-        if newest in self._there:
+        if newest in self._there and not self.made_of_parts:
             for step in self.abandoned(newest):
                 self.remove(step)
 
@@ -286,6 +278,12 @@ class RemoteSnapshots:
         self.withdraw(step)
         for file in files - {MANIFEST}:
             self._objects.remove(f"{step_folder(step)}/{file}")
+
+
+def _manifest_in(folder: str | Path) -> str:
+    """The text of the manifest of a snapshot here; damaged bytes become others, with which no checksum agrees. Raises
+    OSError."""
+    return Path(folder, MANIFEST).read_text(encoding="utf-8", errors="replace")
 
 
 def _linked(source: str, target: str) -> None:

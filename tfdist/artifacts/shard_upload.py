@@ -23,9 +23,9 @@ from typing import Any
 
 from tfdist.artifacts.file_entry import measure
 from tfdist.artifacts.manifest import SHA
-from tfdist.artifacts.remote_snapshots import step_folder
 from tfdist.artifacts.sharded_snapshots import Shard, save_part, values_of
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
+from tfdist.artifacts.stored_manifest import step_folder
 from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.own_files import remove_tree, written_whole
 from tfdist.control.user_errors import first_line

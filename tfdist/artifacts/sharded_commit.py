@@ -19,9 +19,10 @@ import tensorflow as tf
 
 from tfdist.artifacts.file_entry import has_content, measure
 from tfdist.artifacts.manifest import FORMAT, MANIFEST, SHA, parse, sealed
-from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots
 from tfdist.artifacts.shard_upload import ShardUpload, data_file, index_of, is_note, note_of
 from tfdist.artifacts.sharded_snapshots import must_hold_all
+from tfdist.artifacts.stored_manifest import step_folder
 from tfdist.artifacts.upload_thread import UploadThread
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.run_address import SNAPSHOTS
@@ -40,6 +41,7 @@ class ShardedCommit:
 
     def __init__(self, objects: ObjectStore, parts: ShardUpload, remote: RemoteSnapshots):
         self._objects, self._parts, self._remote = objects, parts, remote
+        remote.made_of_parts = True
         self._steps: list[int] = []  # not yet committed, in the order of saving: the first is being gathered
         self._dropped: set[int] = set()  # steps with possible leftovers in the store
         self._since: dict[int, float] = {}  # step -> when the chief's own part was there (time.monotonic())

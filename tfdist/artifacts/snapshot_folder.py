@@ -269,7 +269,8 @@ class SnapshotFolder:
 
         def read(key: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
             if dtype not in ONLY_AS_SAVED:
-                return reader.get_tensor(key + SUFFIX)
+                # A single string comes as bytes.
+                return np.asarray(reader.get_tensor(key + SUFFIX), tf.as_dtype(dtype).as_numpy_dtype)
             whole = tuple((0, size) for size in shape)
             return read_boxes(snapshot.prefix, key + SUFFIX, shape, [whole], tf.as_dtype(dtype))[0]
 

@@ -16,9 +16,12 @@ import tensorflow as tf
 
 from tfdist.artifacts.hidden_state import hidden_generators, hidden_variables
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.runtime.base import Runtime
 from tfdist.runtime.host import host_view
 from tfdist.runtime.weight_check import Held, is_compared
 
+Shape = list[int | None] | None  # with None for what is not fixed
+Table = dict[str, tuple[str, Shape, str]]  # key -> (name, shape, dtype)
 COMPARED = ("model/", "hidden/")  # keys of variables that are the same on all workers
 
 
@@ -54,7 +57,7 @@ class WholeState:
     def __init__(self, variables: Mapping[str, Any]):
         self.variables = variables
 
-    def table(self) -> dict[str, tuple[str, list[int], str]]:
+    def table(self) -> Table:
         return table(self.variables)
 
     def to_host(
@@ -133,11 +136,12 @@ def carried_by_others(stored: Mapping[str, Any], described: Mapping[str, tuple])
 
 def check_arrays(described: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
     """Raises CheckpointError naming the first array that does not fit a table of variables."""
-    check(described, {key: (array.shape, str(array.dtype)) for key, array in arrays.items()})
+    check(described, {key: (array.shape, tf.as_dtype(array.dtype).name) for key, array in arrays.items()})
 
 
 def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
-    """Compares a table of variables with the stored one, key -> (shape, dtype).
+    """Compares a table of variables with the stored one, key -> (shape, dtype). A variable whose shape is not fixed
+    takes whatever its shape allows.
 
     Raises CheckpointError naming the first mismatch.
     """
@@ -159,20 +163,47 @@ def check(described: Mapping[str, tuple], stored: Mapping[str, tuple]) -> None:
             " model and optimizer of the run that wrote it, or another folder."
         )
     for key, (name, shape, dtype) in described.items():
-        if tuple(stored[key][0]) != tuple(shape) or stored[key][1] != dtype:
+        here, there = tf.TensorShape(shape), tf.TensorShape(stored[key][0])
+        if not here.is_compatible_with(there) or stored[key][1] != dtype:
             raise CheckpointError(
-                f"The checkpoint does not fit: {name} is {dtype} {tuple(shape)} here, {stored[key][1]}"
-                f" {tuple(stored[key][0])} there: use the model flags of the run that wrote it."
+                f"The checkpoint does not fit: {name} is {dtype} {here} here, {stored[key][1]} {there} there: use the"
+                " model flags of the run that wrote it."
             )
 
 
-def table(variables: Mapping[str, Any]) -> dict[str, tuple[str, list[int], str]]:
+def table(variables: Mapping[str, Any]) -> Table:
     """key -> (name, shape, dtype), for the manifest and for messages."""
-    result = {}
-    for key, variable in variables.items():
-        value = tf_variable(variable)
-        result[key] = (name_of(variable), list(value.shape), value.dtype.name)
-    return result
+    return {
+        key: (name_of(variable), shape_of(variable), tf_variable(variable).dtype.name)
+        for key, variable in variables.items()
+    }
+
+
+def shape_of(variable: Any) -> Shape:
+    """The shape with which a variable was made. It may leave dims open (None), or all of it."""
+    shape = tf.TensorShape(tf_variable(variable).shape)
+    return None if shape.rank is None else shape.as_list()
+
+
+def chiefs_arrays(
+    runtime: Runtime, described: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Returns the chief's arrays on every worker. A collective call.
+
+    described: the table of the variables that are to take them. arrays: {} on the other workers.
+    """
+    # The others do not know the sizes of these: they are sent as a message, which says what it contains.
+    unsized = {
+        key
+        for key, (_, shape, dtype) in described.items()
+        if dtype == tf.string.name or not tf.TensorShape(shape).is_fully_defined()
+    }
+    keys = sorted(described.keys() - unsized)
+    own = arrays or {key: np.zeros(described[key][1], described[key][2]) for key in keys}
+    found = dict(zip(keys, runtime.broadcast([own[key] for key in keys]), strict=True))
+    if unsized:
+        found |= runtime.broadcast_object({key: array for key, array in arrays.items() if key in unsized})
+    return found
 
 
 def generator_states() -> dict[str, Any]:

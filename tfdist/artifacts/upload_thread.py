@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from tfdist.control.terminal import say
+from tfdist.control.user_errors import first_line
 from tfdist.storage.store_errors import StoreError
 
 _LOOK_SECONDS = 0.5
@@ -14,8 +15,8 @@ _PROGRESS_SECONDS = 10.0
 
 
 class UploadThread:
-    """unsent: returns the steps that are not in the store. send: sends the most urgent one, if there is any; may raise
-    StoreError, and OSError of the local disk. Both are called in the thread.
+    """unsent: returns the steps that are not in the store. send: sends the most urgent one, if there is any. Both are
+    called in the thread; what they raise is `trouble`, and they are called again.
     """
 
     def __init__(self, unsent: Callable[[], list[int]], send: Callable[[], None], lost: Callable[[], list[int]] = list):
@@ -60,8 +61,8 @@ class UploadThread:
                     self._trouble = None
             except StoreError as error:
                 self._trouble = error
-            except OSError as error:  # of the local disk
-                self._trouble = StoreError(f"a snapshot cannot be read ({error.strerror}: {error.filename})")
+            except Exception as error:  # noqa: BLE001 - of the local disk, for one; it must not end this thread unsaid
+                self._trouble = StoreError(f"a snapshot cannot be sent ({type(error).__name__}: {first_line(error)})")
             finally:
                 self._busy = False
 

@@ -27,6 +27,7 @@ from tfdist.storage.store_lease import StoreLease
 FILE = "tfdist-backup"
 _NAMES = (f"{FILE}-even", f"{FILE}-odd")  # for even and odd epochs
 _leases: dict[str, StoreLease] = {}  # held by this process, by URL
+_left_over: set[str] = set()  # URLs of backups that finished fits of this process could not remove
 
 
 class BackupPlace(Protocol):
@@ -48,7 +49,8 @@ class BackupPlace(Protocol):
         ...
 
     def remove(self) -> None:
-        """Removes the backup, if there is one. Raises OSError."""
+        """Removes the backup, if there is one. Raises OSError in a folder; if a store cannot be reached, this is
+        logged, and the next `read` of this process removes it."""
         ...
 
 
@@ -108,6 +110,8 @@ class _Objects:
             lease.give_back()
 
     def read(self) -> bytes:
+        if self._url in _left_over:  # not of the fit that begins
+            self._remove_all()
         newest, epoch, damage = b"", -1, ""
         self._objects.remove_half_sent(FILE)
         for name in _NAMES:
@@ -146,6 +150,18 @@ class _Objects:
         return True
 
     def remove(self) -> None:
-        with contextlib.suppress(StoreError):  # a leftover is of a finished run and says so: it is not trained further
-            for name in _NAMES:
-                self._objects.remove(name)
+        try:
+            self._remove_all()
+        except StoreError as error:
+            _left_over.add(self._url)
+            say(
+                f"THE BACKUP WAS NOT REMOVED: {error}. The next fit of this program with the same place removes it"
+                " before it begins; if there is none, remove it yourself: a program that is started anew would find"
+                " its epochs done."
+            )
+
+    def _remove_all(self) -> None:
+        """Raises StoreError."""
+        for name in _NAMES:
+            self._objects.remove(name)
+        _left_over.discard(self._url)

@@ -127,12 +127,8 @@ class Recovery:
 
     def _take_over(self, arrays: Mapping[str, np.ndarray] | None) -> None:
         """Gives all workers the arrays of the chief."""
-        if arrays is not None:
-            arrays = self.state.fitted(arrays)
-        else:
-            arrays = {key: np.zeros(shape, dtype) for key, (_, shape, dtype) in self.state.table().items()}
-        keys = sorted(arrays)
-        self.state.assign(dict(zip(keys, self.runtime.broadcast([arrays[key] for key in keys]), strict=True)))
+        fitted = {} if arrays is None else self.state.fitted(arrays)
+        self.state.assign(state.chiefs_arrays(self.runtime, self.state.table(), fitted))
 
     def _from_memory(self, checkpoint: InMemoryCheckpoint) -> _Found:
         """The chief's choice, from memory. Raises the errors of a failing store."""

@@ -23,7 +23,7 @@ def host_view(variable: tf.Variable | tf.Tensor) -> np.ndarray:
         RuntimeError,
         NotImplementedError,
     ):  # other devices; dtypes that NumPy does not know
-        return np.asarray(variable.numpy())
+        return np.asarray(variable.numpy(), variable.dtype.as_numpy_dtype)  # a single string comes as bytes
 
 
 def known_dims(shape: tf.TensorShape) -> list[int]:

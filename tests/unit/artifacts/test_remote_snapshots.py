@@ -323,6 +323,41 @@ def test_a_disk_without_room_for_what_is_sent_is_told(s3, tmp_path, monkeypatch)
     assert sender(local(tmp_path, "there")).steps() == [10]
 
 
+def test_a_damaged_manifest_here_is_told_and_holds_nothing_up(s3, tmp_path):
+    """Nothing else was sent from then on, without a word."""
+    store = local(tmp_path, "here")
+    send(store, 10, 20)
+    file = Path(store.path(10), "manifest.json")
+    content = bytearray(file.read_bytes())
+    content[40] ^= 0x80  # which is no text any more
+    file.write_bytes(content)
+    store.write(30, arrays(30), {})
+    snapshots = sender(store)
+    snapshots.start()
+    assert snapshots.sender.finish_soon(30.0) == []
+    snapshots.sender.end(30.0)
+    assert snapshots.steps() == [10, 20, 30]
+    assert "manifest.json is damaged" in str(snapshots.sender.trouble())
+    store.write(10, arrays(11), {})
+    assert snapshots.unsent() == [10], "it is written again, as after a rollback"
+
+
+def test_whatever_fails_is_told_and_tried_again():
+    errors: list[Exception] = [KeyError("manifest"), OSError(errno.EIO, "Input/output error", "file")]
+    told = []
+
+    def send() -> None:
+        told.append(str(sending.trouble()))
+        if errors:
+            raise errors.pop()
+
+    sending = upload_thread.UploadThread(lambda: [10] if len(told) < 3 else [], send)
+    sending.start()
+    assert sending.finish_soon(30.0) == []
+    sending.end(30.0)
+    assert "OSError: [Errno 5] Input/output error" in told[1] and "KeyError: 'manifest'" in told[2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_of_many_faults_none_makes_a_half_snapshot_believed(through_proxy, tmp_path, seed):

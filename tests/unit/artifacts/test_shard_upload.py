@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -21,12 +24,13 @@ from tfdist.artifacts import partial_download
 from tfdist.artifacts.partial_download import PartialDownload
 from tfdist.artifacts.policy import Retention
 from tfdist.artifacts.read_snapshots import bring_for_reading
-from tfdist.artifacts.remote_snapshots import RemoteSnapshots, step_folder
+from tfdist.artifacts.remote_snapshots import RemoteSnapshots
 from tfdist.artifacts.shard_upload import PARTS, ShardUpload, is_note, left_parts, send_part
 from tfdist.artifacts.sharded_commit import ShardedCommit
 from tfdist.artifacts.sharded_snapshots import Shard, boxes_of_range, read_shards
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
-from tfdist.artifacts.upload_thread import sent_within
+from tfdist.artifacts.stored_manifest import step_folder
+from tfdist.artifacts.upload_thread import UploadThread, sent_within
 from tfdist.control.exit_codes import CheckpointError
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.storage import object_store
@@ -215,6 +219,52 @@ def test_what_a_run_that_has_gone_back_leaves_behind_is_removed_when_the_next_on
     workers.commit._make_first()
     assert workers.remote.steps() == [10, 12] and workers.read(1, 2, tmp_path / "elsewhere")[0] == 12
     assert b"step-00000012/state-12" in s3.content("runs/one/checkpoints/checkpoint")
+
+
+def test_whole_snapshots_of_earlier_jobs_on_this_machine_remove_none_of_parts(s3, tmp_path, monkeypatch):
+    """They are old, though they are the newest in the chief's folder. Those that the store has removed stay removed."""
+    monkeypatch.setattr(UploadThread, "start", lambda self: None)
+    first = Workers(tmp_path, 2)
+    whole = SnapshotFolder(str(first.folders[0] / SNAPSHOTS))
+    for step in (10, 20):
+        whole.write(step, arrays(step), fields())
+        first.remote._send(step)
+    second = Workers(tmp_path, 2, "second", machines="other")
+    second.remote._retention = Retention(1)
+    second.remote.start()
+    second.save(30)
+    for every, kept in ((0, []), (20, [20])):
+        third = Workers(tmp_path, 2, "third")
+        third.remote._retention = Retention(1, every)
+        third.remote.start()
+        assert third.remote.unsent() == kept
+        third.remote._send_newest()
+        assert third.remote.steps() == [*kept, 30]
+
+
+def test_a_whole_snapshot_that_a_run_of_parts_went_on_from_is_sent_and_removes_none(s3, tmp_path):
+    workers = Workers(tmp_path, 2)
+    SnapshotFolder(str(workers.folders[0] / SNAPSHOTS)).write(10, arrays(10), fields())
+    workers.save(20)
+    workers.remote._send_newest()
+    assert workers.remote.steps() == [10, 20]
+
+
+def test_a_full_disk_is_not_taken_for_a_damaged_snapshot(tmp_path):
+    """The kernel writes what there is room for, and says how much."""
+    objects: Any = SimpleNamespace(url=URL, piece=lambda name, start, size: b"x" * size)
+    store = PartialDownload(objects, tmp_path, remote=None)
+    snapshot = partial_download.Snapshot(str(tmp_path), 10, {})
+    (tmp_path / "data").touch()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # without it, only another file system would do
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            store._bring_piece(snapshot, "data", 50_000, 60_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    store._bring_piece(snapshot, "data", 50_000, 60_000)
+    assert (tmp_path / "data").read_bytes() == bytes(50_000) + b"x" * 60_000
 
 
 def test_a_store_slower_than_the_saves_gets_what_was_begun_and_the_newest(s3, tmp_path):

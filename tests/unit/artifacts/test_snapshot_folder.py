@@ -111,6 +111,8 @@ def test_arrays_of_every_kind_are_written_as_they_are(store):
         "a/half": np.array([1.5, 65504], "float16"),
         "a/complex": np.array([1 + 2j], "complex64"),
         "a/text": np.array([b"one", b"two"], object),
+        "a/word": np.array(b"one\0", object),
+        "a/number": np.array(5),
         "a/unaligned": np.frombuffer(b"x" + np.arange(5, dtype="int32").tobytes(), np.uint8)[1:].view("int32"),
     }
     store.write(1, arrays, {})

@@ -1,16 +1,19 @@
 """What a snapshot holds: nothing is left out, and nothing that does not fit is taken."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.artifacts import restore, state
+from tfdist.artifacts import backup_checks, restore, state
 from tfdist.artifacts.snapshot_folder import FolderOptions, SnapshotFolder
 from tfdist.config import Config
 from tfdist.control.exit_codes import CheckpointError
+from tfdist.runtime.encoding import decode, encode
 
 CONFIG = Config().replace(steps=10, global_batch=4)
 
@@ -90,6 +93,66 @@ def test_misfits_are_named_before_anything_changes():
         state.assign(other, arrays | {"model/9999": np.zeros(1)})
     for key, array in state.to_host(other).items():
         np.testing.assert_array_equal(array, before[key])
+
+
+def unsized():
+    """Variables of strings, or without a fixed shape."""
+    return {
+        "hidden/0000": tf.Variable(tf.zeros((0, 2)), shape=[None, 2]),
+        "hidden/0001": tf.Variable(tf.zeros((0,)), shape=tf.TensorShape(None)),
+        "hidden/0002": tf.Variable(""),
+        "hidden/0003": tf.Variable(["", ""]),
+        "model/0000": tf.Variable([0.0, 0.0]),
+    }
+
+
+VALUES = [np.ones((4, 2), "float32"), np.ones((3, 1, 1), "float32"), b"one\0", [b"two", b"three"], [5.0, 6.0]]
+
+
+def test_strings_and_variables_without_a_fixed_shape_come_back(tmp_path):
+    """Backups and snapshots were written that no run could read."""
+    before, after = unsized(), unsized()
+    for variable, value in zip(before.values(), VALUES, strict=True):
+        variable.assign(value)
+    store = SnapshotFolder(tmp_path / "checkpoints")
+    store.write(5, state.to_host(before), {"variables": state.table(before)})
+    snapshot = store.verify(5)
+    state.check(state.table(after), store.table(snapshot))
+    state.check(state.table(after), {key: entry[1:] for key, entry in snapshot.manifest["variables"].items()})
+    state.assign(after, store.read(snapshot))
+    for variable, value in zip(after.values(), VALUES, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    with pytest.raises(CheckpointError, match=r"is float32 \(None, 2\) here, float32 \(4, 3\) there"):
+        state.assign(after, state.to_host(before) | {"hidden/0000": np.ones((4, 3), "float32")})
+    metrics: Any = SimpleNamespace(metrics_variables=list(after.values())[:2])
+    assert [shape for _, shape in backup_checks.metrics_of(metrics)] == [[None, 2], None]
+
+
+def test_other_workers_take_the_chiefs_strings_and_arrays_of_any_shape():
+    before = unsized()
+    for variable, value in zip(before.values(), VALUES, strict=True):
+        variable.assign(value)
+    sent: dict[str, Any] = {}
+
+    def send(arrays):
+        sent["arrays"] = arrays
+        return arrays
+
+    def send_object(value):
+        sent["object"] = encode(value)
+        return value
+
+    def receive(arrays):
+        assert [(each.shape, each.dtype) for each in arrays] == [(each.shape, each.dtype) for each in sent["arrays"]]
+        return sent["arrays"]
+
+    chief: Any = SimpleNamespace(broadcast=send, broadcast_object=send_object)
+    other: Any = SimpleNamespace(broadcast=receive, broadcast_object=lambda value: decode(sent["object"]))
+    expected = state.chiefs_arrays(chief, state.table(before), state.to_host(before))
+    found = state.chiefs_arrays(other, state.table(unsized()), {})
+    assert found.keys() == expected.keys() == before.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(found[key], array)
 
 
 def test_host_generators():

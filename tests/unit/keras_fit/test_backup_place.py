@@ -64,6 +64,24 @@ def test_a_store_that_is_away_does_not_end_training(s3, monkeypatch, capsys):
     assert epoch_of(place) == 2
 
 
+def test_what_a_finished_fit_could_not_remove_is_not_gone_on_from_by_the_next(s3, monkeypatch, capsys):
+    """The next fit of the program trained nothing, since all its epochs were done."""
+    place = backup_place(URL)
+    for epoch in (1, 2):
+        place.write(content(epoch))
+    monkeypatch.setattr(place._objects, "patience", 0.0)
+    with monkeypatch.context() as away:
+        away.setattr(place._objects._system, "rm_file", lambda *_: (_ for _ in ()).throw(ConnectionError("no")))
+        place.remove()
+        assert "THE BACKUP WAS NOT REMOVED: s3://" in capsys.readouterr().err and len(s3.names("backups/one")) == 2
+        with pytest.raises(OSError, match="removing"):
+            place.read()
+    later = backup_place(URL)
+    assert epoch_of(later) is None and not s3.names("backups/one")
+    later.write(content(1))
+    assert epoch_of(later) == 1
+
+
 def test_a_full_disk_does_not_end_training(s3, monkeypatch, capsys):
     """The backup is written on this machine's disk first."""
     place = backup_place(URL)

@@ -303,11 +303,12 @@ def test_a_member_of_an_enum_comes_back_as_the_same_one(tmp_path):
 
 
 class Outputs(keras.metrics.Metric):
-    """Keeps all outputs of an epoch, in a variable whose shape is not fixed."""
+    """Keeps all outputs of an epoch, in a variable whose shape is not fixed, and strings."""
 
     def __init__(self):
         super().__init__()
         self.seen = tf.Variable(tf.zeros([0]), shape=[None], trainable=False)
+        self.words = [tf.Variable(b"one\0", trainable=False), tf.Variable([b"two", b""], trainable=False)]
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.seen.assign(tf.concat([self.seen, y_pred[:, 0]], 0))
