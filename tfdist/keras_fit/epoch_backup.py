@@ -9,6 +9,7 @@ started again unchanged, it continues after the last complete epoch, on all work
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,20 +44,20 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> 
 
     Called by all workers.
     """
-    found = _backups(callbacks)
-    if not found:
+    found = _backup_among(callbacks)
+    if found is None:
         return list(callbacks)
-    others = [callback for callback in callbacks if callback not in found]
-    folder = found[0].backup_dir
+    others = [callback for callback in callbacks if callback is not found]
+    folder = found.backup_dir
     if runtime.rank == 0:
-        often, not_so = found[0].save_freq, ""
+        often, not_so = found.save_freq, ""
         if often != "epoch":
             not_so = f" (save_freq={often} is ignored: a killed run resumes from the last epoch)"
         say(
             f"BackupAndRestore is replaced by the one of tfdist.fit: one file in {folder} after each epoch, written by"
             f" the chief{not_so}."
         )
-    backup = EpochBackup(folder, runtime, others, delete=found[0].delete_checkpoint)
+    backup = EpochBackup(folder, runtime, others, delete=found.delete_checkpoint)
     if backup.epoch:
         for callback in others:
             if isinstance(callback, keras.callbacks.CSVLogger):
@@ -69,11 +70,10 @@ def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Ite
     """Context manager in which the chief holds the lease of the backup's folder, if there is a backup: two jobs would
     resume from each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds the lease.
     """
-    found = _backups(callbacks)
+    found = _backup_among(callbacks)
     with contextlib.ExitStack() as holding:
 
-        def hold() -> None:
-            folder = found[0].backup_dir
+        def hold(folder: str) -> None:
             try:
                 holding.enter_context(backup_place(folder).held(this_job()))
             except OSError as error:
@@ -81,13 +81,19 @@ def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Ite
                     f"BackupAndRestore's folder {folder} cannot be used ({error.strerror or error}): choose another."
                 ) from error
 
-        if found:
-            of_the_chief(runtime, hold)
+        if found is not None:
+            of_the_chief(runtime, functools.partial(hold, found.backup_dir))
         yield
 
 
-def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.BackupAndRestore]:
-    return [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+def _backup_among(callbacks: Sequence[keras.callbacks.Callback]) -> keras.callbacks.BackupAndRestore | None:
+    found = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+    if len(found) > 1:
+        raise ConfigError(
+            "tfdist.fit keeps one backup, but callbacks=[...] contains BackupAndRestore for"
+            f" {', '.join(str(each.backup_dir) for each in found)}: give it once."
+        )
+    return found[0] if found else None
 
 
 class EpochBackup(FitCallback):
