@@ -24,6 +24,7 @@ from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.generators_again import DataCalls, GeneratorsAgain
 from tfdist.artifacts.hidden_state import variables_of_model
+from tfdist.artifacts.other_readers import refuse_other_readers
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -199,6 +200,7 @@ class EpochBackup(FitCallback):
         within = fit.saves_within_a_pass("epoch")
         backup_checks.refuse_data_in_use(self._place.name, fit, backup is not None, within)
         backup_checks.note_data_in_use(self._place.name, fit)
+        refuse_other_readers(fit)
         adapter = fit.iterator.data_adapter
         self._shuffled_by, self._data_calls = shuffled_by(adapter), DataCalls.of(adapter)
         if self._runtime.rank or backup is None or backup.stopped:
@@ -211,15 +213,14 @@ class EpochBackup(FitCallback):
         calls = self._data_calls
         drawn_elsewhere = calls.repeat(backup.data_calls or {})
         generators = GeneratorsAgain(backup.generators, None if iterator.steps_per_epoch else backup.generators, calls)
-        reads = not backup.stopped  # but a later fit of the program may draw from the generators
-        with generators.reading_earlier_epochs():
-            reads = reads and RunningFit.of(self.fitted).go_to(self.epoch, backup.ends)
+        with generators.reading_earlier_epochs():  # of a fit that was stopped, too: a later one may read the same data
+            reads = RunningFit.of(self.fitted).go_to(self.epoch, backup.ends)
         if reads and self._runtime.rank == 0:
             say(
                 "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
                 " PyDataset, a generator)."
             )
-            if self.epoch < self.epochs:
+            if self.epoch < self.epochs and not backup.stopped:
                 backup_checks.tell_another_first_order(drawn_elsewhere)
         generators.restore()
 
