@@ -218,7 +218,7 @@ class Counting(keras.Model):
     def __init__(self, single=False, **metrics):
         super().__init__()
         self.out = layers.Dense(3, activation="softmax")
-        self.mean, self.auc = metrics.get("mean"), metrics.get("auc")
+        self.mean, self.auc, self.score = metrics.get("mean"), metrics.get("auc"), metrics.get("score")
         self.size, self.single = keras.metrics.Mean(name="size"), single
         self.build(None)
 
@@ -231,6 +231,8 @@ class Counting(keras.Model):
             self.mean.update_state(ops.mean(outputs) if self.single else ops.max(outputs, axis=-1))
         if self.auc is not None:
             self.auc.update_state(ops.cast(x[:, :1] > 0, "float32"), outputs[:, :1])
+        if self.score is not None:
+            self.score.update_state(ops.cast(x[:, :3] > 0, "float32"), outputs)
         self.size.update_state(ops.square(x))
         return outputs
 
@@ -248,13 +250,14 @@ def with_metrics_inside(fit, evaluate, model, rows=11, epochs=2, **options):
     }
 
 
-def mean_and_auc():
-    return Counting(mean=keras.metrics.Mean(name="mean"), auc=keras.metrics.AUC(name="auc"))
+def with_three_metrics():
+    score = keras.metrics.FBetaScore("macro", beta=2.0, threshold=0.3)
+    return Counting(mean=keras.metrics.Mean(name="mean"), auc=keras.metrics.AUC(name="auc"), score=score)
 
 
 @case
 def metrics_inside_the_call(fit, evaluate, predict, folder):
-    return with_metrics_inside(fit, evaluate, mean_and_auc())
+    return with_metrics_inside(fit, evaluate, with_three_metrics())
 
 
 @case
@@ -264,7 +267,7 @@ def metrics_inside_the_call_otherwise(fit, evaluate, predict, folder):
     def refused(metric, words, **options):
         return is_refused(lambda: with_metrics_inside(fit, evaluate, Counting(mean=metric, **options)), words)
 
-    model = mean_and_auc()
+    model = with_three_metrics()
     return {
         "eager": with_metrics_inside(fit, evaluate, model, rows=23, epochs=1, run_eagerly=True),
         # Compiled for one number of rows in each loop.

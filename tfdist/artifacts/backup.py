@@ -28,6 +28,7 @@ from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.generators_again import DataCalls, GeneratorsAgain
 from tfdist.artifacts.optimizer_backup import OptimizerBackup
+from tfdist.artifacts.other_readers import refuse_other_readers
 from tfdist.artifacts.resumed_epoch import AfterOthers
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
@@ -175,7 +176,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def begin_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
         """Restores the state of the other callbacks, and the history, once all of them have begun."""
-        backup_checks.note_data_in_use(self.backup_dir, RunningFit.of(self._trained))
+        fit = RunningFit.of(self._trained)
+        backup_checks.note_data_in_use(self.backup_dir, fit)
+        refuse_other_readers(fit)
         self._fit_state = FitState(others, says=self.writes)
         self._fit_state.begin(self._trained, self._restored)
         if self._restored is not None:

@@ -127,11 +127,14 @@ class RunningFit:
         return ends_there or self.saves_within_an_epoch(save_freq)
 
     def ends(self) -> dict[str, int | None]:
-        """The batch at which the data ended, if its length was not known before; JSON to be saved."""
+        """The batch at which the data ended, if its length was not known before, and the one at which a callback has
+        stopped the fit within its last epoch; JSON to be saved."""
         evaluated = keras_epochs.validation_iterator(self.model)
+        is_cut_short = self.model.stop_training and keras_epochs.is_within_an_epoch(self.iterator)
         return {
             "training": keras_epochs.batches_in_an_epoch(self.iterator),
             "validation": evaluated and keras_epochs.batches_in_an_epoch(evaluated),
+            "stopped": keras_epochs.batches_read(self.iterator) if is_cut_short else None,
         }
 
     def go_to(self, epoch: int, ends: Mapping[str, int | None]) -> bool:
@@ -144,7 +147,8 @@ class RunningFit:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user has seen before that data ran out
             for past in range(values["initial_epoch"], epoch):
-                training.epoch()
+                # An earlier version did not write where a fit was stopped.
+                training.epoch(ends.get("stopped") if past == epoch - 1 else None)
                 if values["validation_data"] is not None and keras_epochs.validates_after(
                     self.model, past, values["validation_freq"]
                 ):
@@ -180,13 +184,17 @@ class _Passes:
         self._pass: Iterator | None = None  # iterator of the current pass, and its batches still to be read
         self._unread = 0
 
-    def epoch(self) -> None:
+    def epoch(self, stopped: int | None = None) -> None:
+        """stopped: the batch at which training was stopped within this epoch: Keras then does not begin the next pass,
+        as it does at the end of an epoch."""
         with self.iterator.catch_stop_iteration():
             for _, _, batches in self.iterator:
                 if self.reads:
                     _read(batches, self.iterator.steps_per_execution)
                 else:
                     self._count(batches)
+                if stopped is not None and keras_epochs.batches_read(self.iterator) >= stopped:
+                    break
 
     def _count(self, batches: Iterator) -> None:
         if batches is not self._pass:

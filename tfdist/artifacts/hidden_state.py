@@ -6,28 +6,17 @@ Keras neither saves nor restores such state: a resumed run would compute somethi
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import functools
-import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.artifacts.objects_inside import DEPTH, TRACKED, objects_inside
 from tfdist.compat import keras_layers, keras_optimizers, keras_trainer, keras_variables
-from tfdist.compat.code_origin import is_of_keras, module_of, package_of
-from tfdist.compat.object_attributes import attributes_of
+from tfdist.compat.code_origin import is_of_keras
 
-_DEPTH = 4  # nesting depth of lists, dictionaries and objects
-_DEPTH_BESIDE = 8  # the same for objects that are not layers, which are few
-_MOST = 10_000  # entries of a list that are searched: longer lists are data
-# Packages of objects that contain nothing of the user's.
-_NOT_OWN = ("keras", "tensorflow", "tfdist", "numpy", "builtins", "functools", "inspect", "enum", "_thread")
-_OF_TENSORS = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
-_TRACKED = (keras.Layer, keras.random.SeedGenerator)  # Keras tracks these in layers
-_PLAIN = {bool, int, float, str, bytes, type(None)}  # types of most attributes: testing for them first saves time
+_DEPTH_BESIDE = 8  # nesting depth of objects that are not layers, which are few
 
 
 def hidden_variables(layer: keras.Layer) -> list[tf.Variable]:
@@ -62,22 +51,22 @@ def _generators_among(held: Sequence[Any]) -> list[tf.Variable]:
 def variables_of_rules(layer: keras.Layer) -> list[tf.Variable]:
     """The variables in regularizers and constraints of weights, which are called outside of the layers."""
     rules = [rule for each in keras_layers.all_layers(layer) for rule in _rules(each)]
-    found = [one for rule in rules for one in _inside(rule, _DEPTH)]
+    found = [one for rule in rules for one in objects_inside(rule, DEPTH)]
     return [each for one in found if isinstance(one, (tf.Variable, tf.random.Generator)) for each in _variables_of(one)]
 
 
 def variables_of_model(model: keras.Model) -> list[keras.Variable | tf.Variable]:
     """The variables that all workers of tfdist.fit hold alike, and that a backup holds: including those that Keras does
-    not know of, in layers and in the losses and metrics that `compile` was given."""
+    not know of, in layers, losses and metrics."""
     hidden = hidden_state(model)
     return [*model.variables, *hidden, *state_beside_layers(model, hidden)]
 
 
 def state_beside_layers(model: keras.Model, hidden: Sequence[tf.Variable]) -> list[tf.Variable]:
-    """The variables in the losses, metrics and the optimizer given to `compile` (such as a schedule with its own
-    variable) that neither the model nor the optimizer knows. Excludes what Keras' own metrics hold, and what Keras
-    makes at the first batch for metrics derived from them: it is reset at each epoch. hidden: the `hidden_state` of
-    the model."""
+    """The variables in the losses, the optimizer (such as a schedule with its own variable) and the metrics that
+    neither the model nor the optimizer knows. Excludes what is reset at each epoch: what the metrics of Keras' classes
+    hold that Keras resets, and what it makes at the first batch for metrics derived from them. hidden: the
+    `hidden_state` of the model."""
     of_optimizers, _ = _optimizers(model)
     return _beside_layers(model, hidden, of_optimizers)
 
@@ -91,13 +80,16 @@ def _beside_layers(
     model: keras.Model, hidden: Sequence[tf.Variable], of_optimizers: Sequence[Any]
 ) -> list[tf.Variable]:
     losses = keras.tree.flatten(getattr(model, "loss", None))
-    metrics = keras_trainer.given_metrics(model)
+    in_layers = metrics_in_layers(model)
+    kept, metrics = _never_reset(model, in_layers), [*keras_trainer.given_metrics(model), *in_layers]
     own_metrics = [each for each in metrics if not (isinstance(each, keras.metrics.Metric) and is_of_keras(each))]
     functions = [keras_trainer.function_and_options(each)[0] for each in metrics if _is_wrapper(each)]
     _, counted = _optimizers(model)
-    made_late = [one for each in own_metrics if keras_trainer.made_at_the_first_batch(each) for one in each.variables]
+    late = [each for each in own_metrics if keras_trainer.made_at_the_first_batch(each) and each not in kept]
+    made_late = [one for each in late for one in each.variables]
     known = {id(one) for one in (*map(keras_variables.stored_value, (*counted, *made_late)), *hidden)}
-    return [each for each in held_by([*losses, *own_metrics, *functions, *of_optimizers]) if id(each) not in known]
+    found = held_by([*losses, *own_metrics, *kept, *functions, *of_optimizers])
+    return [each for each in found if id(each) not in known]
 
 
 def state_of_optimizers(model: keras.Model) -> list[tf.Variable]:
@@ -168,13 +160,13 @@ def held_by(objects: Iterable[Any]) -> list[tf.Variable]:
     contributes its variables, too."""
     found: dict[int, tf.Variable] = {}
     seen: dict[int, Any] = {}
-    for one in (each for value in objects for each in _inside(value, _DEPTH_BESIDE, seen)):
+    for one in (each for value in objects for each in objects_inside(value, _DEPTH_BESIDE, seen)):
         found |= {id(each): each for each in _variables_of(one)}
     return list(found.values())
 
 
 def _variables_of(one: Any) -> list[tf.Variable]:
-    """The variables of one object that `_inside` yields."""
+    """The variables of one object that `objects_inside` yields."""
     if isinstance(one, tf.Variable):
         return [one]
     if isinstance(one, tf.random.Generator):
@@ -200,8 +192,11 @@ def variables_of_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable | tf.Variable]:
-    """The variables of all metrics: the model's, those that layers hold, and those that `compile` was given."""
-    return variables_of_metrics([*model.metrics, *metrics_held(model), *keras_trainer.compiled_metrics(model)])
+    """The variables of all metrics that are reset: the model's, those that layers hold, and those that `compile` was
+    given."""
+    kept = _never_reset(model, metrics_in_layers(model))
+    reset = [each for each in metrics_held(model) if each not in kept]
+    return variables_of_metrics([*model.metrics, *reset, *keras_trainer.compiled_metrics(model)])
 
 
 def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
@@ -209,21 +204,18 @@ def metrics_held(layer: keras.Layer) -> list[keras.metrics.Metric]:
     return [each for each in _held(layer) if isinstance(each, keras.metrics.Metric)]
 
 
-def tensors_in(value: Any) -> list[tf.Tensor]:
-    """The tensors in a value: in containers, and in objects of the user's own classes; not in layers."""
-    return [] if type(value) in _PLAIN else list(_tensors_in(value, _DEPTH, set()))
+def metrics_in_layers(layer: keras.Layer) -> list[keras.metrics.Metric]:
+    """Those of `metrics_held` that a call may update: all but those that Keras makes for a `compile`."""
+    models = [each for each in keras_layers.all_layers(layer) if isinstance(each, keras.Model)]
+    of_compile = {id(each) for model in models for each in keras_trainer.metrics_of_compile(model)}
+    return [each for each in metrics_held(layer) if id(each) not in of_compile]
 
 
-def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[tf.Tensor]:
-    if isinstance(value, tf.Tensor):
-        yield value
-    elif isinstance(value, _OF_TENSORS):
-        yield from tf.nest.flatten(value, expand_composites=True)
-    elif type(value) not in _PLAIN and not isinstance(value, keras.Layer) and id(value) not in seen and depth:
-        seen.add(id(value))
-        is_container = isinstance(value, (list, tuple, dict))
-        for each in _parts(value):
-            yield from _tensors_in(each, depth if is_container else depth - 1, seen)
+def _never_reset(model: keras.Model, in_layers: Sequence[keras.metrics.Metric]) -> list[keras.metrics.Metric]:
+    """Those of `metrics_in_layers` that Keras does not know of, so that it does not reset them at each epoch: of an
+    inner model, in an object, or left out of the user's own `metrics`."""
+    reset = set(map(id, (*model.metrics, *keras_trainer.given_metrics(model))))
+    return [each for each in in_layers if id(each) not in reset]
 
 
 def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.metrics.Metric]:
@@ -231,62 +223,10 @@ def _held(layer: keras.Layer) -> list[tf.Variable | tf.random.Generator | keras.
     found: dict[int, Any] = {}
     for each in keras_layers.all_layers(layer):
         for value in (*vars(each).values(), *_rules(each)):
-            found |= {id(one): one for one in _inside(value, _DEPTH) if not isinstance(one, _TRACKED)}
+            found |= {id(one): one for one in objects_inside(value, DEPTH) if not isinstance(one, TRACKED)}
     return list(found.values())
 
 
 def _rules(layer: keras.Layer) -> list[Any]:
     """The regularizers and constraints of the layer's weights, which need not be attributes of the layer."""
     return [part for variable in layer.weights for part in (variable.regularizer, variable.constraint)]
-
-
-def _inside(value: Any, depth: int, seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """Yields variables, generators, metrics and layers. seen: objects by id that were searched, and are not again."""
-    if type(value) in _PLAIN:
-        return
-    if isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric, *_TRACKED)):
-        yield value
-        return
-    if isinstance(value, keras.Variable):
-        if (stored := keras_variables.stored_value(value)) is not None:
-            yield stored
-        return
-    if seen is not None:
-        if id(value) in seen:
-            return
-        seen[id(value)] = value
-    for each in _parts(value) if depth else ():
-        yield from _inside(each, depth - 1, seen)
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """The objects inside a user-defined value, in an order that is the same in every process; else none."""
-    if isinstance(value, (list, tuple, collections.deque)):
-        return value if len(value) <= _MOST else ()
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, tf.types.experimental.PolymorphicFunction):
-        decorated: Any = value
-        value = decorated.python_function
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, types.MethodType):
-        return (value.__self__, value.__func__)
-    is_not_own = (
-        package_of(module_of(value)) in _NOT_OWN
-        and not isinstance(value, keras.losses.Loss)
-        and type(value) is not tf.Module
-    )
-    if isinstance(value, type) or is_not_own:
-        return ()
-    if isinstance(value, types.FunctionType):
-        return _closed_over(value)
-    return attributes_of(value).values()
-
-
-def _closed_over(function: types.FunctionType) -> list[Any]:
-    found = []
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            found.append(cell.cell_contents)
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +85,18 @@ def batches_in_an_epoch(iterator: EpochIterator) -> int | None:
 def batches_read(iterator: EpochIterator) -> int:
     """The number of batches read in this epoch. Relies on `EpochIterator._steps_seen`."""
     return iterator._steps_seen
+
+
+def epochs_of(frame: types.FrameType) -> EpochIterator | None:
+    """The iterator whose epoch this frame runs, if it does. Relies on `EpochIterator._enumerate_iterator`, whose frame
+    makes the iterators of the data; without it a fit's own reading is refused as that of a callback."""
+    return frame.f_locals["self"] if frame.f_code is EpochIterator._enumerate_iterator.__code__ else None
+
+
+def is_within_an_epoch(iterator: EpochIterator) -> bool:
+    """Whether an epoch has begun whose batches have not all been taken. Relies on `EpochIterator._epoch_iterator`, a
+    generator; without it a fit that was stopped within an epoch counts as stopped at its end."""
+    return getattr(iterator._epoch_iterator, "gi_frame", None) is not None
 
 
 def present_pass(iterator: EpochIterator) -> Iterator | None:

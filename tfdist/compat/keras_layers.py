@@ -107,12 +107,6 @@ def own_non_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
     return layer._non_trainable_variables
 
 
-def own_metrics(layer: keras.Layer) -> list[keras.metrics.Metric]:
-    """The layer's own metrics. Relies on `Layer._metrics`; without it metrics that a call updates count only this
-    worker's rows."""
-    return layer._metrics
-
-
 def own_seed_generators(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
     """The layer's own seed generators. Relies on `Layer._seed_generators`; without it generators are broadcast once
     more at their first use."""

@@ -149,12 +149,14 @@ def begin_an_epoch_of_metrics(model: keras.Model) -> None:
             metric.reset_state()
 
 
-def has_metrics_of_its_own(model: keras.Model) -> bool:
-    """Whether the model has metrics besides the compiled ones and the mean of its loss, which Keras updates. Relies on
-    `Trainer._loss_tracker` and `_compile_metrics`.
+def metrics_of_compile(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics that Keras makes for `compile`: the mean of the loss, those of several losses, and the one around the
+    metrics that `compile` was given. Relies on `Trainer._loss_tracker`, `_compile_metrics` and `_compile_loss`; without
+    them they count as metrics that the model updates itself, and every worker gathers all outputs.
     """
-    keras_own = (getattr(model, "_loss_tracker", None), model._compile_metrics, *compiled_metrics(model))
-    return not all(any(metric is other for other in keras_own) for metric in model.metrics)
+    loss: Any = getattr(model, "_compile_loss", None)
+    made = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_metrics")]
+    return [each for each in (*made, *([] if loss is None else loss.metrics)) if each is not None]
 
 
 def is_made_of_a_function(value: Any) -> bool:

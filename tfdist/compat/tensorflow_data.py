@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,24 @@ def with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     yield dataset
     for source in dataset._inputs():
         yield from with_inputs(source)
+
+
+def tell_of_iterators(listener: Callable[[tf.data.Dataset], None]) -> None:
+    """From now on `listener` is called with each dataset of which Python code makes an iterator, before it is made.
+    Not where a tf.function loops over a dataset, which TensorFlow does without `__iter__`."""
+    make = tf.data.Dataset.__iter__
+    if vars(make).get(_LISTENER) is listener:
+        return
+
+    def make_told(dataset: tf.data.Dataset) -> Any:
+        listener(dataset)
+        return make(dataset)
+
+    setattr(make_told, _LISTENER, listener)
+    setattr(tf.data.Dataset, "__iter__", make_told)  # noqa: B010 - it replaces a method
+
+
+_LISTENER = "tfdist_listener"
 
 
 def kind(dataset: tf.data.Dataset) -> str:

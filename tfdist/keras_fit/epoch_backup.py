@@ -9,6 +9,7 @@ started again unchanged, it continues after the last complete epoch, on all work
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tfdist.artifacts.data_position import RunningFit
 from tfdist.artifacts.fit_state import FitState, storable_history
 from tfdist.artifacts.generators_again import DataCalls, GeneratorsAgain
 from tfdist.artifacts.hidden_state import variables_of_model
+from tfdist.artifacts.other_readers import refuse_other_readers
 from tfdist.compat import keras_trainer
 from tfdist.compat.keras_random import global_seed_generator, made_global_seed_generator
 from tfdist.control import backup_count
@@ -43,20 +45,20 @@ def replace(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> 
 
     Called by all workers.
     """
-    found = _backups(callbacks)
-    if not found:
+    found = _backup_among(callbacks)
+    if found is None:
         return list(callbacks)
-    others = [callback for callback in callbacks if callback not in found]
-    folder = found[0].backup_dir
+    others = [callback for callback in callbacks if callback is not found]
+    folder = found.backup_dir
     if runtime.rank == 0:
-        often, not_so = found[0].save_freq, ""
+        often, not_so = found.save_freq, ""
         if often != "epoch":
             not_so = f" (save_freq={often} is ignored: a killed run resumes from the last epoch)"
         say(
             f"BackupAndRestore is replaced by the one of tfdist.fit: one file in {folder} after each epoch, written by"
             f" the chief{not_so}."
         )
-    backup = EpochBackup(folder, runtime, others, delete=found[0].delete_checkpoint)
+    backup = EpochBackup(folder, runtime, others, delete=found.delete_checkpoint)
     if backup.epoch:
         for callback in others:
             if isinstance(callback, keras.callbacks.CSVLogger):
@@ -69,11 +71,10 @@ def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Ite
     """Context manager in which the chief holds the lease of the backup's folder, if there is a backup: two jobs would
     resume from each other's epochs. Called by all workers. Raises ConfigError, on all, if another job holds the lease.
     """
-    found = _backups(callbacks)
+    found = _backup_among(callbacks)
     with contextlib.ExitStack() as holding:
 
-        def hold() -> None:
-            folder = found[0].backup_dir
+        def hold(folder: str) -> None:
             try:
                 holding.enter_context(backup_place(folder).held(this_job()))
             except OSError as error:
@@ -81,13 +82,19 @@ def held(callbacks: Sequence[keras.callbacks.Callback], runtime: Runtime) -> Ite
                     f"BackupAndRestore's folder {folder} cannot be used ({error.strerror or error}): choose another."
                 ) from error
 
-        if found:
-            of_the_chief(runtime, hold)
+        if found is not None:
+            of_the_chief(runtime, functools.partial(hold, found.backup_dir))
         yield
 
 
-def _backups(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.BackupAndRestore]:
-    return [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+def _backup_among(callbacks: Sequence[keras.callbacks.Callback]) -> keras.callbacks.BackupAndRestore | None:
+    found = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+    if len(found) > 1:
+        raise ConfigError(
+            "tfdist.fit keeps one backup, but callbacks=[...] contains BackupAndRestore for"
+            f" {', '.join(str(each.backup_dir) for each in found)}: give it once."
+        )
+    return found[0] if found else None
 
 
 class EpochBackup(FitCallback):
@@ -193,6 +200,7 @@ class EpochBackup(FitCallback):
         within = fit.saves_within_a_pass("epoch")
         backup_checks.refuse_data_in_use(self._place.name, fit, backup is not None, within)
         backup_checks.note_data_in_use(self._place.name, fit)
+        refuse_other_readers(fit)
         adapter = fit.iterator.data_adapter
         self._shuffled_by, self._data_calls = shuffled_by(adapter), DataCalls.of(adapter)
         if self._runtime.rank or backup is None or backup.stopped:
@@ -205,15 +213,14 @@ class EpochBackup(FitCallback):
         calls = self._data_calls
         drawn_elsewhere = calls.repeat(backup.data_calls or {})
         generators = GeneratorsAgain(backup.generators, None if iterator.steps_per_epoch else backup.generators, calls)
-        reads = not backup.stopped  # but a later fit of the program may draw from the generators
-        with generators.reading_earlier_epochs():
-            reads = reads and RunningFit.of(self.fitted).go_to(self.epoch, backup.ends)
+        with generators.reading_earlier_epochs():  # of a fit that was stopped, too: a later one may read the same data
+            reads = RunningFit.of(self.fitted).go_to(self.epoch, backup.ends)
         if reads and self._runtime.rank == 0:
             say(
                 "the data of these epochs was read again, as later batches may depend on it (repeat, cache, a"
                 " PyDataset, a generator)."
             )
-            if self.epoch < self.epochs:
+            if self.epoch < self.epochs and not backup.stopped:
                 backup_checks.tell_another_first_order(drawn_elsewhere)
         generators.restore()
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.artifacts.hidden_state import metrics_in_layers
 from tfdist.compat import keras_layers, keras_stateless, tensorflow_vectorized
 from tfdist.compat.temporary_attributes import attribute_replaced
 from tfdist.compat.tensorflow_variables import writes_undone
@@ -217,7 +218,8 @@ class DistributedCall:
         """Computes this worker's rows. cut: see of_the_batch. count: see KeptTensors."""
         tensors, rebuild = tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
-        additions = Additions(layers if self._gradients.share is None else [])  # else own_rows.py adds them up
+        metrics = metrics_in_layers(self._model)
+        additions = Additions(metrics if self._gradients.share is None else [])  # else own_rows.py adds them up
 
         def forward(tensors: list[tf.Tensor]) -> tuple[Any, dict, list]:
             args, kwargs = rebuild(tensors)
@@ -238,7 +240,7 @@ class DistributedCall:
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         if (key := str(rebuild(specs))) not in self._traces and self._gradients.share is None:
-            refuse_without_rows(layers, lambda rows: self._trace(rebuild, with_other_rows(specs, cut, rows)))
+            refuse_without_rows(metrics, lambda rows: self._trace(rebuild, with_other_rows(specs, cut, rows)))
         own = PassTraces(self._as_in_steps(rebuild), specs, cut, self._state_restored, self.example)
         traces = self._traces.setdefault(key, own)
         compiles = self._compiles(kwargs, traces)

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.artifacts.hidden_state import tensors_in
+from tfdist.artifacts.objects_inside import tensors_in
 from tfdist.compat import keras_layers, keras_trainer
 from tfdist.compat.code_origin import is_of_keras
 from tfdist.control.exit_codes import ConfigError

@@ -24,14 +24,14 @@ _TRIED_ROWS = 4, 8
 
 
 class Additions:
-    """The updates that the metrics of some layers get in a forward pass.
+    """The updates that metrics get in a forward pass.
 
     Attributes: values, one tensor for each variable of a metric and each update; they may be replaced by the
     corresponding outputs of a compiled function.
     """
 
-    def __init__(self, layers: list[keras.Layer]):
-        self._metrics = [metric for layer in layers for metric in keras_layers.own_metrics(layer)]
+    def __init__(self, metrics: Sequence[keras.metrics.Metric]):
+        self._metrics = metrics
         self._variables: list[tf.Variable] = []
         self.values: list[tf.Tensor] = []
 
@@ -48,13 +48,12 @@ class Additions:
 
         def update_state(*args: Any, **kwargs: Any) -> None:
             _refuse(metric, args, kwargs)
-            # In a layer that computes in half precision `variable.value` would be a copy.
-            stored = map(keras_variables.stored_value, metric.variables)
-            variables = [variable for variable in stored if variable is not None]
-            before = [tf.identity(variable) for variable in variables]
-            for variable in variables:
+            before = [tf.identity(variable) for variable in _stored(metric)]
+            for variable in _stored(metric):
                 variable.assign(tf.zeros_like(variable))
             update(*args, **kwargs)
+            variables = _stored(metric)  # some metrics make theirs, of zeros, at their first update
+            before += [tf.zeros_like(variable) for variable in variables[len(before) :]]
             for variable, value in zip(variables, before, strict=True):
                 self._variables.append(variable)
                 self.values.append(tf.identity(variable))
@@ -75,6 +74,12 @@ class Additions:
                 variable.assign_add(total)
 
 
+def _stored(metric: keras.metrics.Metric) -> list[tf.Variable]:
+    # In a layer that computes in half precision `variable.value` would be a copy.
+    stored = map(keras_variables.stored_value, metric.variables)
+    return [variable for variable in stored if variable is not None]
+
+
 class _Given(NamedTuple):
     """What an update gives to a metric."""
 
@@ -83,13 +88,12 @@ class _Given(NamedTuple):
     counted: tf.TensorShape  # what a mean makes of the values, and counts; otherwise the values
 
 
-def refuse_without_rows(layers: Sequence[keras.Layer], trace: Callable[[int], None]) -> None:
-    """Raises ConfigError if a forward pass updates a metric with values of which there are not more if there are more
-    rows: each worker would give it what it makes of its own rows, such as their mean. The same if the metric is a mean
-    that counts as many values whatever the rows: it takes the mean over the rows itself.
+def refuse_without_rows(metrics: Sequence[keras.metrics.Metric], trace: Callable[[int], None]) -> None:
+    """Raises ConfigError if a forward pass updates one of these metrics with values of which there are not more if
+    there are more rows: each worker would give it what it makes of its own rows, such as their mean. The same if the
+    metric is a mean that counts as many values whatever the rows: it takes the mean over the rows itself.
 
     trace: traces the forward pass with so many rows."""
-    metrics = [metric for layer in layers for metric in keras_layers.own_metrics(layer)]
     given: list[list[_Given]] = []
     for rows in _TRIED_ROWS if metrics else ():
         given.append([])

@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 from keras import losses, metrics
 
+from tfdist.artifacts.hidden_state import metrics_in_layers
 from tfdist.compat import keras_layers, keras_trainer
 from tfdist.compat.keras_tensors import functional_of, mask_of
 from tfdist.keras_fit.batches import batch_stamp
@@ -141,12 +142,16 @@ def _loss_is_a_mean(model: keras.Model) -> bool:
 def _metrics_are_sums(model: keras.Model) -> bool:
     # Keras updates the mean of the losses itself, with the rows as the weight. Other metrics of a model are updated
     # somewhere inside it, with unknown values.
-    return not keras_trainer.has_metrics_of_its_own(model) and all(map(is_a_sum, keras_trainer.compiled_metrics(model)))
+    compiled = keras_trainer.compiled_metrics(model)
+    known = set(map(id, (*keras_trainer.metrics_of_compile(model), *compiled)))
+    has_others = any(id(each) not in known for each in (*model.metrics, *metrics_in_layers(model)))
+    return not has_others and all(map(is_a_sum, compiled))
 
 
 def is_a_sum(metric: keras.metrics.Metric) -> bool:
     """Whether the metric's state is a sum over rows that starts at zero."""
-    if getattr(metric, "axis", -1) != -1:
+    # The axis of an F score is that of its sums: the rows, or all.
+    if getattr(metric, "axis", -1) != -1 and not isinstance(metric, metrics.FBetaScore):
         return False
     of_a_function = isinstance(metric, metrics.MeanMetricWrapper) and _is_of_keras(metric, metrics)
     return type(metric) in _SUMS or type(metric) is metrics.Accuracy or (of_a_function and _is_of_each_row(metric))

@@ -70,3 +70,28 @@ def test_where_backups_are_saved_within_a_pass():
         ({"x": NUMBERS, "steps_per_epoch": 5, "initial_epoch": 4, "epochs": 6}, "epoch", True),
     ):
         assert running(**given).saves_within_a_pass(save_freq) == within, (given, save_freq)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stopped_after", [1, 3, 7, None])
+@pytest.mark.parametrize("steps", [None, 5])
+def test_what_reads_the_data_after_a_fit_that_was_stopped_finds_the_next_order(steps, stopped_after):
+    """Stopped within its last epoch, also at the last batch, Keras does not begin one more pass."""
+
+    def begun():
+        dataset = tf.data.Dataset.range(7).shuffle(7, seed=1).batch(1)
+        fit = running(x=dataset, steps_per_epoch=steps)
+        fit.values["validation_data"] = None
+        return dataset, fit
+
+    dataset, fit = begun()
+    epoch_of(fit.iterator)
+    for number, _ in enumerate(fit.iterator, 1):
+        if number == stopped_after:
+            break
+    fit.model.stop_training = True
+    expected = [int(batch[0]) for batch in dataset]
+    ends = fit.ends()
+    dataset, fit = begun()
+    fit.go_to(2, ends)
+    assert [int(batch[0]) for batch in dataset] == expected

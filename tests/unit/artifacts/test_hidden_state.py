@@ -14,9 +14,9 @@ from tfdist.artifacts.hidden_state import (
     hidden_generators,
     hidden_state,
     hidden_variables,
-    tensors_in,
     variables_of_model,
 )
+from tfdist.artifacts.objects_inside import tensors_in
 from tfdist.compat import keras_random, tensorflow_random
 from tfdist.control.exit_codes import ConfigError
 from tfdist.keras_fit import epoch_backup

@@ -397,6 +397,16 @@ def test_a_resumed_fit_that_fails_leaves_no_epoch_at_which_later_ones_begin(tmp_
     assert tfdist.fit(model, *data, epochs=2, verbose=0).epoch == [0, 1]
 
 
+def test_a_second_backup_is_refused(tmp_path):
+    """Nothing would ever be written to it."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    two = [keras.callbacks.BackupAndRestore(tmp_path / name) for name in ("a", "b")]
+    with pytest.raises(ConfigError, match="keeps one backup, but .* BackupAndRestore for .*/a, .*/b: give it once"):
+        tfdist.fit(model, np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=two)
+    assert not list(tmp_path.iterdir())
+
+
 class OwnHistory(keras.callbacks.History):
     """With an attribute of its own."""
 

@@ -198,9 +198,21 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
+    class Inner(keras.Model):
+        """Keras leaves its metric out of those of the model around it."""
+
+        def __init__(self):
+            super().__init__()
+            self.usage = keras.metrics.Mean()
+
+        def call(self, x):
+            self.usage.update_state(x)
+            return x
+
     two = keras.Input((2,))
     losses, metrics = keras.losses, keras.metrics
     assert suits() and suits(metrics=["mae", "accuracy", metrics.AUC(), metrics.R2Score(), metrics.OneHotMeanIoU(2)])
+    assert suits(metrics=[metrics.F1Score("micro"), metrics.FBetaScore()])
     for loss in (
         "binary_crossentropy",
         losses.CosineSimilarity(),
@@ -236,6 +248,7 @@ def test_own_rows_only_where_sums_are_right(monkeypatch):
         assert not suits(metrics=[metric]), metric
     assert not suits(Own([keras.Input((2,)), keras.layers.Dense(2)]))
     assert not suits(metrics=[Largest()])
+    assert not suits(keras.Sequential([two, Inner(), keras.layers.Dense(2)]))
     assert not suits(keras.Model(two, [keras.layers.Dense(2)(two), keras.layers.Dense(2)(two)]), loss=["mse", "mse"])
     assert not suits(keras.Sequential([keras.Input((3, 2)), keras.layers.Masking(), keras.layers.Dense(2)]))
     monkeypatch.setattr(own_rows, "LARGEST", 1 << 20)

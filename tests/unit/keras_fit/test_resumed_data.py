@@ -302,6 +302,59 @@ def test_a_dataset_that_an_interrupted_fit_has_read_is_made_anew(tmp_path):
     assert seen and seen == expected[-len(seen) :]
 
 
+def backups(folder):
+    return [epoch_backup.replace([keras.callbacks.BackupAndRestore(folder)], OneDevice()), [BackupAndRestore(folder)]]
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_train_batch_end", "on_epoch_end"])
+def test_a_callback_that_reads_the_shuffled_dataset_of_its_fit_is_refused(tmp_path, hook):
+    """A resumed fit would not make its iterators, which take orders from the seed."""
+
+    class Peeks(keras.callbacks.Callback):
+        pass
+
+    reads = {
+        "on_epoch_begin": lambda dataset: next(iter(dataset.unbatch().take(1))),
+        "on_train_batch_end": lambda dataset: list(dataset.as_numpy_iterator()),
+        "on_epoch_end": lambda dataset: peeks.model.evaluate(dataset, verbose=0),
+    }
+    for backup in backups(tmp_path):
+        dataset, peeks = source(), Peeks()
+        setattr(Peeks, hook, lambda self, number, logs=None, dataset=dataset: reads[hook](dataset))
+        with pytest.raises(ConfigError, match=f"shuffled with a seed, and Peeks.{hook} reads it, too: .* of its own"):
+            run(lambda dataset=dataset: {"x": dataset}, [peeks, *backup])
+    run(lambda: {"x": dataset}, [peeks])  # nothing is to be resumed
+
+
+def test_a_callback_may_read_what_takes_no_order_from_the_seed_of_its_fit(tmp_path):
+    def reading(dataset):
+        def read(*_, logs=None):
+            next(iter(dataset))
+
+        return read
+
+    for backup in backups(tmp_path):
+        dataset = source()
+        again = reading(dataset)  # in a resumed fit
+        other = keras.callbacks.LambdaCallback(on_epoch_end=reading(source()), on_train_begin=again, on_train_end=again)
+        in_order = keras.callbacks.LambdaCallback(on_epoch_end=reading(source(shuffled=False)))
+        run(lambda dataset=dataset: {"x": dataset, "validation_data": dataset.take(1)}, [other, in_order, *backup])
+
+
+@pytest.mark.parametrize("stops", ["on_epoch_end", "on_train_batch_end"])
+def test_a_later_fit_finds_the_data_where_one_that_was_stopped_has_left_them(tmp_path, stops):
+    def program():
+        def stop(number, logs=None):
+            stopping.model.stop_training = number == 1
+
+        stopping, dataset = keras.callbacks.LambdaCallback(**{stops: stop}), source()
+        kept = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+        run(lambda: {"x": dataset}, [stopping, *epoch_backup.replace([kept], OneDevice())])
+        return [x.ravel().tolist() for x, _ in dataset.as_numpy_iterator()]
+
+    assert program() == program()  # the second has no epoch left
+
+
 def test_what_is_known_of_datasets():
     files = tf.data.Dataset.from_tensor_slices(["a", "b"])
     for dataset, known in (

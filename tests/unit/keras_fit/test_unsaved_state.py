@@ -1,6 +1,7 @@
 """What a fit sets and a backup does not hold, or each worker would have another value of: kept, refused, or told."""
 
 import functools
+import types
 
 import keras
 import numpy as np
@@ -165,12 +166,65 @@ def warming_behind_a_loss_scale():
     return {"loss": "sparse_categorical_crossentropy", "optimizer": keras.optimizers.LossScaleOptimizer(inner)}
 
 
-BESIDE = [lambda: {"loss": Centered()}, relative, drawn, counted, balanced, smoothed]
+class Remembers(keras.Model):
+    """Keras does not reset the metrics of an inner model, nor those in objects."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.beside = keras.metrics.Sum(), types.SimpleNamespace(mean=keras.metrics.Mean())
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.update_state(x)
+            self.beside.mean.update_state(x[:, :1])
+        return x / (1.0 + self.seen.result() + self.beside.mean.count)
+
+
+def remembering():
+    return {"loss": lambda y, outputs: tf.reduce_mean(tf.square(outputs), -1), "inner": Remembers()}
+
+
+class NeverReset(keras.metrics.Sum):
+    def reset_state(self):
+        pass
+
+
+class Unlisted(keras.Model):
+    """Its own list of metrics lacks one; another keeps its value."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.seen, self.shown = inner, keras.metrics.Sum(), NeverReset(name="shown")
+        self.build((None, 6))
+
+    def build(self, shape):
+        self.built = True
+
+    @property
+    def metrics(self):
+        return [self.shown]
+
+    def call(self, x):
+        return self.inner(x) / (1.0 + self.seen.result())
+
+    def train_step(self, data):
+        self.seen.update_state(data[1])
+        self.shown.update_state(self.seen.result())
+        return super().train_step(data)
+
+
+def unlisted():
+    return {"loss": "sparse_categorical_crossentropy", "around": Unlisted}
+
+
+BESIDE = [lambda: {"loss": Centered()}, relative, drawn, counted, balanced, smoothed, remembering, unlisted]
 
 
 def seeded(given):
     keras_settings.seed(1)
-    return compiled(model_of(keras.layers.Dense(4)), **given())
+    options = given()
+    model = model_of(options.pop("inner", None) or keras.layers.Dense(4))
+    return compiled(options.pop("around", lambda model: model)(model), **options)
 
 
 @functools.cache
@@ -310,6 +364,22 @@ def test_a_metric_may_make_its_variables_at_the_first_batch(metric, run, make, t
         with pytest.raises(Killed):
             fit(again, [make(tmp_path), KilledAfter(2)], run, 3)
     assert fit(again, [make(tmp_path)], run, 3).history.history == uninterrupted(metric)[1]
+
+
+class MakesLate(Remembers):
+    def __init__(self):
+        super().__init__()
+        self.seen = MadeByTheUser()
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.update_state(None, x[:, :4])
+        return x
+
+
+def test_what_a_metric_makes_late_that_is_never_reset_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=REFUSED.replace("calls", "[^']*")):
+        fit(compiled(model_of(MakesLate())), [kept(tmp_path)])
 
 
 @pytest.mark.parametrize("traced", ["fit", "train_on_batch"])

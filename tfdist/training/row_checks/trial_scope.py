@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.artifacts import state
-from tfdist.artifacts.hidden_state import tensors_in
+from tfdist.artifacts.objects_inside import tensors_in
 from tfdist.compat import keras_layers, keras_random, tensorflow_random
 from tfdist.compat.tensorflow_functions import functions_inline
 from tfdist.runtime import batch_norm

@@ -1,0 +1,59 @@
+"""Refuses callbacks that read the shuffled dataset of their own fit, if the fit has a backup.
+
+Each iterator of a shuffle with a seed takes the next order from the seed, also one that a callback makes, as by
+`self.model.evaluate(dataset)`. A resumed fit does not call the callbacks of past epochs again, so its own iterators
+would come in other orders.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+
+import keras
+import tensorflow as tf
+
+from tfdist.artifacts.data_order import seeded_shuffles
+from tfdist.artifacts.data_position import RunningFit
+from tfdist.compat import keras_epochs, tensorflow_data
+from tfdist.compat.keras_epochs import EpochIterator
+from tfdist.control.exit_codes import ConfigError
+
+_fits: weakref.WeakSet[EpochIterator] = weakref.WeakSet()  # the iterators of fits with a backup
+_CALLED_AGAIN = ("on_train_begin", "on_train_end")  # in a resumed fit, so their iterators are made again, too
+
+
+def refuse_other_readers(fit: RunningFit) -> None:
+    """Raises ConfigError, from now on, where a callback makes an iterator of the fit's shuffled dataset."""
+    if seeded_shuffles(fit.iterator.data_adapter):
+        _fits.add(fit.iterator)
+        tensorflow_data.tell_of_iterators(_refuse_another_reader)
+
+
+def _refuse_another_reader(dataset: tf.data.Dataset) -> None:
+    """dataset: the one of which an iterator is about to be made."""
+    parts = set(map(id, tensorflow_data.with_inputs(dataset)))
+    fits = [fit for fit in _fits if any(id(each) in parts for each in seeded_shuffles(fit.data_adapter))]
+    reader, epochs, is_called_again = "code that is called in it", None, False
+    frame = inspect.currentframe() if fits else None
+    while frame is not None:
+        name, values = frame.f_code.co_name.lstrip("_"), frame.f_locals
+        is_called_again = is_called_again or name in _CALLED_AGAIN
+        epochs = keras_epochs.epochs_of(frame) if epochs is None else epochs
+        callback = values.get("callback") if name.startswith("on_") else None
+        if isinstance(callback, keras.callbacks.Callback):  # Keras' list of callbacks calls it
+            reader = f"{type(callback).__name__}.{name}"
+        fit = values.get("epoch_iterator") if name == "fit" else None
+        is_ours = any(fit is each for each in fits)
+        if is_ours and not is_called_again and not _reads(RunningFit(values["self"], values), epochs):
+            raise ConfigError(
+                f"The dataset of this fit is shuffled with a seed, and {reader} reads it, too: each reader takes the"
+                " next order from the seed, so that BackupAndRestore could not resume the fit in the same order: let it"
+                " read a dataset of its own (call shuffle once more for it), or train without BackupAndRestore."
+            )
+        frame = frame.f_back
+
+
+def _reads(fit: RunningFit, epochs: EpochIterator | None) -> bool:
+    """Whether these are epochs of the fit itself, or of its validations."""
+    return epochs is not None and epochs in (fit.iterator, keras_epochs.validation_iterator(fit.model))
