@@ -138,7 +138,8 @@ class MeshUpdate(DataParallel):
         return self.compression.variables if self.compression else {}
 
     def figures(self) -> dict[str, float]:
-        return self.compression.figures() if self.compression else {}
+        steps: Any = self.optimizer.iterations
+        return self.compression.figures(int(steps)) if self.compression else {}
 
     @property
     def is_sharded(self) -> bool:
