@@ -219,7 +219,7 @@ class DistributedCall:
         layers = keras_layers.all_layers(self._model)
         training = keras_layers.is_training(kwargs.get("training"))
         if training and not all(tensor.shape[:1].is_fully_defined() for tensor in tensors):
-            where, fix = "as the last may be smaller", "give a dataset made with batch(..., drop_remainder=True)"
+            where, fix = "as the last one may be smaller", "give a dataset made with batch(..., drop_remainder=True)"
             row_mixing.refuse_unknown_rows(self._model, where, fix)
         additions = Additions(layers if self._gradients.share is None else [])  # else own_rows.py adds them up
 

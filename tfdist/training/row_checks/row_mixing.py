@@ -82,9 +82,9 @@ def refuse_unknown_rows(model: keras.Model, where: str, fix: str) -> None:
     for layer in keras_layers.all_layers(model):
         if isinstance(layer, keras.layers.RandomElasticTransform):  # it takes the number for 1, and says nothing
             sentence = (
-                f"The layer {layer.name} of {model.name} would put the first image in the place of others, as Keras'"
-                " RandomElasticTransform does where the number of rows is not known before the batch comes,"
-                f" {where}: {fix}, or map the layer over the single images of the data."
+                f"Where the number of rows is not known before a batch comes, {where}, the layer {layer.name} of"
+                f" {model.name}, a RandomElasticTransform of Keras, puts the first image in the place of others: {fix},"
+                " or map it over the single images of the data."
             )
             raise keras_layers.keep_message(ConfigError(sentence))
 
