@@ -157,7 +157,7 @@ def compose(config: Config, runtime: Runtime, limits: MemoryLimits | None = None
         options = _step_options(config, runtime, plan, train_split)
         parameters = model.count_params()
         warnings = model_data_checks.check(config.model, model, train_split, eval_split, plan, spec)
-        composition_checks.check_added(runtime, model, options.weighted, spec[0])
+        composition_checks.check_weighted(config, runtime, model, options.weighted, spec[0])
         if limits:
             composition_checks.check_memory(config, runtime, model, limits)
         optimizer = make_optimizer(config.optimizer, schedule)

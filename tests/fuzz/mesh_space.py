@@ -113,6 +113,13 @@ def can_compress(options: Mapping[str, Any]) -> bool:
     return not in_parts and options.get("mesh", "data=2") == "data=2"
 
 
+def changes_its_unit(case: Mapping[str, Any]) -> bool:
+    """Whether the unit of gradients changes from step to step, so that no errors can be carried on."""
+    options = case["options"]
+    is_weighted = case["data"]["weights"] != "none" or ":" in options.get("objective", "")
+    return is_weighted or options.get("precision") == "float16"
+
+
 def can_shard(case: Mapping[str, Any]) -> bool:
     """Whether --zero is compatible with the rest of a case on a mesh with a data axis only."""
     options = case["options"]
@@ -157,7 +164,7 @@ def conflicts(case: Mapping[str, Any], blocks: list[str], workers: int) -> str:
         return "state in stages is not looked at yet"
     if degree["expert"] > 1 and (case["data"]["weights"] != "none" or case["data"].get("padded")):
         return "balance losses with weights"
-    if options.get("compression") in ("int8", "topk", "powersgd") and options.get("precision") == "float16":
+    if options.get("compression") in ("int8", "topk", "powersgd") and changes_its_unit(case):
         return "errors that are carried on"
     return ""
 

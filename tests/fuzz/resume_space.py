@@ -139,7 +139,7 @@ def _compression_conflicts(case: Case, several: bool) -> str:
         return "nothing travels"
     if kind in LOSSY and not (case["runtime"].startswith("mesh") and mesh_space.can_compress(options)):
         return "on a mesh of data only"
-    if kind in LOSSY and options.get("precision") == "float16":
+    if kind in LOSSY and mesh_space.changes_its_unit(case):
         return "errors that are carried on"
     if mesh_space.can_compress(options) or not case["runtime"].startswith("mesh"):
         return ""

@@ -180,7 +180,9 @@ def _perhaps_changed(case: dict[str, Any], chance: random.Random) -> dict[str, A
 def _may_mask(case: Mapping[str, Any]) -> bool:
     """Whether an objective may weight the tokens itself; the data then have no weights."""
     model, differs = case["model"], case["data"].get("differs")
-    return case["kind"] == "train" and model["head"] == "tokens" and "builtin" not in model and differs != "weight"
+    if case["kind"] != "train" or case["options"].get("compression") in resume_space.LOSSY:
+        return False
+    return model["head"] == "tokens" and "builtin" not in model and differs != "weight"
 
 
 def _may_be_unlike(case: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ python -m tests.multi.collectives stuck       one rank stops coming
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -59,6 +60,7 @@ def check(runtime, axes: tuple[str, ...]) -> None:
         np.testing.assert_array_equal(gradient, stacked(9, [4]).sum(0) if root == runtime.rank else np.zeros(4))
 
     check_types(group, stacked, of, runtime.rank)
+    check_order(group)
     if n > 1:
         check_points(group, of, runtime.rank)
 
@@ -127,6 +129,22 @@ def check_types(group, stacked, of, rank: int) -> None:
     np.testing.assert_allclose(
         repeated(tf.constant(of(rank, 21, [5])), tf.constant(7)), stacked(21, [5]).mean(0), rtol=1e-6
     )
+
+
+def check_order(group) -> None:
+    """Checks that `in_order` adds member after member in every place; TensorFlow begins each part of a tensor with
+    another member."""
+    import numpy as np
+    import tensorflow as tf
+
+    @tf.function(autograph=False)
+    def sums(x):
+        whole = group.in_order.all_reduce(x)
+        return whole, group.in_order.reduce_scatter(tf.repeat(x[:, tf.newaxis], group.size, 1), 1)
+
+    values = np.random.default_rng(22).normal(size=[group.size, 301]).astype("float32")
+    for found in sums(values[group.index]):
+        np.testing.assert_array_equal(np.ravel(found), functools.reduce(np.add, values))
 
 
 def check_points(group, of, rank: int) -> None:

@@ -96,7 +96,7 @@ def _check_parallel(config: Config) -> None:
         _refuse_given(parallel, MESH_ONLY, "mesh", strategy)
     if strategy != "auto":
         check_compression(config, strategy)
-    if refusal := carried_in_float16(config):
+    if refusal := what_distorts_carried_errors(config):
         raise ConfigError(refusal)
     if parallel.workers_per_host and parallel.all_reduce != "hierarchical":
         raise ConfigError(
@@ -122,14 +122,25 @@ def what_divides_weights(config: Config) -> str:
     return f"--mesh={cuts[0]}" if cuts else "--zero=3" if config.parallel.zero == 3 else ""
 
 
-def carried_in_float16(config: Config) -> str:
-    """Why --compression does not go with float16, as a sentence; "" if it does."""
-    kind = config.parallel.compression
-    if config.precision.precision != "float16" or kind not in ("int8", "topk", "powersgd"):
+def what_distorts_carried_errors(config: Config, has_weights: bool = False) -> str:
+    """Why --compression does not go with gradients whose unit changes from step to step, as a sentence; "" if it does.
+
+    has_weights: whether the data give samples or tokens weights.
+    """
+    kind, objective = config.parallel.compression, config.model.objective
+    if kind not in ("int8", "topk", "powersgd"):
+        return ""
+    if config.precision.precision == "float16":
+        what, instead = "loss scale of --precision=float16", "--precision=bfloat16"
+    elif ":" in objective:
+        what, instead = f"sum of the weights that --objective={objective} returns", "an objective of tfdist"
+    elif has_weights:
+        what, instead = f"sum of the weights that --source={config.data.source} gives", "data without weights"
+    else:
         return ""
     return (
-        f"--compression={kind} carries errors from step to step, which the changing loss scale of"
-        " --precision=float16 would distort: use --precision=bfloat16, or --compression=fp16."
+        f"--compression={kind} carries errors from step to step, which the changing {what} would distort: use"
+        f" {instead}, or --compression=fp16."
     )
 
 

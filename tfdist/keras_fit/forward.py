@@ -218,6 +218,10 @@ class DistributedCall:
         """Computes this worker's rows. cut: see of_the_batch. count: see KeptTensors."""
         tensors, rebuild = tensors_of((args, kwargs))
         layers = keras_layers.all_layers(self._model)
+        training = keras_layers.is_training(kwargs.get("training"))
+        if training and not all(tensor.shape[:1].is_fully_defined() for tensor in tensors):
+            where, fix = "as the last one may be smaller", "give a dataset made with batch(..., drop_remainder=True)"
+            row_mixing.refuse_unknown_rows(self._model, where, fix)
         metrics = metrics_in_layers(self._model)
         additions = Additions(metrics if self._gradients.share is None else [])  # else own_rows.py adds them up
 
@@ -250,7 +254,6 @@ class DistributedCall:
         additions.add(self._runtime)
         if self._gradients.without_losses.is_here:
             return Forward(outputs, {}, {})
-        training = keras_layers.is_training(kwargs.get("training"))
         with self._tried_alone(), keras_layers.in_the_call_as_it_is():
             combinations = self._combinations.of(list(losses), args, kwargs, cut, training)
         return Forward(outputs, losses, combinations)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tfdist.config import Config
-from tfdist.config.checks import carried_in_float16
+from tfdist.config.checks import what_distorts_carried_errors
 from tfdist.config.optimizers import ELEMENTWISE_OPTIMIZERS, ELEMENTWISE_WORDS
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.mesh import Mesh
@@ -57,7 +57,7 @@ def _compression(config: Config, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
         )
     if mesh.degree("pipe", "expert", "model") > 1:
         yield f"--compression={kind} is for --mesh with data only, not {mesh.describe()}: drop one of them."
-    if refusal := carried_in_float16(config):
+    if refusal := what_distorts_carried_errors(config):
         yield refusal
 
 

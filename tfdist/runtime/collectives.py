@@ -18,7 +18,10 @@ Legend. n: members of the group. Ranks are those of the whole cluster; a member'
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -64,6 +67,20 @@ class Group:
         self._to_wire = None if order == list(range(self.size)) else order  # wire place -> index
         self._from_wire = self._to_wire and [order.index(index) for index in range(self.size)]
         self._pairs: dict[tuple[int, int, str], Group] = {}
+        self.adds_in_order = False
+
+    @functools.cached_property
+    def in_order(self) -> Group:
+        """The same group, whose sums add the members' numbers up in the order of the members, for every element.
+
+        Otherwise the order depends on the place of an element in its tensor and on who the members are, so that two
+        groups may get different last digits from the same numbers. As many bytes travel, in two operations.
+        """
+        if self.size <= 2:  # a + b is b + a
+            return self
+        other = copy.copy(self)  # counts its calls with this one
+        other.adds_in_order = True
+        return other
 
     def meet(self, timeout: float) -> None:
         """Returns when all members have called it.
@@ -84,7 +101,7 @@ class Group:
         """Returns the sum over members, bitwise the same on all. float16, bfloat16, float32, float64, int32, int64; the
         same shape on all.
         """
-        return self._differentiable(self._all_reduce, self._all_reduce, x)
+        return self._differentiable(self._sum, self._sum, x)
 
     def all_max(self, x: tf.Tensor) -> tf.Tensor:
         """The element-wise maximum over members; has no gradient."""
@@ -121,6 +138,13 @@ class Group:
 
     # -- without gradients -----------------------------------------------------------------------------------------
 
+    def _sum(self, x: tf.Tensor) -> tf.Tensor:
+        if not self.adds_in_order:
+            return self._all_reduce(x)
+        size = math.prod(known_dims(x.shape))
+        flat = tf.pad(tf.reshape(x, [-1]), [[0, -size % self.size]])
+        return tf.reshape(self._all_gather(self._reduce_scatter(flat, 0), 0)[:size], x.shape)
+
     def _all_reduce(self, x: tf.Tensor, merge: str = "Add", timeout: float = 0.0) -> tf.Tensor:
         if self.size == 1:
             return x
@@ -156,13 +180,14 @@ class Group:
             rows = tf.reshape(x, [self.size, known_dims(x.shape)[0] // self.size, *x.shape[1:]])  # without a copy
         else:
             rows = tf.stack(tf.split(x, self.size, axis))  # [n, ...]
-        if self.nccl:
+        if self.nccl and not self.adds_in_order:
             rows = self._reordered(rows, self._to_wire)
             shares = tf.raw_ops.CollectiveReduceScatterV2(
                 input=rows, merge_op="Add", final_op="Id", **self._arguments("reduce_scatter"), **self._ordering()
             )
             return shares[0]
-        return tf.reduce_sum(self._all_to_all(rows, "reduce_scatter"), 0)  # the operation above is for NCCL only
+        rows = self._all_to_all(rows, "reduce_scatter")  # the operation above is for NCCL only, in an order of its own
+        return _added_in_order(rows, self.size) if self.adds_in_order else tf.reduce_sum(rows, 0)
 
     def _all_to_all(self, x: tf.Tensor, kind: str = "all_to_all") -> tf.Tensor:
         if self.size == 1:
@@ -249,6 +274,12 @@ class Group:
                 salt=f"{self._key} {source} to {to} {salt} ",
             )
         return self._pairs[source, to, salt]
+
+
+def _added_in_order(rows: tf.Tensor, n: int) -> tf.Tensor:
+    """The sum over dim 0, of size n. (tf.reduce_sum may add another element in another order.)"""
+    wide = tf.cast(rows, tf.float32) if rows.dtype in (tf.float16, tf.bfloat16) else rows
+    return tf.cast(tf.add_n(tf.unstack(wide, n)), rows.dtype)
 
 
 def _carried(x: tf.Tensor) -> tf.Tensor:

@@ -65,6 +65,10 @@ class MeshRuntime(SingleReplica):
             self._groups[ranks].meet(self._timeout)
         return self._groups[ranks]
 
+    def for_copies(self, group: Group) -> Group:
+        """The group, for sums of which workers outside of it make copies: from the same numbers, the same bits."""
+        return group if group.size == self.size else group.in_order
+
     def hierarchical(self, group: Group, workers_per_host: int) -> HierarchicalGroup:
         """Returns the two-level all-reduce of `group`. workers_per_host: see the flag. A collective call.
 
@@ -74,7 +78,11 @@ class MeshRuntime(SingleReplica):
             hosts = [f"host {rank // workers_per_host}" for rank in range(self.size)]
         else:
             hosts = [address.rpartition(":")[0] for address in self._cluster.peers] or [""]
-        return HierarchicalGroup(group.ranks, self.rank, hosts, self.group_of)
+
+        def group_of(ranks: Sequence[int]) -> Group:
+            return self.group_of(ranks).in_order if group.adds_in_order else self.group_of(ranks)
+
+        return HierarchicalGroup(group.ranks, self.rank, hosts, group_of)
 
     def collectives(self) -> dict[str, Collective]:
         return of_group(self.group_of(range(self.size)))
@@ -90,7 +98,8 @@ class MeshRuntime(SingleReplica):
             return self._world.watched(lambda fn, args: fn(*args), fn, args)
 
     def all_reduce(self, tensors: Sequence[Any]) -> list[Any]:
-        return [self.group(*REPLICA_AXES).all_reduce(tensor) for tensor in tensors]
+        group = self.for_copies(self.group(*REPLICA_AXES))
+        return [group.all_reduce(tensor) for tensor in tensors]
 
     def gather_row(self, row: tf.Tensor) -> tf.Tensor:
         return self.group(*REPLICA_AXES).all_gather(row[tf.newaxis])

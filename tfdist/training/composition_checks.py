@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist import plugins
 from tfdist.compat import keras_layers
 from tfdist.config import Config
+from tfdist.config.checks import what_distorts_carried_errors
 from tfdist.config.strategies import strategy_or_undecided
 from tfdist.control.exit_codes import ConfigError
 from tfdist.models.nested_functions import refuse_batch_norm
@@ -123,10 +124,14 @@ def _is_synchronized(model: keras.Model) -> bool:
     return any(getattr(layer, "synchronized", False) and layer.trainable for layer in keras_layers.all_layers(model))
 
 
-def check_added(runtime: Runtime, model: keras.Model, weighted: bool, x: Any) -> None:
-    """Raises ConfigError for added losses with weighted samples in a pipeline, whose stages differentiate only once.
+def check_weighted(config: Config, runtime: Runtime, model: keras.Model, weighted: bool, x: Any) -> None:
+    """Raises ConfigError for weighted samples where errors are carried from step to step (compression.py), and beside
+    added losses in a pipeline, whose stages differentiate only once.
+
     Called before each rank drops the stages of the others, so that all ranks find the same: a rank that refused later,
     alone, would leave the others waiting. x: the spec of a micro-batch's inputs."""
+    if refusal := what_distorts_carried_errors(config, has_weights=weighted):
+        raise ConfigError(refusal)
     if not (weighted and runtime.mesh and runtime.mesh.degree("pipe") > 1):
         return
     found: list[int] = []

@@ -146,5 +146,5 @@ def _check_connected(gradients: list[Gradient | None]) -> None:
 
 def _in_one_pass(total: Total) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (the tensor that a pipeline differentiates, the sums)."""
-    assert total.added is None, "composition_checks.check_added has refused it"
+    assert total.added is None, "composition_checks.check_weighted has refused it"
     return total.differentiated, total.sums

@@ -678,6 +678,21 @@ def test_a_model_may_draw_before_keras_has_a_generator():
         keras_random.use_generator(before)
 
 
+def test_a_layer_that_needs_the_number_of_rows_is_refused_where_it_is_not_known(distribute):
+    elastic = keras.layers.RandomElasticTransform(name="elastic", value_range=(0, 1))
+    model = keras.Sequential([keras.Input((3, 3, 1)), elastic])
+    distribute(model)
+
+    def run(rows, training):
+        spec = tf.TensorSpec([rows, 3, 3, 1])
+        tf.function(lambda x: model(x, training=training), autograph=False).get_concrete_function(spec)
+
+    run(4, training=True)
+    run(None, training=False)
+    with pytest.raises(ConfigError, match="may be smaller, the layer elastic .* give a dataset .*drop_remainder=True"):
+        run(None, training=True)
+
+
 @pytest.mark.parametrize("way", ["graph", "eager", "compiled by XLA"])
 def test_probabilities_keep_their_logits_on_the_way_into_another_model(distribute, way):
     class Judge(keras.Model):

@@ -1,5 +1,6 @@
 """What a mesh refuses, as sentences; a mesh of one worker is the model as it is."""
 
+import contextlib
 from types import SimpleNamespace
 
 import keras
@@ -16,7 +17,7 @@ from tfdist.planner import mesh_rules
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.mesh import Mesh
 from tfdist.runtime.mesh_runtime import MeshRuntime
-from tfdist.training.composition_checks import check_added
+from tfdist.training.composition_checks import check_weighted
 from tfdist.training.optimizer import make_optimizer
 from tfdist.training.parallel.compose import _pieces, compose_mesh
 from tfdist.training.parallel.expert import parallelize_experts
@@ -69,6 +70,7 @@ class Alone(MeshRuntime):
         ("data=2", {"jit_compile": True, "zero": 3}, ["--jit_compile", "--zero=3"]),
         ("data=2", {"compression": "int8", "zero": 1}, ["--compression=int8", "--zero=1"]),
         ("data=2", {"compression": "topk", "precision": "float16"}, ["--compression=topk", "float16"]),
+        ("data=2", {"compression": "topk", "objective": "own:loss"}, ["--compression=topk", "--objective=own:loss"]),
         ("model=2", {"compression": "fp16"}, ["--compression=fp16", "model=2"]),
         ("data=2", {"offload": "optimizer"}, ["--offload=optimizer", "--zero=1"]),
         ("data=2", {"optimizer": "lamb", "zero": 1}, ["--zero=1", "--optimizer=lamb", "each element"]),
@@ -259,11 +261,20 @@ def test_added_losses_beside_weights_are_refused_on_every_stage_of_a_pipeline(op
 
     stages = SimpleNamespace(mesh=Mesh.create(pipe=2))
     with pytest.raises(ConfigError, match="Losses that layers add.*pipe="):
-        check_added(stages, model(**options), True, x)
-    check_added(stages, model(**options), False, x)
-    check_added(stages, model(), True, x)
+        check_weighted(BASE, stages, model(**options), True, x)
+    check_weighted(BASE, stages, model(**options), False, x)
+    check_weighted(BASE, stages, model(), True, x)
     for mesh in (None, Mesh.create(data=2)):
-        check_added(SimpleNamespace(mesh=mesh), model(**options), True, x)
+        check_weighted(BASE, SimpleNamespace(mesh=mesh), model(**options), True, x)
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk", "powersgd", "fp16"])
+def test_errors_in_units_of_a_sum_of_weights_are_not_carried_to_a_step_with_another(kind):
+    config = BASE.replace(compression=kind)
+    check_weighted(config, None, None, False, None)
+    refused = pytest.raises(ConfigError, match=f"^--compression={kind} carries errors .* --source=synthetic gives")
+    with contextlib.nullcontext() if kind == "fp16" else refused:
+        check_weighted(config, SimpleNamespace(mesh=None), None, True, None)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -87,6 +87,15 @@ def test_topk_adds_member_by_member():
     ) == round(0.2 * gradient.size)
 
 
+def test_the_bytes_that_are_shown_are_those_that_were_sent():
+    variable = keras.Variable(np.zeros((64, 32), "float32"))
+    for kind, after in (("powersgd", 3), ("powersgd", 0), ("int8", 3)):  # int8 begins at once
+        compression = Compression(kind, [variable], Members(3), after)
+        whole, less = 4.0 * 64 * 32, float(compression.bytes())
+        sent = [compression.figures(steps)["compression/sent_bytes"] for steps in (1, 3, 4)]
+        assert sent == ([whole, whole, less] if compression.after else [less] * 3)
+
+
 def test_carried_errors_of_other_workers_are_shared_out():
     rows = np.arange(6, dtype="float32").reshape(3, 2)
     np.testing.assert_array_equal(shared_out(rows, 3), rows)

@@ -94,12 +94,13 @@ class Compression:
             )
         return total
 
-    def figures(self) -> dict[str, float]:
-        """Values for the log: the bytes that a worker sends in a step, the bytes without compression, and the norm of
-        the error that it carries."""
+    def figures(self, steps: int) -> dict[str, float]:
+        """Values for the log, after so many steps: the bytes that a worker has sent in the last one, the bytes without
+        compression, and the norm of the error that it carries."""
+        whole = 4.0 * sum(map(math.prod, self.shapes))
         found = {
-            "compression/sent_bytes": float(self.bytes()),
-            "compression/whole_bytes": 4.0 * sum(map(math.prod, self.shapes)),
+            "compression/sent_bytes": whole if 0 < steps <= self.after else float(self.bytes()),
+            "compression/whole_bytes": whole,
         }
         errors = [variable.value() for name, variable in self.variables.items() if "error" in name]
         return found | ({"compression/carried_norm": float(tf.linalg.global_norm(errors))} if errors else {})

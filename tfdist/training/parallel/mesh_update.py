@@ -3,6 +3,10 @@
 
 Gradients are summed over the replicas, `data` x `expert`. Gradients of experts that are spread over `expert` are summed
 over `data` alone, because their all-to-all has already brought the samples of the other members (expert.py).
+
+Workers along other axes may hold the same variable: ranks of `model` the norms, two stages a tied embedding. Each sums
+its gradient within a group of its own, and all must get the same bits (MeshRuntime.for_copies). The same holds for the
+sums and for the norm of a step.
 """
 
 from __future__ import annotations
@@ -88,9 +92,12 @@ class MeshUpdate(DataParallel):
         stage = runtime.coordinates["pipe"]
         self.trainable = [variable for variable in self.all if stage in self.stages[id(variable)]]
         self.connected = Connected(self.trainable)
-        self.replicas = runtime.group(*REPLICA_AXES)
+        self.replicas = runtime.for_copies(runtime.group(*REPLICA_AXES))
         sums = [placement.axes_of_sum(variable) for variable in self.trainable]
-        self.groups = [runtime.group(*axes) for axes in sums]  # over which each gradient is summed
+        self.groups = [  # over which each gradient is summed
+            self._group_of_sum(variable, placement.parts.get(id(variable)), axes)
+            for variable, axes in zip(self.trainable, sums, strict=True)
+        ]
         self._sums = {group: summed_over(group) for group in dict.fromkeys(self.groups)}
         self.buckets = make_buckets(self.trainable, self.groups, bucket_bytes // 4)
         self._copies = [
@@ -112,6 +119,13 @@ class MeshUpdate(DataParallel):
         )
         self.build()
 
+    def _group_of_sum(self, variable: keras.Variable, part: str | None, summed: Sequence[str]) -> Group:
+        """The group that sums the variable's gradient over the axes `summed`. part: see Placement."""
+        group = self.runtime.group(*summed)
+        others = self.runtime.mesh.degree(*(axis for axis in AXES if axis not in {"pipe", part, *summed}))
+        has_copies = others * len(self.stages[id(variable)]) > 1  # on workers outside of the group
+        return self.runtime.for_copies(group) if has_copies else group
+
     def _count_copies(self, variable: keras.Variable, part: str | None, summed: Sequence[str]) -> int:
         """Returns how many workers of a group along `sharded_axes` hold the same piece. A part differs along one axis,
         a shard along the axes of its sum."""
@@ -124,7 +138,8 @@ class MeshUpdate(DataParallel):
         return self.compression.variables if self.compression else {}
 
     def figures(self) -> dict[str, float]:
-        return self.compression.figures() if self.compression else {}
+        steps: Any = self.optimizer.iterations
+        return self.compression.figures(int(steps)) if self.compression else {}
 
     @property
     def is_sharded(self) -> bool:
@@ -224,7 +239,8 @@ class MeshUpdate(DataParallel):
             for piece, copies in zip(map(tf.convert_to_tensor, pieces), self._copies, strict=True)
         ]
         own_square = tf.add_n([tf.zeros([], dtype), *squares])  # a stage may have no trainable weights
-        return tf.cast(tf.sqrt(self.runtime.group(*self.sharded_axes).all_reduce(own_square)), tf.float32)
+        group = self.runtime.for_copies(self.runtime.group(*self.sharded_axes))
+        return tf.cast(tf.sqrt(group.all_reduce(own_square)), tf.float32)
 
     def weight_norm(self) -> tf.Tensor:
         return self.norm(self.sources())

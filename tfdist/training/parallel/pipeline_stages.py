@@ -53,7 +53,7 @@ class Pipeline:
         self.sources, self.storage = update.sources, update.storage_variables()  # see segments.recompute
         self._regularized = first_users(parts, model.trainable_variables)
         self._ties = [
-            runtime.group_of([self.group.ranks[stage] for stage in update.stages[id(variable)]])
+            runtime.for_copies(runtime.group_of([self.group.ranks[stage] for stage in update.stages[id(variable)]]))
             for variable in update.trainable
         ]
         for variable in model.trainable_variables:

@@ -76,6 +76,19 @@ def _mixes_always(layer: keras.Layer) -> bool:
     return in_training or getattr(layer, "quantization_mode", None) == "float8"
 
 
+def refuse_unknown_rows(model: keras.Model, where: str, fix: str) -> None:
+    """Raises ConfigError for a model that must not be trained on batches whose number of rows is not known before they
+    come. where: which batches these are; fix: what the user can do."""
+    for layer in keras_layers.all_layers(model):
+        if isinstance(layer, keras.layers.RandomElasticTransform):  # it takes the number for 1, and says nothing
+            sentence = (
+                f"Where the number of rows is not known before a batch comes, {where}, the layer {layer.name} of"
+                f" {model.name}, a RandomElasticTransform of Keras, puts the first image in the place of others: {fix},"
+                " or map it over the single images of the data."
+            )
+            raise keras_layers.keep_message(ConfigError(sentence))
+
+
 class Share(NamedTuple):
     """A worker's share of the attempts. With as many workers as attempts, each makes one."""
 

@@ -9,6 +9,8 @@ from typing import Any
 import keras
 
 from tfdist.config import Config
+from tfdist.config.strategies import strategy_or_undecided
+from tfdist.control.amounts_text import counted
 from tfdist.data.batch_plan import BatchPlan
 from tfdist.runtime.base import Runtime
 from tfdist.training.objectives import Objective
@@ -34,9 +36,11 @@ def check_rows(
     batches: Callable[[int], Iterator[Any]],
 ) -> SumsAsMeans:
     """Returns the `SumsAsMeans` with which sums over rows that layers add count correctly if the model sees only a part
-    of the rows. Raises ConfigError if an added loss is neither a sum nor a mean, or if a user's model or objective
-    mixes rows. batches: (number) -> samples (x, y, w), that many at a time, always the same.
+    of the rows. Raises ConfigError if an added loss is neither a sum nor a mean, if a user's model or objective mixes
+    rows, or if the model needs their number where it is not known. batches: (number) -> samples (x, y, w), that many at
+    a time, always the same.
     """
+    _refuse_unknown_rows(config, model, plan)
     in_parts = come_in_parts(config, runtime, plan)
     proofs = Proofs(model, plan.global_batch, plan.micro_batch)
 
@@ -57,3 +61,14 @@ def check_rows(
             name = config.model.objective
             objective_rows.refuse(runtime, name, objective, model, read, proofs, reason)
     return found_by_the_chief(runtime, model, rows, proofs) if in_parts else SumsAsMeans(())
+
+
+def _refuse_unknown_rows(config: Config, model: keras.Model, plan: BatchPlan) -> None:
+    if strategy_or_undecided(config.strategy.strategy).parameter_servers:
+        row_mixing.refuse_unknown_rows(model, "as on parameter servers", "use another --strategy")
+    if not plan.even:
+        where = (
+            f"as with --global_batch={plan.global_batch}, which is no multiple of --accumulation={plan.accumulation} x"
+            f" {counted(plan.replicas, 'replica')}"
+        )
+        row_mixing.refuse_unknown_rows(model, where, "change one of them")

@@ -178,7 +178,7 @@ def alone(model):
         stages=stages_of(model, parts, 1),
         trainable=trainable,
     )
-    runtime = SimpleNamespace(group=lambda axis: group, group_of=lambda ranks: group)
+    runtime = SimpleNamespace(group=lambda axis: group, group_of=lambda ranks: group, for_copies=lambda group: group)
     return Pipeline(runtime, model, parts, make_schedule("1f1b", 1, 2), update, 2)
 
 

@@ -1,5 +1,6 @@
 """Whether a model's output for a row depends on other rows, found out by running it on a few."""
 
+import contextlib
 import random
 from types import SimpleNamespace
 
@@ -692,6 +693,22 @@ def test_the_sentence_says_where_rows_are_not_those_of_one_process(accumulation,
             BatchPlan(8, accumulation, 1),
             lambda _: iter([(X,)]),
         )
+
+
+@pytest.mark.parametrize(
+    "strategy, accumulation, words",
+    [
+        ("one_device", 1, None),
+        ("one_device", 3, "--global_batch=8, .* --accumulation=3 x 1 replica, the layer elastic .* change one of them"),
+        ("parameter_server", 1, "on parameter servers, the layer elastic .* use another --strategy"),
+    ],
+)
+def test_a_layer_that_needs_the_number_of_rows_is_refused_where_it_is_not_known(strategy, accumulation, words):
+    model = model_of(layers.Reshape((1, 5, 1)), layers.RandomElasticTransform(name="elastic"), layers.Flatten())
+    config, plan = Config().replace(strategy=strategy), BatchPlan(8, accumulation, 1)
+    runtime = SimpleNamespace(size=1, compute_workers=1)
+    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
+        check_rows(config, runtime, model, None, plan, lambda _: iter([(X,)]))
 
 
 def test_what_cannot_be_tried_is_not_refused():
