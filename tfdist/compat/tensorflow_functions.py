@@ -17,6 +17,7 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 
 from tfdist.compat.tensorflow_graphs import draws_anew, kinds_of_operations
 
+IN_PLACE = "tfdist_in_place"  # in the names of operations of functions that are computed in place
 _call_as_ever = Function.__call__
 _traced_also_inline: weakref.WeakSet[Any] = weakref.WeakSet()
 # Of each thread. every, drawing: the contexts that it is in, of each kind.
@@ -67,7 +68,8 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     if function._autograph:
         python = autograph_util.py_func_from_autograph(python, options)
     status = ag_ctx.Status.ENABLED if function._autograph else ag_ctx.Status.DISABLED
-    with ag_ctx.ControlStatusCtx(status, options):
+    # Names outside of the function are those that they are where it is traced as well.
+    with ag_ctx.ControlStatusCtx(status, options), tf.name_scope(IN_PLACE):
         found = python(*args, **kwargs)
     return tf.nest.map_structure(lambda leaf: _tensor(leaf, (bool, int, float)), found)
 

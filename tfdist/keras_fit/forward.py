@@ -64,7 +64,7 @@ class DistributedCall:
         self._may_mix = row_mixing.may_mix(model)
         self._tried: list[tuple] = []  # kinds of calls that have been checked
         self._of_the_batch: dict[str, list[bool]] = {}  # by the arguments of a call
-        self._traces: dict[str, PassTraces] = {}  # by the inputs of a forward pass
+        self._traces: dict[str, PassTraces] = {}  # by the inputs of a pass; of its latest trace
         gradients.calls.add(self)
 
     @contextlib.contextmanager
@@ -230,7 +230,7 @@ class DistributedCall:
             with (
                 self._gradients.of_own_rows(),
                 self._random_numbers.of_own_rows(),
-                worker_dependence.over_own_rows(traces.sizes),
+                worker_dependence.over_own_rows(own.sizes),
                 additions.collected(),
                 missing_rows.as_nan(missing_rows.are_silent(compiles)),
                 in_steps(),
@@ -245,9 +245,9 @@ class DistributedCall:
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         if (key := str(rebuild(specs))) not in self._traces and self._gradients.share is None:
             refuse_without_rows(metrics, lambda rows: self._trace(rebuild, with_other_rows(specs, cut, rows)))
-        own = PassTraces(self._as_in_steps(rebuild), specs, cut, self._state_restored, self.example)
-        traces = self._traces.setdefault(key, own)
-        compiles = self._compiles(kwargs, traces)
+        again, size, all_rows = self._as_in_steps(rebuild), self._runtime.size, self.counts.get(count or 0)
+        self._traces[key] = own = PassTraces(again, specs, cut, self._state_restored, self.example, size, all_rows)
+        compiles = self._compiles(kwargs, own)
         refused = unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers)
         with refused, self._kept.hidden_afterwards(count):
             outputs, losses, additions.values = (compiled(forward) if compiles else forward)(tensors)

@@ -29,6 +29,7 @@ from tfdist.keras_fit.worker_dependence import (
     made_of,
     mark_worker_dependent,
     over_own_rows,
+    why_untold,
     worker_dependence,
 )
 
@@ -53,6 +54,7 @@ class Lookup:
     is_worker_dependent: bool | None  # the numbers depend on the own rows of the batch; None: not visible
     has_each_row_once: bool = False  # in one process, whatever rows the batch has
     is_untold: bool = False  # nobody can tell whether the numbers depend on the own rows
+    why_untold: str = ""  # the error of a trial, if that is the reason
 
 
 def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
@@ -69,7 +71,8 @@ def lookups(slices: tf.IndexedSlices) -> list[Lookup]:
         is_hidden = _is_hidden(row_numbers.op)
         differs = None if is_hidden else worker_dependence(row_numbers)
         is_untold = differs is None and not is_hidden
-        found.append(Lookup(part, row_numbers, differs, _has_each_once(row_numbers), is_untold))
+        why = why_untold(row_numbers) if is_untold else ""
+        found.append(Lookup(part, row_numbers, differs, _has_each_once(row_numbers), is_untold, why))
     return found
 
 
@@ -190,11 +193,15 @@ def judged(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collectio
     """Returns the lookup with a judgment from all forward passes, if its numbers do not show of what they are
     made."""
     if lookup.is_untold:
+        why, fix = (
+            (f"the model's call fails when it is tried on other rows ({lookup.why_untold})", "let it take any number")
+            if lookup.why_untold
+            else ("the size is taken in a function, a loop or a branch inside the call", "take it outside of that")
+        )
         raise ConfigError(
             f"The model looks up rows of {table.name} by numbers made of the size of a tensor (tf.shape, ops.shape),"
-            " and tfdist cannot tell whether it is the number of rows of the batch: the model's call fails when it is"
-            " tried with other numbers of rows, or the size is taken in a function or a branch inside the call. Let the"
-            " call take any number of rows, and take the size outside of the function."
+            f" and tfdist cannot tell whether it is the number of rows of the batch: {why}. Mend the call ({fix}), or"
+            " train in one process."
         )
     if lookup.is_worker_dependent is not None:
         return lookup if lookup.is_worker_dependent else _judged_by_count(lookup, table, calls)

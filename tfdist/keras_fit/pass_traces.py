@@ -2,8 +2,8 @@
 any number of rows.
 
 Which sizes these are (tf.shape, ops.shape of anything in the pass: a length or a number of rows) cannot be read from a
-graph in general: layers transpose, stack, sort and loop over what they get. So the pass is run on two numbers of rows,
-and the sizes in both runs are compared.
+graph in general: layers transpose, stack, sort and loop over what they get. So the pass is run on the numbers of rows
+that workers have and that one process would have, and the sizes in these runs are compared.
 """
 
 from __future__ import annotations
@@ -11,25 +11,37 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.tensorflow_graphs import written_variables
 from tfdist.compat.tensorflow_variables import values_kept
+from tfdist.control.user_errors import first_line
 from tfdist.keras_fit import lookups
 from tfdist.keras_fit.batch_inputs import with_other_rows
 from tfdist.keras_fit.example_batch import ExampleBatch, taking
-from tfdist.keras_fit.worker_dependence import Sizes, mark_worker_dependent, may_be_size, over_own_rows
+from tfdist.keras_fit.size_origin import Origin, origin
+from tfdist.keras_fit.worker_dependence import Size, Sizes, mark_worker_dependent, may_be_size, over_own_rows
 
-_ROWS = 4  # in the first run, if the pass is traced for any number; the second has twice as many
+_MADE_UP = 64  # rows of a batch of which no example is known
+_FEW = (3, 1)  # further numbers of rows: n // 16, min(n, 4) and n % 4 may be the same for larger ones
+
+
+class _Measured(NamedTuple):
+    """A number made of sizes, in a run."""
+
+    origin: Origin
+    origin_for_any_rows: Origin  # names of other tensors may differ, where Python knows the number of rows
+    value: np.ndarray
 
 
 class PassTraces:
     """
     Args: forward, the pass as a function of its tensors; specs, theirs; cut, for each tensor with rows, whether they
     are the batch's; without_traces, makes a context manager in which the model may be traced and run without a trace
-    of it; example, a batch to run it on.
+    of it; example, a batch to run it on; workers, how many share the rows; all_rows, theirs together if that is known.
     """
 
     def __init__(
@@ -39,9 +51,12 @@ class PassTraces:
         cut: Sequence[bool],
         without_traces: Callable[[], AbstractContextManager],
         example: ExampleBatch,
+        workers: int,
+        all_rows: int | None = None,
     ):
         self._forward, self._specs, self._cut = forward, specs, cut
         self._without_traces, self._example = without_traces, example
+        self._workers, self._all_rows = workers, all_rows
         self.facts, self.sizes = functools.cache(self._facts), functools.cache(self._sizes)
 
     def _facts(self, rows: int | None) -> lookups.LookupFacts:
@@ -53,39 +68,71 @@ class PassTraces:
         """Which sizes in the pass are the same for any number of rows; of none if the pass cannot be run."""
         with_dims = [spec for spec in self._specs if spec.shape.rank != 0]
         known = next(spec.shape[0] for spec, cut in zip(with_dims, self._cut, strict=True) if cut)
-        few = known or _ROWS
-        # Copies of one row: a number of different values, as of tf.unique, follows the values.
-        batches = [list(range(few)), list(range(2 * few)), [0] * 2 * few]
         try:
             with tf.init_scope(), self._without_traces():
-                runs = self._run(self._specs, batches[:1] if known else batches)
-                runs += self._run(self._with_rows(2 * few), batches[1:]) if known else []
-        except Exception:  # noqa: BLE001 - whatever Keras and TensorFlow raise for rows that are not those of the data
-            return {}
-        names = set.intersection(*map(set, runs))
-        return {name: all(np.array_equal(runs[0][name], run[name]) for run in runs[1:]) for name in names}
+                runs = self._runs_of_known(known) if known else self._runs_of_any()
+        except Exception as error:  # noqa: BLE001 - whatever Keras and TensorFlow raise for rows that are not the data's
+            return Sizes({}, f"{type(error).__name__}: {first_line(error)[:200]}")
+        first, *others = runs
+        return Sizes(
+            {
+                name: Size(found.origin, all(np.array_equal(found.value, other[name].value) for other in others))
+                for name, found in first.items()
+                if all(
+                    name in other and other[name].origin_for_any_rows == found.origin_for_any_rows for other in others
+                )
+            }
+        )
+
+    def _runs_of_any(self) -> list[dict[str, _Measured]]:
+        """Runs of a pass that takes any number of rows."""
+        all_rows = self._example.rows(1, _MADE_UP)
+        numbers = [all_rows, -(-all_rows // self._workers)]
+        return self._run(self._specs, [*numbers, *_FEW], at_least=len(numbers))
+
+    def _runs_of_known(self, known: int) -> list[dict[str, _Measured]]:
+        """Runs of a pass that is traced anew for each number of rows that any worker has, and for that of all rows."""
+        all_rows = self._all_rows or known * self._workers
+        numbers = {known: 0, all_rows // self._workers or 1: 0, -(-all_rows // self._workers): 0, all_rows: 0}
+        return [run for rows in numbers for run in self._run(self._with_rows(rows), [rows], at_least=1)]
 
     def _with_rows(self, rows: int) -> list[tf.TensorSpec]:
         return with_other_rows(self._specs, self._cut, rows, unknown=None)
 
-    def _run(self, specs: list[tf.TensorSpec], batches: list[list[int]]) -> list[dict[str, np.ndarray]]:
-        """Runs the pass on rows of the example. Returns for each batch of rows the numbers in the pass that are made of
-        sizes, by their names."""
-        names: list[str] = []
+    def _run(self, specs: list[tf.TensorSpec], numbers: Sequence[int], at_least: int) -> list[dict[str, _Measured]]:
+        """Runs the pass on such numbers of rows of the example; the first `at_least` must succeed. Then on copies of
+        single rows: a number of different values, or the length of the longest row, follows the values.
+
+        Returns for each run the numbers in the pass that are made of sizes, by name."""
+        origins: dict[str, tuple[Origin, Origin]] = {}
 
         def trace(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            with over_own_rows(dict) as scope:
+            with over_own_rows(Sizes) as scope:
                 self._forward([mark_worker_dependent(tensor) for tensor in tensors])
             found = _made_of_sizes(tf.compat.v1.get_default_graph(), scope)
-            names[:] = [tensor.name.removeprefix(scope) for tensor in found]
+            origins.clear()
+            origins.update(
+                {each.name.removeprefix(scope): (origin(each, scope), origin(each, scope, False)) for each in found}
+            )
             return found
 
         function = tf.function(trace, autograph=False).get_concrete_function(*specs)
         given = self._example.like(specs, self._cut)
         take, count = taking(given, self._cut)
+        batches = [[row % count for row in range(rows)] for rows in numbers]
+        batches += [[row] * numbers[at_least - 1] for row in sorted({0, count // 2, count - 1})]
+        runs = []
         with values_kept(written_variables(function)):
-            runs = [function(*take(given, [row % count for row in rows])) for rows in batches]
-        return [dict(zip(names, [tensor.numpy() for tensor in found], strict=True)) for found in runs]
+            for number, batch in enumerate(batches):
+                try:
+                    runs.append(function(*take(given, batch)))
+                except Exception:
+                    if number < at_least:
+                        raise
+        return [
+            {name: _Measured(*how, tensor.numpy()) for (name, how), tensor in zip(origins.items(), found, strict=True)}
+            for found in runs
+        ]
 
 
 def _made_of_sizes(graph: tf.Graph, scope: str) -> list[tf.Tensor]:

@@ -3,7 +3,7 @@ random numbers of the worker. What was gathered from all workers, and what is dr
 rows, is the same on all.
 
 A size of a tensor (tf.shape, ops.shape) may be a number of rows or a length. Which one is known by running the pass on
-two numbers of rows (pass_traces.py).
+several numbers of rows (pass_traces.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from tfdist.keras_fit.size_origin import Origin, origin
 
 # Of variables: the same on all workers.
 _READS = ("VarHandleOp", "ReadVariableOp", "ResourceGather", "ResourceGatherNd")
@@ -21,12 +24,25 @@ _OF_ZEROS = ("ZerosLike", "Fill", "Cast", "Sum")
 # graph -> names of operations -> whether their results differ between workers
 _marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
 
-Sizes = Mapping[str, bool]  # names of tensors in a pass -> whether they are the same for any number of rows
+
+class Size(NamedTuple):
+    """A number made of sizes. Attributes: origin, see there; is_same, whether it is the same for any number of rows."""
+
+    origin: Origin
+    is_same: bool
+
+
+class Sizes(NamedTuple):
+    """Attributes: by_name, the numbers made of sizes in a pass, by their tensors' names without the scope; failure, why
+    the pass could not be run."""
+
+    by_name: Mapping[str, Size] = MappingProxyType({})
+    failure: str = ""
 
 
 class _Pass(NamedTuple):
     """A forward pass over own rows in a graph. Attributes: scope, what the names of its operations begin with; sizes,
-    a function that measures sizes in it, by names without the scope."""
+    a function that measures sizes in it."""
 
     scope: str
     sizes: Callable[[], Sizes]
@@ -54,7 +70,7 @@ def _mark(tensor: tf.Tensor, differs: bool) -> tf.Tensor:
 @contextlib.contextmanager
 def over_own_rows(sizes: Callable[[], Sizes]) -> Iterator[str]:
     """Context manager for a forward pass over own rows: stateful operations inside differ between workers. Yields the
-    scope of its operations' names. sizes: tells which sizes in the pass are the same for any number of rows."""
+    scope of its operations' names. sizes: measures which sizes in the pass are the same for any number of rows."""
     if tf.executing_eagerly():
         yield ""
         return
@@ -104,6 +120,11 @@ def _made_of_own_rows(tensor: tf.Tensor, sizes_are_measured: bool) -> tuple[bool
     return False, of_sizes
 
 
+def why_untold(tensor: tf.Tensor) -> str:
+    """Why the passes in a tensor's graph could not be run to measure their sizes; "" if they could."""
+    return next((failure for each in _passes.get(tensor.graph, ()) if (failure := each.sizes().failure)), "")
+
+
 def worker_dependent_inputs(graph: tf.Graph, sizes_are_measured: bool) -> Iterator[tuple[int, tf.Operation, tf.Tensor]]:
     """Yields, for each operation that takes a tensor which differs between workers, its place in the graph, the
     operation, and the tensor. If sizes are not measured, all of them count as different."""
@@ -141,8 +162,10 @@ def _is_the_same_size(tensor: tf.Tensor) -> bool | None:
     if not may_be_size(tensor):
         return None
     found = (each for each in _passes.get(tensor.graph, ()) if tensor.name.startswith(each.scope))
-    within = next(found, None)
-    return within and within.sizes().get(tensor.name.removeprefix(within.scope))
+    if (within := next(found, None)) is None:
+        return None
+    measured = within.sizes().by_name.get(tensor.name.removeprefix(within.scope))
+    return measured.is_same if measured and measured.origin == origin(tensor, within.scope) else None
 
 
 def _are_zeros_alike(tensor: tf.Tensor) -> bool:

@@ -216,7 +216,7 @@ def test_an_input_whose_rows_tracing_does_not_know(distribute):
 def traces_of(call, spec, example):
     batch = ExampleBatch()
     batch.inputs = [example]
-    return PassTraces(call, [spec], [True], contextlib.nullcontext, batch)
+    return PassTraces(call, [spec], [True], contextlib.nullcontext, batch, workers=2)
 
 
 @pytest.mark.parametrize("in_a_branch", [False, True])
@@ -395,6 +395,10 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
             "unstacked": tf.unstack(tf.shape(x))[:2],
             "of another type": tf.unstack(tf.cast(tf.shape(x), tf.int64))[:2],
             "calculated": (2 * tf.shape(x)[0] - 1, tf.reduce_max(tf.shape(x)[1:])),
+            "parts": (tf.shape(x)[0] // 3, tf.shape(x)[1] // 3),
+            "rest": (tf.shape(x)[0] % 2, tf.shape(x)[1] % 2),
+            "at most": (tf.minimum(tf.shape(x)[0], 2), tf.minimum(tf.shape(x)[1], 2)),
+            "the first": (tf.shape(x[:2])[0], tf.shape(x[:2])[1]),
         }
 
     def call_of_few(tensors):
@@ -404,8 +408,9 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
     def ask(call, spec, example):
         @tf.function(input_signature=[spec], autograph=False)
         def trace(x):
+            own = worker_dependence.mark_worker_dependent(tf.identity(x))
             with worker_dependence.over_own_rows(traces_of(call, spec, example).sizes):
-                sizes = call([worker_dependence.mark_worker_dependent(tf.identity(x))])
+                sizes = call([own])
             for name, each in sizes.items():
                 found[name] = [
                     [worker_dependence.is_worker_dependent(size, if_untold) for if_untold in (False, True)]
@@ -443,7 +448,7 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
         "scan over steps": [same, differs],
         "no rows": [same, same],
     }
-    assert len(found) == 44
+    assert len(found) == 48
 
 
 class Unique(keras.layers.Embedding):
@@ -532,6 +537,11 @@ def fewer_than_eight(x):
         return tf.identity(x)
 
 
+@tf.function(autograph=False)
+def without_mean(x):
+    return x - tf.reduce_sum(x, 1, keepdims=True) / tf.cast(tf.shape(x)[1], x.dtype)
+
+
 def in_pairs(x):
     return tf.concat(tf.split(x, [2] * (x.shape[0] // 2)), 0)
 
@@ -544,7 +554,8 @@ def in_pairs(x):
         (4, in_pairs, None),
         (None, lambda x: tf.transpose(tf.roll(tf.transpose(x, [1, 0, 2]), 1, 0), [1, 0, 2]), None),
         (None, of_each_step, None),
-        (None, fewer_than_eight, "fails when it is tried"),
+        (None, without_mean, None),  # sizes by the same names are others outside of the function
+        (None, fewer_than_eight, r"fails when it is tried on other rows \(InvalidArgumentError: "),
     ],
 )
 def test_a_row_for_each_row_and_rows_for_each_step(distribute, rows, layer, refused):
@@ -563,9 +574,34 @@ def test_a_row_for_each_row_and_rows_for_each_step(distribute, rows, layer, refu
 
     wanted = run()
     distribute(model)
-    model.call.example.inputs = x
+    model.call.example.inputs = tf.tile(x, [2, 1, 1]) if refused else x
     with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
         np.testing.assert_allclose(run(), wanted, atol=1e-6)
+
+
+def test_sizes_are_measured_anew_in_a_call_that_has_changed(distribute):
+    settings = {"looks again": True}
+
+    def layer(x):
+        return x[: tf.shape(x)[0]] if settings["looks again"] else x
+
+    def step():
+        def of(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x)))
+            return tape.gradient(loss, model.layers[0].table.embeddings).indices
+
+        indices = tf.function(of, autograph=False, input_signature=[tf.TensorSpec([None, None, 2])])(x)
+        return sorted(indices.numpy().tolist())
+
+    model, x = keras.Sequential([Token(layer)]), tf.random.normal([4, 7, 2])
+    model(x)
+    wanted = step()
+    distribute(model)
+    model.call.example.inputs = x
+    assert step() == wanted
+    settings["looks again"] = False
+    assert step() == wanted
 
 
 def test_what_layers_have_added_outlives_a_look_at_the_model(distribute):
