@@ -79,9 +79,13 @@ def other_seeds(before: list | None, now: list) -> NoOrder | None:
 def seeded_shuffles(adapter: Any) -> list[tf.data.Dataset]:
     """The parts of the data whose next iterator comes in another order, which their seed determines."""
     read = keras_epochs.dataset_of(adapter)
-    found = [] if read is None else tensorflow_data.with_inputs(read)
+    return [] if read is None else seeded_shuffles_in(read)
+
+
+def seeded_shuffles_in(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """As `seeded_shuffles`, of a dataset."""
     return [
         each
-        for each in found
+        for each in tensorflow_data.with_inputs(dataset)
         if tensorflow_data.shuffles_anew(each) and not tensorflow_data.shuffles_without_a_seed(each)
     ]

@@ -1,4 +1,5 @@
-"""Refuses callbacks that read the shuffled dataset of their own fit, if the fit has a backup.
+"""Refuses callbacks that read the shuffled datasets of their own fit, if the fit has a backup. For validation this
+matters where a validation ends before its dataset.
 
 Each iterator of a shuffle with a seed takes the next order from the seed, also one that a callback makes, as by
 `self.model.evaluate(dataset)`. A resumed fit does not call the callbacks of past epochs again, so its own iterators
@@ -13,27 +14,31 @@ import weakref
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.data_order import seeded_shuffles
+from tfdist.artifacts.data_order import seeded_shuffles, seeded_shuffles_in
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.compat import keras_epochs, tensorflow_data
 from tfdist.compat.keras_epochs import EpochIterator
 from tfdist.control.exit_codes import ConfigError
 
-_fits: weakref.WeakSet[EpochIterator] = weakref.WeakSet()  # the iterators of fits with a backup
+# The iterators of fits with a backup -> the shuffles of which nobody else may make iterators.
+_fits: weakref.WeakKeyDictionary[EpochIterator, list[tf.data.Dataset]] = weakref.WeakKeyDictionary()
 _CALLED_AGAIN = ("on_train_begin", "on_train_end")  # in a resumed fit, so their iterators are made again, too
 
 
 def refuse_other_readers(fit: RunningFit) -> None:
-    """Raises ConfigError, from now on, where a callback makes an iterator of the fit's shuffled dataset."""
-    if seeded_shuffles(fit.iterator.data_adapter):
-        _fits.add(fit.iterator)
+    """Raises ConfigError, from now on, where a callback makes an iterator of the fit's shuffled datasets."""
+    shuffles, validated = seeded_shuffles(fit.iterator.data_adapter), fit.values.get("val_x")
+    if fit.values["validation_steps"] and isinstance(validated, tf.data.Dataset):
+        shuffles += seeded_shuffles_in(validated)
+    if shuffles:
+        _fits[fit.iterator] = shuffles
         tensorflow_data.tell_of_iterators(_refuse_another_reader)
 
 
 def _refuse_another_reader(dataset: tf.data.Dataset) -> None:
     """dataset: the one of which an iterator is about to be made."""
     parts = set(map(id, tensorflow_data.with_inputs(dataset)))
-    fits = [fit for fit in _fits if any(id(each) in parts for each in seeded_shuffles(fit.data_adapter))]
+    fits = [fit for fit, shuffles in _fits.items() if any(id(each) in parts for each in shuffles)]
     reader, epochs, is_called_again = "code that is called in it", None, False
     frame = inspect.currentframe() if fits else None
     while frame is not None:
@@ -49,8 +54,10 @@ def _refuse_another_reader(dataset: tf.data.Dataset) -> None:
             raise ConfigError(
                 f"The dataset of this fit is shuffled with a seed, and {reader} reads it, too: each reader takes the"
                 " next order from the seed, so that BackupAndRestore could not resume the fit in the same order: let it"
-                " read a dataset of its own (call shuffle once more for it), or train without BackupAndRestore."
+                " read a dataset of its own (call shuffle once more for it), or train without BackupAndRestore; data"
+                " for validation need no shuffle (shuffle=False)."
             )
+        is_called_again = is_called_again and fit is None  # a fit around it may be in another of its calls
         frame = frame.f_back
 
 

@@ -2,6 +2,7 @@
 
 Against plain Keras in the same process: the batches that each callback sees, the history, the weights."""
 
+import contextlib
 import functools
 import random
 
@@ -324,6 +325,37 @@ def test_a_callback_that_reads_the_shuffled_dataset_of_its_fit_is_refused(tmp_pa
         with pytest.raises(ConfigError, match=f"shuffled with a seed, and Peeks.{hook} reads it, too: .* of its own"):
             run(lambda dataset=dataset: {"x": dataset}, [peeks, *backup])
     run(lambda: {"x": dataset}, [peeks])  # nothing is to be resumed
+
+
+def test_a_callback_may_not_read_a_shuffled_validation_that_ends_before_its_data(tmp_path):
+    for backup in backups(tmp_path):
+        for steps in (None, 1):
+            dataset = source()
+            shows = keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda number, logs=None, dataset=dataset: next(iter(dataset))
+            )
+            refused = pytest.raises(ConfigError, match="LambdaCallback.on_epoch_end reads it, too: .*shuffle=False")
+            with refused if steps else contextlib.nullcontext():
+                run(
+                    lambda dataset=dataset, steps=steps: {
+                        "x": source(),
+                        "validation_data": dataset,
+                        "validation_steps": steps,
+                    },
+                    [shows, *backup],
+                )
+
+
+def test_a_fit_in_a_callback_of_a_fit_may_not_read_the_data_of_the_other(tmp_path):
+    """Its own beginning comes in no resumed fit."""
+    for backup in backups(tmp_path):
+        dataset = source()
+        inner = keras.callbacks.LambdaCallback(on_train_begin=lambda logs=None, dataset=dataset: next(iter(dataset)))
+        outer = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda number, logs=None, inner=inner: run(lambda: {"x": source()}, [inner])
+        )
+        with pytest.raises(ConfigError, match="LambdaCallback.on_epoch_end reads it, too"):
+            run(lambda dataset=dataset: {"x": dataset}, [outer, *backup])
 
 
 def test_a_callback_may_read_what_takes_no_order_from_the_seed_of_its_fit(tmp_path):
