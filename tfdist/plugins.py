@@ -75,6 +75,22 @@ def check_takes(flag: str, name: str, function: Callable, wanted: Sequence[str],
         raise ConfigError(f"--{flag}={name} takes {signature}: {otherwise}.") from None
 
 
+def check_switches(flag: str, options: Mapping[str, Any], function: Callable) -> None:
+    """Raises ConfigError if `options` have a text for a parameter of `function` whose default is True or False: Python
+    counts every text as true.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some built-in functions have no signature
+        return
+    for name, value in options.items():
+        if isinstance(value, str) and name in parameters and isinstance(parameters[name].default, bool):
+            raise ConfigError(
+                f"--{flag}: {name}={value} is a text, which Python counts as true: write {name}=True, or {name}=False"
+                " if that is meant."
+            )
+
+
 def resolve(flag: str, name: str, known: Mapping[str, Any]) -> Callable:
     """Resolves `name` to a function: either the entry of `known` (a function or "module:function"), or `name` itself as
     "module:function" or "path/of/a/file.py:function".

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.control.exit_codes import ConfigError, DataError
-from tfdist.plugins import check_takes, own_code, resolve
+from tfdist.plugins import check_switches, check_takes, own_code, resolve
 
 
 def test_it_is_said_where_in_the_own_code():
@@ -146,3 +146,15 @@ def test_a_file_that_a_source_lacks_is_missing_data():
         Path("/nowhere/at_all.npz").read_bytes()
     with pytest.raises(ConfigError), own_code("model", "mine:model"):
         Path("/nowhere/at_all.npz").read_bytes()
+
+
+@pytest.mark.parametrize("text", ["false", "no", "off", "[True,false]"])
+def test_a_text_for_a_switch_is_refused(text):
+    """It would count as true."""
+
+    def model(mode="fast", tied=True, width=3): ...
+
+    check_switches("model_args", {"mode": text, "tied": False, "width": 1}, model)
+    check_switches("model_args", {"tied": 0}, model)
+    with pytest.raises(ConfigError, match=r"^--model_args: tied=.* write tied=True, or tied=False if that is meant\.$"):
+        check_switches("model_args", {"tied": text}, model)

@@ -89,7 +89,7 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
 def parse_args(flag: str, text: str) -> dict[str, Any]:
     """Reads `key=value,key=value` into {key: Python literal or string}; commas inside brackets or quotes do not split.
 
-    Raises ConfigError if a piece has no `=`, and for `true` and `false`: as texts both would count as true.
+    Raises ConfigError if a piece has no `=`.
     """
     result: dict[str, Any] = {}
     for piece in _split_outside_brackets(text):
@@ -101,11 +101,6 @@ def parse_args(flag: str, text: str) -> dict[str, Any]:
         try:
             result[key.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
-            if value.strip().lower() in ("true", "false"):
-                raise ConfigError(
-                    f"--{flag}={text}: {piece.strip()} is a text, which counts as true: write True or False (in quotes"
-                    " if it is to be a text)."
-                ) from None
             result[key.strip()] = value.strip()
     return result
 

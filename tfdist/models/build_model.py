@@ -25,7 +25,7 @@ from tfdist.models.compiled_functions import compile_functions
 from tfdist.models.fused_attention import fuse_attention
 from tfdist.models.model_names import MODELS
 from tfdist.models.nested_functions import trace_anew
-from tfdist.plugins import own_code, resolve
+from tfdist.plugins import check_switches, own_code, resolve
 
 _NAME = re.compile(r"[A-Za-z0-9_.\\/>-]+")  # of a TensorFlow scope within another one
 
@@ -133,6 +133,7 @@ def synchronize_batchnorm(model: keras.Model, synchronized: bool) -> None:
 def _arguments(config: ModelConfig, builder: Callable, given: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of the builder: those of `given` that it accepts, and the options of --model_args."""
     options = parse_args("model_args", config.model_args)
+    check_switches("model_args", options, builder)
     kinds = inspect.Parameter
     parameters = {
         name: parameter

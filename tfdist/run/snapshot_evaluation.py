@@ -116,7 +116,7 @@ def run_configuration(config: Config, argv: list[str], folder: Path) -> Config:
     if stored.exists():
         own = flags.parse([f"--flagfile={stored}"]).config.flat()
         config = flags.parse([f"--flagfile={stored}", *argv], command=EvaluateOptions).config
-        config = config.replace(histograms_every=0, **{name: own[name] for name in _OF_TRAINING})
+        config = config.replace(histograms_every=0, compression="none", **{name: own[name] for name in _OF_TRAINING})
     elif not (config.run.steps or config.run.epochs):
         config = config.replace(steps=1)  # nothing is trained
     return config.validate()

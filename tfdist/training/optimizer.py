@@ -22,7 +22,7 @@ from tfdist.compat.tensorflow_variables import values_kept
 from tfdist.config import OptimizerConfig, parse_args
 from tfdist.config.optimizers import OPTIMIZERS
 from tfdist.control.exit_codes import ConfigError
-from tfdist.plugins import imported
+from tfdist.plugins import check_switches, imported
 
 
 class FusedAdam(keras.optimizers.Adam):
@@ -102,6 +102,7 @@ def make_optimizer(
             raise ConfigError(
                 f"--optimizer_args={config.optimizer_args}: {name} is set with {OWN_FLAGS[name]}, not here."
             )
+    check_switches("optimizer_args", options, rule_of(config.optimizer))
     _check_numbers(config, options)
     if config.optimizer == "muon":  # its rate for variables that it trains by Adam; Keras' default is 0.004
         options.setdefault("adam_weight_decay", config.weight_decay or None)

@@ -211,7 +211,7 @@ def test_a_step_is_its_parts():
         (["--devices=1024", "--mesh=data=1024"], ["--global_batch=64"]),
         (["--steps=3"], ["--steps", "before `--`"]),
         (["--hardware=v100"], ["bfloat16", "float16"]),
-        (["--hardware=h100,bfloat16=false"], ["--hardware=", "write True or False"]),
+        (["--hardware=h100,bfloat16=false"], ["--hardware=", "bfloat16='false' must be True or False"]),
         (["--hardware=h100,bfloat16=maybe"], ["--hardware=", "bfloat16='maybe' must be True or False"]),
         (["--plot=no/folder.png"], ["--plot=no/folder.png"]),
         (["--json=no/file"], ["--json=no/file"]),

@@ -44,7 +44,7 @@ from tfdist.control.user_errors import failure_in_text
 from tfdist.data import contents
 from tfdist.data.sources.objects import object_split
 from tfdist.data.sources.split import Split, array_split, places
-from tfdist.plugins import own_code, resolve
+from tfdist.plugins import check_switches, own_code, resolve
 from tfdist.runtime.errors import cause
 
 _MOST_CLASSES = 10**8  # a model has an output for each class
@@ -88,6 +88,7 @@ _called: dict[DataConfig, Any] = {}
 
 def _arguments(function: Callable, config: DataConfig, split: str) -> tuple[dict[str, Any], bool]:
     options = parse_args("source_args", config.source_args)
+    check_switches("source_args", options, function)
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # some built-in functions have no signature
