@@ -131,7 +131,7 @@ class Group:
         """Returns the tensor of rank `root`; the other ranks pass one of the same shape and dtype."""
 
         def back(gradient: tf.Tensor) -> tf.Tensor:
-            total = self._all_reduce(gradient)
+            total = self._sum(gradient)
             return total if self.rank == root else tf.zeros_like(total)
 
         return self._differentiable(lambda t: self._broadcast(t, root), back, x)

@@ -59,17 +59,20 @@ def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> list
     """Gives every worker the chief's values, bit for bit; all workers must call it. Variables with two equal checksums
     count as equal. Returns the places of the variables that differed.
 
-    Raises ConfigError if the workers' shapes differ, or if strings differ, which cannot be sent.
+    Raises ConfigError if the workers' shapes differ, or if those differ that cannot be sent: strings, and variables
+    without a fixed shape.
     """
     must_be_alike(workers, variables)
     found = workers.all_gather(np.array([_checksums(variable) for variable in variables], np.int64).reshape(-1, 2))
     are_alike = (found == found[0]).all(axis=(0, 2))
     waiting = [variable for variable, is_alike in zip(variables, are_alike, strict=True) if not is_alike]
-    if strings := [variable.name for variable in waiting if variable.dtype == tf.string]:
-        raise ConfigError(
-            f"The workers start with different strings in {strings[0]}: create the same on all of them, not from host"
-            " names, times or random numbers, for example."
-        )
+    for variable in waiting:
+        if variable.dtype == tf.string or not variable.shape.is_fully_defined():
+            what = "strings" if variable.dtype == tf.string else "values of no fixed shape"
+            raise ConfigError(
+                f"The workers start with different {what} in {variable.name}: create the same on all of them, not from"
+                " host names, times or random numbers, for example."
+            )
     while waiting:
         some, size = [], 0
         while waiting and size < _BYTES_AT_ONCE:
@@ -84,10 +87,10 @@ def take_the_chiefs(workers: _Workers, variables: Sequence[tf.Variable]) -> list
 
 def _checksums(variable: tf.Variable) -> tuple[int, int]:
     """Two checksums of a variable: a single one would miss one difference in four billion."""
-    array = np.ascontiguousarray(host_view(variable)).reshape(-1)
-    if variable.dtype == tf.string:
-        array = np.frombuffer(repr(array.tolist()).encode(), np.uint8)
-    content = array.view(np.uint8)
+    array = np.ascontiguousarray(host_view(variable))
+    if variable.dtype == tf.string or not variable.shape.is_fully_defined():
+        array = np.frombuffer(repr((array.shape, array.reshape(-1).tolist())).encode(), np.uint8)
+    content = array.reshape(-1).view(np.uint8)
     return google_crc32c.extend(0, content), zlib.crc32(content.data)
 
 
@@ -95,7 +98,7 @@ def must_be_alike(workers: _Workers, variables: Sequence[Any]) -> None:
     """Raises ConfigError unless all workers have variables of the same shapes and dtypes, in the same order: only bytes
     travel between them.
     """
-    shapes = [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in variables]
+    shapes = [(str(variable.shape), tf.as_dtype(variable.dtype).name) for variable in variables]
     counts = workers.all_gather(np.array([len(shapes), zlib.crc32(repr(shapes).encode())], np.int64))
     if (counts != counts[0]).any():
         raise ConfigError(

@@ -22,36 +22,54 @@ from tfdist.runtime.collectives import Group
 from tfdist.runtime.host import known_dims
 
 
-def levels(ranks: Sequence[int], rank: int, hosts: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(the members on `rank`'s host, the members with its position on every host), both in the order of `ranks`.
+def check_hosts(groups: Sequence[Sequence[int]], hosts: Sequence[str], are_alike: bool) -> None:
+    """Raises ConfigError if a group has different numbers of members on its hosts, or if groups that must add up in the
+    same order (are_alike) are spread over hosts in different ways. Every rank checks the groups of all, so that all
+    agree.
 
-    hosts: the host of every rank of the cluster. Raises ConfigError if hosts have different numbers of members.
+    groups: their ranks. hosts: the host of every rank of the cluster.
     """
-    by_host: dict[str, list[int]] = {}
+    spreads = []
+    for ranks in groups:
+        by_host = _by_host(ranks, hosts)
+        spreads.append([[ranks.index(member) for member in members] for members in by_host.values()])
+        if len({len(members) for members in by_host.values()}) > 1:
+            counts = ", ".join(f"{host} has {len(members)}" for host, members in by_host.items())
+            raise ConfigError(
+                "--all_reduce=hierarchical needs the same number of workers of a group on each host, but of ranks"
+                f" {', '.join(map(str, ranks))} {counts}: start the same number on each, or use --all_reduce=flat."
+            )
+    for ranks, spread in zip(groups, spreads, strict=True):
+        if are_alike and spread != spreads[0]:
+            one, other = (", ".join(f"{rank} on {hosts[rank]}" for rank in each) for each in (groups[0], ranks))
+            raise ConfigError(
+                f"--all_reduce=hierarchical: the ranks {one} and the ranks {other} hold copies of the same weights, and"
+                " would add up their gradients in different orders: spread both over hosts in the same way, or use"
+                " --all_reduce=flat."
+            )
+
+
+def _by_host(ranks: Sequence[int], hosts: Sequence[str]) -> dict[str, list[int]]:
+    """host -> those of the ranks that are on it."""
+    found: dict[str, list[int]] = {}
     for member in ranks:
-        by_host.setdefault(hosts[member], []).append(member)
-    if len({len(members) for members in by_host.values()}) > 1:
-        counts = ", ".join(f"{host} has {len(members)}" for host, members in by_host.items())
-        raise ConfigError(
-            "--all_reduce=hierarchical needs the same number of workers of a group on each host, but of ranks"
-            f" {', '.join(map(str, ranks))} {counts}: start the same number on each, or use --all_reduce=flat."
-        )
-    own_host = by_host[hosts[rank]]
-    place = own_host.index(rank)
-    return tuple(own_host), tuple(members[place] for members in by_host.values())
+        found.setdefault(hosts[member], []).append(member)
+    return found
 
 
 class HierarchicalGroup:
-    """A two-level all-reduce among some ranks. `group_of`: ranks, which include this worker -> their Group.
-
-    Raises ConfigError if hosts have different numbers of members.
+    """A two-level all-reduce among some ranks, equally many on each host. `group_of`: ranks, which include this worker
+    -> their Group.
     """
 
     def __init__(
         self, ranks: Sequence[int], rank: int, hosts: Sequence[str], group_of: Callable[[Sequence[int]], Group]
     ):
-        within, across = levels(ranks, rank, hosts)
-        self.within, self.across = group_of(within), group_of(across)
+        by_host = _by_host(ranks, hosts)
+        own_host = by_host[hosts[rank]]
+        place = own_host.index(rank)
+        # The members on this host, and those with this position on every host, both in the order of `ranks`.
+        self.within, self.across = group_of(own_host), group_of([members[place] for members in by_host.values()])
 
     def all_reduce(self, x: tf.Tensor) -> tf.Tensor:
         """Returns the sum over members, bitwise the same on all; it has a gradient. x: any static shape, dtypes as in

@@ -22,7 +22,7 @@ from tfdist.control.cluster import Cluster
 from tfdist.runtime.base import Runtime
 from tfdist.runtime.collectives import Group
 from tfdist.runtime.first_values import chiefs_first_values
-from tfdist.runtime.hierarchical import HierarchicalGroup
+from tfdist.runtime.hierarchical import HierarchicalGroup, check_hosts
 from tfdist.runtime.mesh import REPLICA_AXES, Mesh
 from tfdist.runtime.multi_worker import MultiWorker
 from tfdist.runtime.operations import Collective, of_group
@@ -72,7 +72,8 @@ class MeshRuntime(SingleReplica):
     def hierarchical(self, group: Group, workers_per_host: int) -> HierarchicalGroup:
         """Returns the two-level all-reduce of `group`. workers_per_host: see the flag. A collective call.
 
-        Raises: ConfigError if hosts have different numbers of members.
+        Raises: ConfigError if a group has different numbers of members on its hosts, or if groups whose sums must be
+          the same, bit for bit, are spread over hosts in different ways.
         """
         if workers_per_host:
             hosts = [f"host {rank // workers_per_host}" for rank in range(self.size)]
@@ -82,6 +83,8 @@ class MeshRuntime(SingleReplica):
         def group_of(ranks: Sequence[int]) -> Group:
             return self.group_of(ranks).in_order if group.adds_in_order else self.group_of(ranks)
 
+        along = [axis for axis in AXES if len({self.mesh.coordinates(rank)[axis] for rank in group.ranks}) > 1]
+        check_hosts(self.mesh.groups(*along), hosts, are_alike=group.adds_in_order)
         return HierarchicalGroup(group.ranks, self.rank, hosts, group_of)
 
     def collectives(self) -> dict[str, Collective]:
@@ -94,7 +97,7 @@ class MeshRuntime(SingleReplica):
         return chiefs_first_values(self)
 
     def run(self, fn: Callable, args: Sequence = ()) -> Any:
-        with _Replica(self.group(*REPLICA_AXES)) if self.replicas > 1 else contextlib.nullcontext():
+        with _Replica(self.for_copies(self.group(*REPLICA_AXES))) if self.replicas > 1 else contextlib.nullcontext():
             return self._world.watched(lambda fn, args: fn(*args), fn, args)
 
     def all_reduce(self, tensors: Sequence[Any]) -> list[Any]:

@@ -58,6 +58,16 @@ def test_strings_must_be_the_same():
         tf.Variable(["a", "b"])
 
 
+def test_those_of_no_fixed_shape_must_be_the_same():
+    def create():
+        return tf.Variable([[1.0, 2.0]], shape=tf.TensorShape(None))
+
+    with chiefs_first_values(workers(lambda mine: mine, others=lambda own: own)):
+        create()
+    with pytest.raises(ConfigError, match="no fixed shape in"), chiefs_first_values(workers(lambda mine: mine)):
+        create()
+
+
 def test_large_ones_travel_by_themselves(monkeypatch):
     monkeypatch.setattr(first_values, "_BYTES_AT_ONCE", 100)
     told = []

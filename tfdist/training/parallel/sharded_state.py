@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfdist.artifacts import state
 from tfdist.artifacts.sharded_snapshots import Shard
 from tfdist.config.mesh_degrees import AXES
+from tfdist.control.exit_codes import ConfigError
 from tfdist.runtime.mesh import REPLICA_AXES
 from tfdist.runtime.mesh_runtime import MeshRuntime
 from tfdist.runtime.weight_check import Held, is_compared
@@ -62,6 +63,11 @@ class ShardedState:
         update, replicas = self.update, self._replicas
         owner = update.owners.get(id(variable), self._number.get(id(variable)))
         if owner is None:
+            if not tf.TensorShape(variable.shape).is_fully_defined():
+                raise ConfigError(
+                    f"The variable {state.name_of(variable)} has no fixed shape, and a mesh (--mesh, --zero) stores"
+                    " each variable as parts of one shape: give it a fixed shape, or train without a mesh."
+                )
             is_row, frozen = state.CARRIED in key, parts.get(id(variable))
             shape: Any = (replicas.size, *variable.shape) if is_row else frozen.shape if frozen else variable.shape
             same = self.runtime.group("data") if frozen and frozen.axis == "expert" else replicas

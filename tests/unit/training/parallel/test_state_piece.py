@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.artifacts.sharded_snapshots import save_part
 from tfdist.artifacts.snapshot_folder import SnapshotFolder
+from tfdist.control.exit_codes import ConfigError
 from tfdist.training.parallel.sharded_state import ShardedState
 from tfdist.training.parallel.state_piece import Piece
 
@@ -28,6 +29,14 @@ def test_the_first_writes_it_whole_and_all_read_nothing(tmp_path):
     ] and second == []
     save_part(f"{tmp_path}/part", first, ["model/0000"], direct=True)
     assert [of_nothing(rank).read(f"{tmp_path}/part", "model/0000").shape for rank in range(2)] == [(0,), (0,)]
+
+
+def test_a_variable_of_no_fixed_shape_is_refused():
+    update = SimpleNamespace(owners={}, stages={})
+    state = SimpleNamespace(update=update, _replicas=SimpleNamespace(size=2), _number={})
+    memory = tf.Variable([[1.0]], shape=tf.TensorShape([None, 1]), name="memory")
+    with pytest.raises(ConfigError, match=r"memory:0 has no fixed shape, and a mesh \(--mesh, --zero\)"):
+        ShardedState._piece(state, "model/0000", memory, {})
 
 
 def test_it_is_whole_without_a_collective():
