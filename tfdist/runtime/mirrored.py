@@ -116,14 +116,14 @@ class StrategyRuntime(RuntimeDefaults):
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)
-        words = _to_words([array])
+        words = to_words([array])
         rows = np.zeros((self.size, words.size), np.uint32)
         rows[self.rank] = words
         gathered = self._sum(rows.reshape(-1)).reshape(rows.shape)
         return np.stack([from_bytes(row.tobytes(), [array])[0] for row in gathered])
 
     def broadcast(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        words = _to_words(arrays)
+        words = to_words(arrays)
         return from_bytes(self._sum(words if self.rank == 0 else np.zeros_like(words)).tobytes(), arrays)
 
     def barrier(self) -> None:
@@ -196,7 +196,8 @@ def communication_options(config: StrategyConfig) -> tf.distribute.experimental.
     )
 
 
-def _to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def to_words(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The bytes of all arrays as uint32 [n], padded with zeros."""
     data = to_bytes(arrays)
     return np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
 
