@@ -27,8 +27,10 @@ def use_all(choice: str) -> None:
 
     Called by a process that is alone. Args: choice, one of CHOICES.
     """
-    count = _count(os.environ)
-    if choice == "one" or count < 2 or os.environ.get("TF_CONFIG") or os.environ.get(lease.JOB_VARIABLE):
+    if choice == "one" or os.environ.get("TF_CONFIG") or os.environ.get(lease.JOB_VARIABLE):
+        return
+    count = _count(os.environ)  # a driver may take long to answer
+    if count < 2:
         return
     argv = started_again(sys.modules["__main__"], sys.argv)
     if argv and not tensorflow_cluster.has_computed():

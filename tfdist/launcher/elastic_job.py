@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist.control.backoff import wait_seconds
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode
 from tfdist.control.membership import Groups
 from tfdist.control.tf_config import worker_environment
@@ -149,7 +150,7 @@ class ElasticJob(LocalJob):
 
     def _wait(self, failures: int) -> None:
         """Sets when the next worker may start: at once if `failures` is 0, else with exponential backoff."""
-        self._next_start = time.monotonic() + (min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)) if failures else 0.0)
+        self._next_start = time.monotonic() + wait_seconds(failures, _LONGEST_WAIT_SECONDS)
 
     def _count_loss(self, slot: int) -> None:
         """Sets when the next worker may start in this slot. Progress that the others make without it changes nothing:

@@ -224,7 +224,7 @@ class LocalJob(Job[LocalWorker]):
                 if not worker.name.startswith("worker") or not self._restarts.due(worker.name, worker.code):
                     continue
                 if not self._restart_worker(worker):
-                    self._restarts.due(worker.name, worker.code)  # the wait for the next try begins
+                    self._restarts.not_started(worker.name)
         elif now - chief.ended_at > _CHIEF_GONE_SECONDS:
             self._request_stop(self.options.grace)  # a worker that is still starting would wait for a chief
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfdist.control.backoff import wait_seconds
 from tfdist.control.exit_codes import RESTARTABLE, ExitCode, StartupError
 from tfdist.control.run_address import SNAPSHOTS
 from tfdist.control.terminal import say
@@ -57,7 +58,7 @@ class RestartPolicy:
         self.failures += 1
         if self.failures > self.max_restarts:
             return None
-        return min(self.longest_wait, self.first_wait * 2 ** (self.failures - 1)) * (0.5 + self.random() / 2)
+        return wait_seconds(self.failures, self.longest_wait, self.first_wait) * (0.5 + self.random() / 2)
 
 
 class Supervisor:
@@ -95,16 +96,18 @@ class Supervisor:
             count = self.workers.ask()
             if self._stopped:
                 return JobResult(ExitCode.PREEMPTED, "the job was asked to stop before it was started", {})
-            self.job = job = self.make_job(count)
-            if self._stopped:  # stopped while the job was being made: the caller had no job to signal
-                job.request_stop()
+            job = None
             try:
+                self.job = job = self.make_job(count)
+                if self._stopped:  # stopped while the job was being made: the caller had no job to signal
+                    job.request_stop()
                 job.start()
                 result, resized = self._watch(job, count)
-            except StartupError as error:  # of `start`
+            except StartupError as error:  # of `make_job` and `start`
                 result, resized = JobResult(error.exit_code, str(error).rstrip("."), {}), False
             finally:
-                job.kill()
+                if job:
+                    job.kill()
             if result.code == ExitCode.OK or result.trained or self._stopped:
                 return result
             step = self.newest_step()

@@ -178,8 +178,9 @@ class Session:
             weights=lambda: shown_weights(self.job, self.trainer),
             step=self._counter,
         )
+        epochs, steps, may_fail = self.recovery.progress.epochs, self.config.run.steps, has_state(self.memory)
         self.observer = build_observers(
-            self.config.telemetry, run, total_steps=self.config.run.steps, epoch_at=self.recovery.progress.epochs
+            self.config.telemetry, run, total_steps=steps, epoch_at=epochs, may_fail=may_fail
         )
         self.resources.callback(self.observer.close)
         self.resources.on_failure(self._report_failure)

@@ -13,12 +13,14 @@ from tfdist.telemetry.prometheus import PrometheusEndpoint
 from tfdist.telemetry.trackers import Run, make_trackers
 
 
-def build_observers(config: TelemetryConfig, run: Run, *, total_steps: int, epoch_at: EpochAt) -> FanOut:
+def build_observers(
+    config: TelemetryConfig, run: Run, *, total_steps: int, epoch_at: EpochAt, may_fail: bool = False
+) -> FanOut:
     """Makes a worker's observers. Every rank writes JSONL and may have an endpoint, spans and traces; the chief also
-    shows progress and has the trackers.
+    shows progress and has the trackers. may_fail: see make_trackers.
     """
     # Trackers first: they read what earlier attempts wrote to the log.
-    trackers = make_trackers(config.trackers, run) if run.rank == 0 else []
+    trackers = make_trackers(config.trackers, run, may_fail) if run.rank == 0 else []
     observers: list[Observer | None] = [
         JsonlObserver(run.log, run_id=run.run_id, attempt=run.attempt, rank=run.rank),
         make_console(config.progress, total_steps, epoch_at) if run.rank == 0 else None,

@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from tfdist.control.exit_codes import ConfigError
+from tfdist.control.terminal import say
 from tfdist.plugins import check_takes, own_code, resolve
 from tfdist.telemetry.events import Event, Observer, Tell, observer_of
 from tfdist.telemetry.jsonl import replay
@@ -65,11 +66,21 @@ def by_path(variables: Iterable[Any]) -> dict[str, np.ndarray]:
     return found
 
 
-def make_trackers(names: str, run: Run) -> list[Observer]:
-    """Makes the trackers of --trackers. Raises ConfigError for an unknown name or a function that makes no observer,
-    UnsupportedError for a missing package.
+def make_trackers(names: str, run: Run, may_fail: bool = False) -> list[Observer]:
+    """Makes the trackers of --trackers. may_fail: one that cannot be made is left out, which the terminal shows.
+
+    Otherwise raises ConfigError for an unknown name or a function that makes no observer, UnsupportedError for a
+    missing package.
     """
-    return [_made(name, run) for name in names_in(names)]
+    made = []
+    for name in names_in(names):
+        try:
+            made.append(_made(name, run))
+        except ConfigError as error:
+            if not may_fail:
+                raise
+            say(f"WARNING: {str(error).rstrip('.')}. It is switched off, which does not end the run.")
+    return made
 
 
 def _made(name: str, run: Run) -> Observer:

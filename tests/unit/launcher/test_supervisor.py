@@ -37,6 +37,7 @@ def test_the_wait_doubles_up_to_a_limit_and_jitters_downwards():
     made = policy(max_restarts=10, longest_wait=5)
     assert [made.after(ExitCode.PEER_LOST, -1) for _ in range(5)] == [1, 2, 4, 5, 5]
     assert policy(random=lambda: 0.0).after(ExitCode.PEER_LOST, -1) == 0.5
+    assert policy(max_restarts=5000, failures=4000).after(ExitCode.PEER_LOST, -1) == 60, "no float holds 2^4000"
 
 
 def test_progress_forgives_and_standstill_does_not():

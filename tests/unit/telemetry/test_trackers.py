@@ -1,6 +1,7 @@
 """Trackers: one run over restarts, whatever was killed when; missing packages; slow and failing ones."""
 
 import csv
+import re
 import sys
 import threading
 import time
@@ -297,6 +298,15 @@ def test_a_users_own_tracker(tmp_path):
         match="--trackers=tensorbord is unknown: use tensorboard, csv, mlflow, wandb, or package.module:function.",
     ):
         make_trackers("csv,tensorbord", Run(tmp_path, "r"))
+
+
+def test_a_tracker_that_cannot_be_made_may_be_left_out(tmp_path, capsys):
+    """As in an elastic job on a full disk, which goes on from memory."""
+    (tmp_path / "metrics.csv").mkdir()
+    with pytest.raises(ConfigError, match="--trackers=csv"):
+        make_trackers("csv", Run(tmp_path, "r"))
+    assert make_trackers("csv", Run(tmp_path, "r"), may_fail=True) == []
+    assert re.search("WARNING: --trackers=csv .* It is switched off", capsys.readouterr().err)
 
 
 def as_a_function(told):
