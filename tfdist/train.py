@@ -10,7 +10,7 @@ import os
 import sys
 
 from tfdist import flags
-from tfdist.artifacts.status import is_finished, when_written
+from tfdist.artifacts.status import is_finished, stored_status
 from tfdist.config import MOST_PORT, Config
 from tfdist.config.strategies import check_strategy, strategy_or_undecided
 from tfdist.control import exit_codes, versions
@@ -79,8 +79,8 @@ def _run(config: Config, argv: list[str]) -> int:
             from tfdist.runtime import parameter_server
 
             run_dir, folder = config.run.run_dir, config.run.folder
-            begun = when_written(folder)
-            return parameter_server.serve(config, cluster, lambda: is_finished(run_dir, folder, after=begun))
+            before = stored_status(run_dir, folder)
+            return parameter_server.serve(config, cluster, lambda: is_finished(run_dir, folder, before))
         from tfdist.run import parameter_server_run
 
         return parameter_server_run.run(config, cluster, flags.main_command(argv))

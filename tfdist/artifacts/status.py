@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from tfdist.storage.object_store import ObjectStore
 from tfdist.storage.store_errors import StoreError
 
 
-def write_status(run_dir: Path, status: str, run_id: str) -> None:
+def write_status(run_dir: Path, status: str, run_id: str, attempt: int = 0) -> None:
     """Writes the status: "running", "finished" or "failed"; atomic and flushed to the disk. Raises CheckpointError."""
     try:
         with written_whole(run_dir / STATUS_FILE, flushed=True) as file:
-            json.dump({"status": status, "run_id": run_id}, file)
+            json.dump({"status": status, "run_id": run_id, "attempt": attempt}, file)
     except OSError as error:
         raise CheckpointError(
             f"{run_dir / STATUS_FILE} cannot be written ({error.strerror}): free or repair the folder, then"
@@ -28,44 +29,52 @@ def write_status(run_dir: Path, status: str, run_id: str) -> None:
         ) from None
 
 
-def note_failure(run_dir: Path, error: BaseException, run_id: str) -> None:
+def note_failure(run_dir: Path, error: BaseException, run_id: str, attempt: int = 0) -> None:
     """Writes the status "failed" if nobody will restart the run after this error. Not after a ConfigError: the folder
     may have been taken over by another job."""
     if isinstance(error, TfdistError) and error.exit_code not in {*RESTARTABLE, ExitCode.CONFIG}:
         with contextlib.suppress(CheckpointError):
-            write_status(run_dir, "failed", run_id)
+            write_status(run_dir, "failed", run_id, attempt)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """{"status", "run_id"}; {} if there is no readable status yet."""
+    """{"status", "run_id", "attempt"}; {} if there is no readable status yet."""
     try:
         return parse_status((run_dir / STATUS_FILE).read_text())
     except (OSError, ValueError):
         return {}
 
 
-def when_written(run_dir: Path) -> int:
-    """When the status was written, for `is_finished`; -1: never."""
-    try:
-        return (run_dir / STATUS_FILE).stat().st_mtime_ns
-    except OSError:
-        return -1
+def stored_status(run_dir: str, folder: Path) -> dict[str, Any]:
+    """The status of a run in a folder or an object store, as from `read_status`; {} if the store cannot be read.
 
-
-def is_finished(run_dir: str, folder: Path, seconds: float = 30.0, after: int = -1) -> bool:
-    """Whether the run is over, for processes that have lost its chief. For a run in an object store the chief writes
-    this when all has been sent, so wait for it a while; a working copy may be of an earlier chief.
-
-    folder: the run's local folder. after: a status in a folder that was written then (`when_written`) does not count:
-    it is that of a run that goes on with more steps.
+    folder: the run's local folder.
     """
     if not is_url(run_dir):
-        return read_status(folder).get("status") == "finished" and when_written(folder) != after
+        return read_status(folder)
+    with contextlib.suppress(StoreError):
+        return parse_status(ObjectStore(run_dir).text(STATUS_FILE) or "")
+    return {}
+
+
+def is_finished(run_dir: str, folder: Path, before: Mapping[str, Any], seconds: float = 30.0) -> bool:
+    """Whether the run is over, for processes that have lost its chief. In an object store the chief writes this when
+    all has been sent, so wait for it a while.
+
+    folder: the run's local folder; it is not asked about a run in a store, as it may be that of an earlier chief.
+    before: the `stored_status` when this process began. It does not count: a finished run may go on with more steps.
+    """
+
+    def is_so(found: Mapping[str, Any]) -> bool:
+        return found.get("status") == "finished" and found != before
+
+    if not is_url(run_dir):
+        return is_so(read_status(folder))
     deadline, objects = time.monotonic() + seconds, None
     while True:
         with contextlib.suppress(StoreError):
             objects = objects or ObjectStore(run_dir)
-            if parse_status(objects.text(STATUS_FILE) or "").get("status") == "finished":
+            if is_so(parse_status(objects.text(STATUS_FILE) or "")):
                 return True
         if time.monotonic() > deadline:
             return False

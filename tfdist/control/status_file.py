@@ -6,16 +6,17 @@ import json
 from typing import Any
 
 STATUS_FILE = "status.json"
+_KINDS = {"status": str, "run_id": str, "attempt": int}
 
 
 def parse_status(text: str) -> dict[str, Any]:
-    """Parses the file's content: returns {"status", "run_id"}; {} if it is damaged."""
+    """Parses the file's content: returns {"status", "run_id", "attempt"}; {} if it is damaged."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return {}
     return (
-        {name: found[name] for name in ("status", "run_id") if isinstance(found.get(name), str)}
+        {name: found[name] for name, kind in _KINDS.items() if type(found.get(name)) is kind}
         if isinstance(found, dict)
         else {}
     )

@@ -195,8 +195,8 @@ class Session:
             unneeded = (ConfigError, CheckpointError) if has_state(self.memory) else ()
             with contextlib.suppress(*unneeded), written(self.config):
                 flags.write_flagfile(self.config, self.folder / flags.FLAGS_FILE, self.start.command)
-                write_status(self.folder, "running", identity.run_id)
-            self.resources.on_failure(lambda error: note_failure(self.folder, error, identity.run_id))
+                write_status(self.folder, "running", identity.run_id, identity.attempt)
+            self.resources.on_failure(lambda error: note_failure(self.folder, error, identity.run_id, identity.attempt))
         if self.remote:
             self.remote.start()
         for event in self.announcement.events(self.start.cluster, self.job, self.folder, self.first_step):
@@ -269,7 +269,7 @@ class Session:
         values = results.run_summary(self.job, self.recovery, figures)
         results.leave_results(self.job, weights, self.folder, self.observer, result.step, values, unwritten)
         if not unwritten:
-            write_status(self.folder, "finished", self.identity.run_id)
+            write_status(self.folder, "finished", self.identity.run_id, self.identity.attempt)
 
     def _leave(self, step: int, memory: WorkerMemory) -> NoReturn:
         """Leaves the group in order, together with all others; the process continues. Raises GroupChange."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.stores.s3_server import BUCKET
 from tests.unit.artifacts.test_run_identity import lose_status, snapshots
-from tfdist.artifacts.status import is_finished, write_status
+from tfdist.artifacts.status import is_finished, stored_status, write_status
 from tfdist.config.run_options import RunConfig
 from tfdist.control.cluster import Cluster
 from tfdist.control.exit_codes import CheckpointError, ConfigError
@@ -59,7 +59,10 @@ def test_what_is_left_is_sent_at_the_end_and_the_status_last(s3, tmp_path):
         "runs/one/status.json",
         "runs/one/tensorboard/events",
     ]
-    assert is_finished(URL, tmp_path / "elsewhere", seconds=0.0)
+    assert is_finished(URL, tmp_path / "elsewhere", before={}, seconds=0.0)
+    ended = stored_status(URL, tmp_path / "elsewhere")
+    assert not is_finished(URL, tmp_path / "elsewhere", ended, seconds=0.0), "it may go on with more steps"
+    assert is_finished(URL, tmp_path / "elsewhere", ended | {"attempt": ended["attempt"] - 1}, seconds=0.0)
 
 
 def test_the_flags_are_there_from_the_start_but_not_before_the_status(s3, tmp_path, monkeypatch):
@@ -242,5 +245,5 @@ def test_a_status_that_is_none_in_a_store_is_no_run(s3, tmp_path):
     write_status(tmp_path, "finished", "abc")  # a working copy, of a chief that was here before
     for text in (b"[1]", b"{", b'{"run_id": 3}'):
         s3.change("runs/one/status.json", text)
-        assert not is_finished(URL, tmp_path, seconds=0.0)
+        assert not is_finished(URL, tmp_path, before={}, seconds=0.0)
     assert ObjectStore(URL).text("status.json")

@@ -82,7 +82,7 @@ class World:
         put("build_observers", lambda *_, **__: self.at("observers") or self.make_observer())
         put("BadSamples", lambda *_: self.at("bad_samples") or SimpleNamespace(naming=contextlib.nullcontext))
         put("write_flagfile", self.note("flagfile"), session.flags)
-        put("write_status", lambda folder, status, run_id: self.say(f"status {status}"))
+        put("write_status", lambda folder, status, run_id, attempt: self.say(f"status {status}"))
         put("train", lambda *_: self.at("train") or self.result)
         put("leave_results", self.note("results"), session.results)
         put("exportable", lambda job: job, session.results)

@@ -182,4 +182,4 @@ def test_only_what_no_restart_mends_counts_as_failed(tmp_path):
     ]:
         write_status(tmp_path, "running", "abc")
         note_failure(tmp_path, error, "abc")
-        assert read_status(tmp_path) == {"status": status, "run_id": "abc"}
+        assert read_status(tmp_path) == {"status": status, "run_id": "abc", "attempt": 0}
