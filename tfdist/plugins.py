@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,17 +78,19 @@ def check_takes(flag: str, name: str, function: Callable, wanted: Sequence[str],
 
 def check_switches(flag: str, options: Mapping[str, Any], function: Callable) -> None:
     """Raises ConfigError if `options` have a text for a parameter of `function` whose default is True or False: Python
-    counts every text as true.
+    counts every text as true. Not if its annotation admits texts.
     """
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # some built-in functions have no signature
         return
     for name, value in options.items():
-        if isinstance(value, str) and name in parameters and isinstance(parameters[name].default, bool):
+        if not isinstance(value, str) or name not in parameters or not isinstance(parameters[name].default, bool):
+            continue
+        if not re.search(r"\bstr\b|Literal", str(parameters[name].annotation)):
             raise ConfigError(
                 f"--{flag}: {name}={value} is a text, which Python counts as true: write {name}=True, or {name}=False"
-                " if that is meant."
+                f" if that is meant. (If it takes texts, too, declare it so: {name}: bool | str.)"
             )
 
 

@@ -152,9 +152,9 @@ def test_a_file_that_a_source_lacks_is_missing_data():
 def test_a_text_for_a_switch_is_refused(text):
     """It would count as true."""
 
-    def model(mode="fast", tied=True, width=3): ...
+    def model(mode="fast", tied=True, width=3, weights: bool | str = False): ...
 
     check_switches("model_args", {"mode": text, "tied": False, "width": 1}, model)
-    check_switches("model_args", {"tied": 0}, model)
-    with pytest.raises(ConfigError, match=r"^--model_args: tied=.* write tied=True, or tied=False if that is meant\.$"):
+    check_switches("model_args", {"tied": 0, "weights": "imagenet"}, model)
+    with pytest.raises(ConfigError, match=r"^--model_args: tied=.* write tied=True, or tied=False if that is meant\. "):
         check_switches("model_args", {"tied": text}, model)

@@ -82,6 +82,20 @@ def seeded_shuffles(adapter: Any) -> list[tf.data.Dataset]:
     return [] if read is None else seeded_shuffles_in(read)
 
 
+_KEEP_ROWS = ("BatchDataset", "MapDataset", "OptionsDataset", "PaddedBatchDataset", "ParallelBatchDataset")
+_KEEP_ROWS += ("ParallelMapDataset", "PrefetchDataset")
+
+
+def reads_all_rows(dataset: tf.data.Dataset) -> bool:
+    """Whether a pass over batches certainly has all rows of the shuffles in it, so that their order does not choose."""
+    if tensorflow_data.shuffles_anew(dataset):
+        return True
+    kind, [*read] = tensorflow_data.kind(dataset), tensorflow_data.inputs_of(dataset)
+    whole = all(leaf.shape.rank and leaf.shape[0] is None for leaf in tf.nest.flatten(dataset.element_spec))
+    keeps = kind in _KEEP_ROWS and (whole or "Batch" not in kind)  # else the rest may be left out
+    return keeps and all(map(reads_all_rows, read)) if read else True
+
+
 def seeded_shuffles_in(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """As `seeded_shuffles`, of a dataset."""
     return [

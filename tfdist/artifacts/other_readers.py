@@ -14,7 +14,7 @@ import weakref
 import keras
 import tensorflow as tf
 
-from tfdist.artifacts.data_order import seeded_shuffles, seeded_shuffles_in
+from tfdist.artifacts.data_order import reads_all_rows, seeded_shuffles, seeded_shuffles_in
 from tfdist.artifacts.data_position import RunningFit
 from tfdist.compat import keras_epochs, tensorflow_data
 from tfdist.compat.keras_epochs import EpochIterator
@@ -28,7 +28,7 @@ _CALLED_AGAIN = ("on_train_begin", "on_train_end")  # in a resumed fit, so their
 def refuse_other_readers(fit: RunningFit) -> None:
     """Raises ConfigError, from now on, where a callback makes an iterator of the fit's shuffled datasets."""
     shuffles, validated = seeded_shuffles(fit.iterator.data_adapter), fit.values.get("val_x")
-    if fit.values["validation_steps"] and isinstance(validated, tf.data.Dataset):
+    if isinstance(validated, tf.data.Dataset) and (fit.values["validation_steps"] or not reads_all_rows(validated)):
         shuffles += seeded_shuffles_in(validated)
     if shuffles:
         _fits[fit.iterator] = shuffles

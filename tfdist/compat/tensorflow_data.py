@@ -22,6 +22,11 @@ def with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from with_inputs(source)
 
 
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The datasets that the dataset reads from. Relies on `Dataset._inputs`, see with_inputs."""
+    return list(dataset._inputs())
+
+
 def tell_of_iterators(listener: Callable[[tf.data.Dataset], None]) -> None:
     """From now on `listener` is called with each dataset of which Python code makes an iterator, before it is made.
     Not where a tf.function loops over a dataset, which TensorFlow does without `__iter__`."""

@@ -85,8 +85,7 @@ class DistributedCall:
         if tensorflow_vectorized.is_here():  # pfor would lose the gradients of what workers exchange
             with self.alone(), batch_norm.each_alone(), self._kept.visible():
                 return self._call(*args, **kwargs)
-        # Callbacks call models with NumPy arrays; Keras' functional models convert them inside the call.
-        args, kwargs = with_tensors((args, kwargs))
+        args, kwargs = with_tensors((args, kwargs))  # of callbacks' NumPy arrays; Keras converts them inside the call
         with keras_layers.in_the_call_as_it_is():
             self._refuse_mixed_rows(args, kwargs)
         with used_outside.allowed(is_a_pass=True), keras_stateless.float_values(self._values_for_own_rows):
@@ -246,7 +245,8 @@ class DistributedCall:
         if (key := str(rebuild(specs))) not in self._traces and self._gradients.share is None:
             refuse_without_rows(metrics, lambda rows: self._trace(rebuild, with_other_rows(specs, cut, rows)))
         again, size, all_rows = self._as_in_steps(rebuild), self._runtime.size, self.counts.get(count or 0)
-        self._traces[key] = own = PassTraces(again, specs, cut, self._state_restored, self.example, size, all_rows)
+        own = PassTraces(again, specs, cut, self._state_restored, self.example, size, all_rows)
+        self._traces[key] = own = self._traces.get(key, own) if tf.executing_eagerly() else own
         compiles = self._compiles(kwargs, own)
         refused = unsaved_state.refused_in_own_rows({self._model, self._compiled_as}, self._random_numbers)
         with refused, self._kept.hidden_afterwards(count):

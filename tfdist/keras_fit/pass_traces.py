@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.tensorflow_functions import IN_PLACE
 from tfdist.compat.tensorflow_graphs import written_variables
 from tfdist.compat.tensorflow_variables import values_kept
 from tfdist.control.user_errors import first_line
@@ -26,7 +27,10 @@ from tfdist.keras_fit.size_origin import Origin, origin
 from tfdist.keras_fit.worker_dependence import Size, Sizes, mark_worker_dependent, may_be_size, over_own_rows
 
 _MADE_UP = 64  # rows of a batch of which no example is known
-_FEW = (3, 1)  # further numbers of rows: n // 16, min(n, 4) and n % 4 may be the same for larger ones
+_FEW = (3, 1)  # further numbers of rows: x[:4] has as many for all larger ones
+# Operations whose results are some of the numbers that they take.
+_SELECT = ("Cast", "ConcatV2", "ExpandDims", "GatherV2", "Identity", "Pack", "Reshape", "Shape", "Slice", "Split")
+_SELECT += ("SplitV", "Squeeze", "StridedSlice", "Unpack")
 
 
 class _Measured(NamedTuple):
@@ -34,7 +38,12 @@ class _Measured(NamedTuple):
 
     origin: Origin
     origin_for_any_rows: Origin  # names of other tensors may differ, where Python knows the number of rows
+    inputs: list[str]
+    selects: bool  # some of the numbers in its inputs
     value: np.ndarray
+
+
+_Run = dict[str, _Measured]  # the numbers in the pass that are made of sizes, by name
 
 
 class PassTraces:
@@ -70,69 +79,78 @@ class PassTraces:
         known = next(spec.shape[0] for spec, cut in zip(with_dims, self._cut, strict=True) if cut)
         try:
             with tf.init_scope(), self._without_traces():
-                runs = self._runs_of_known(known) if known else self._runs_of_any()
+                first, *others = self._runs_of_known(known) if known else self._runs_of_any()
         except Exception as error:  # noqa: BLE001 - whatever Keras and TensorFlow raise for rows that are not the data's
             return Sizes({}, f"{type(error).__name__}: {first_line(error)[:200]}")
-        first, *others = runs
-        return Sizes(
-            {
-                name: Size(found.origin, all(np.array_equal(found.value, other[name].value) for other in others))
-                for name, found in first.items()
-                if all(
-                    name in other and other[name].origin_for_any_rows == found.origin_for_any_rows for other in others
-                )
-            }
-        )
+        found: dict[str, Size] = {}
+        are_equal: dict[str, bool] = {}  # in all runs
+        for name, now in first.items():
+            elsewhere = [run.get(name) for run in others]
+            if all(each and each.origin_for_any_rows == now.origin_for_any_rows for each in elsewhere):
+                are_equal[name] = all(each and np.array_equal(each.value, now.value) for each in elsewhere)
+                # What is calculated from n may be equal by chance (n // 16); a part of a shape is not.
+                inputs = [each for each in now.inputs if each in found]
+                is_same = all(found[each].is_same or (now.selects and not are_equal[each]) for each in inputs)
+                found[name] = Size(now.origin, are_equal[name] and is_same)
+        return Sizes(found)
 
-    def _runs_of_any(self) -> list[dict[str, _Measured]]:
+    def _runs_of_any(self) -> list[_Run]:
         """Runs of a pass that takes any number of rows."""
         all_rows = self._example.rows(1, _MADE_UP)
-        numbers = [all_rows, -(-all_rows // self._workers)]
-        return self._run(self._specs, [*numbers, *_FEW], at_least=len(numbers))
+        return self._run(self._specs, [-(-all_rows // self._workers), all_rows, *_FEW], at_least=2)
 
-    def _runs_of_known(self, known: int) -> list[dict[str, _Measured]]:
+    def _runs_of_known(self, known: int) -> list[_Run]:
         """Runs of a pass that is traced anew for each number of rows that any worker has, and for that of all rows."""
         all_rows = self._all_rows or known * self._workers
-        numbers = {known: 0, all_rows // self._workers or 1: 0, -(-all_rows // self._workers): 0, all_rows: 0}
-        return [run for rows in numbers for run in self._run(self._with_rows(rows), [rows], at_least=1)]
+        others = dict.fromkeys([all_rows // self._workers or 1, -(-all_rows // self._workers), all_rows])
+        others.pop(known, None)
+        first = self._run(self._with_rows(known), [known])
+        return first + [self._run(self._with_rows(rows), [rows], copies=False)[0] for rows in others]
 
     def _with_rows(self, rows: int) -> list[tf.TensorSpec]:
         return with_other_rows(self._specs, self._cut, rows, unknown=None)
 
-    def _run(self, specs: list[tf.TensorSpec], numbers: Sequence[int], at_least: int) -> list[dict[str, _Measured]]:
-        """Runs the pass on such numbers of rows of the example; the first `at_least` must succeed. Then on copies of
-        single rows: a number of different values, or the length of the longest row, follows the values.
-
-        Returns for each run the numbers in the pass that are made of sizes, by name."""
-        origins: dict[str, tuple[Origin, Origin]] = {}
+    def _run(
+        self, specs: list[tf.TensorSpec], numbers: Sequence[int], at_least: int = 1, copies: bool = True
+    ) -> list[_Run]:
+        """Runs the pass on such numbers of rows of the example. The first must succeed, and `at_least` in all: all rows
+        together may be too many for one worker. Then on copies of single rows, if wanted: a number of different
+        values, or the length of the longest row, follows the values."""
+        of_graph: dict[str, Callable[[np.ndarray], _Measured]] = {}
 
         def trace(*tensors: tf.Tensor) -> list[tf.Tensor]:
             with over_own_rows(Sizes) as scope:
                 self._forward([mark_worker_dependent(tensor) for tensor in tensors])
             found = _made_of_sizes(tf.compat.v1.get_default_graph(), scope)
-            origins.clear()
-            origins.update(
-                {each.name.removeprefix(scope): (origin(each, scope), origin(each, scope, False)) for each in found}
-            )
+            of_graph.clear()
+            of_graph.update({each.name.removeprefix(scope): _measured(each, scope) for each in found})
             return found
 
         function = tf.function(trace, autograph=False).get_concrete_function(*specs)
         given = self._example.like(specs, self._cut)
         take, count = taking(given, self._cut)
         batches = [[row % count for row in range(rows)] for rows in numbers]
-        batches += [[row] * numbers[at_least - 1] for row in sorted({0, count // 2, count - 1})]
-        runs = []
+        if copies:
+            batches += [[row] * numbers[0] for row in sorted({0, count // 2, count - 1})]
+        runs: list[_Run] = []
         with values_kept(written_variables(function)):
             for number, batch in enumerate(batches):
                 try:
-                    runs.append(function(*take(given, batch)))
+                    found = function(*take(given, batch))
                 except Exception:
-                    if number < at_least:
+                    left = len(numbers) - 1 - number
+                    if not number or (left >= 0 and len(runs) + left < at_least):
                         raise
-        return [
-            {name: _Measured(*how, tensor.numpy()) for (name, how), tensor in zip(origins.items(), found, strict=True)}
-            for found in runs
-        ]
+                    continue
+                named = zip(of_graph.items(), found, strict=True)
+                runs.append({name: measured(tensor.numpy()) for (name, measured), tensor in named})
+        return runs
+
+
+def _measured(tensor: tf.Tensor, scope: str) -> Callable[[np.ndarray], _Measured]:
+    """Describes a tensor; takes its value later."""
+    inputs, selects = [each.name.removeprefix(scope) for each in tensor.op.inputs], tensor.op.type in _SELECT
+    return functools.partial(_Measured, origin(tensor, scope), origin(tensor, scope, False), inputs, selects)
 
 
 def _made_of_sizes(graph: tf.Graph, scope: str) -> list[tf.Tensor]:
@@ -144,4 +162,5 @@ def _made_of_sizes(graph: tf.Graph, scope: str) -> list[tf.Tensor]:
         is_made_of_sizes = any(of_sizes) and all(map(any, zip(of_sizes, constant, strict=True)))
         if op.name.startswith(scope) and (op.type == "Shape" or (is_made_of_sizes and not op.op_def.is_stateful)):
             found |= {each.ref(): each for each in op.outputs if may_be_size(each)}
-    return list(found.values())
+    # In a step other functions are computed in place, by the same names.
+    return [each for each in found.values() if IN_PLACE not in each.name]

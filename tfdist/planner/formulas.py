@@ -18,6 +18,7 @@ from tfdist.control.exit_codes import ConfigError
 from tfdist.models import cnn_sizes
 from tfdist.planner.shapes import ModelPart, ModelShape, Sample, Weight
 from tfdist.planner.transformer_formulas import Transformer, VisionTransformer
+from tfdist.plugins import check_switches
 
 
 class Formula(Protocol):
@@ -38,6 +39,7 @@ def shape_of(config: Config, sample: Sample) -> ModelShape | None:
         return None
     size = 4 if config.precision.precision == "float32" else 2
     options = parse_args("model_args", config.model.model_args)
+    check_switches("model_args", options, formula)
     if options.get("experts"):
         return None  # models with experts are measured from their graph
     if "num_outputs" in options:

@@ -22,31 +22,37 @@ from tfdist.runtime.collectives import Group
 from tfdist.runtime.host import known_dims
 
 
-def check_hosts(groups: Sequence[Sequence[int]], hosts: Sequence[str], are_alike: bool) -> None:
-    """Raises ConfigError if a group has different numbers of members on its hosts, or if groups that must add up in the
-    same order (are_alike) are spread over hosts in different ways. Every rank checks the groups of all, so that all
-    agree.
+def check_hosts(groups: Sequence[Sequence[int]], alike: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
+    """Raises ConfigError if one of the groups has different numbers of members on its hosts (all ranks check the groups
+    of all, so that none waits for others), or if those that must add up in the same order are spread over hosts in
+    different ways.
 
-    groups: their ranks. hosts: the host of every rank of the cluster.
+    groups, alike: the ranks of each group. hosts: the host of every rank of the cluster.
     """
-    spreads = []
     for ranks in groups:
         by_host = _by_host(ranks, hosts)
-        spreads.append([[ranks.index(member) for member in members] for members in by_host.values()])
         if len({len(members) for members in by_host.values()}) > 1:
             counts = ", ".join(f"{host} has {len(members)}" for host, members in by_host.items())
             raise ConfigError(
                 "--all_reduce=hierarchical needs the same number of workers of a group on each host, but of ranks"
                 f" {', '.join(map(str, ranks))} {counts}: start the same number on each, or use --all_reduce=flat."
             )
-    for ranks, spread in zip(groups, spreads, strict=True):
-        if are_alike and spread != spreads[0]:
-            one, other = (", ".join(f"{rank} on {hosts[rank]}" for rank in each) for each in (groups[0], ranks))
+    for ranks in alike:
+        if _brackets(ranks, hosts) != _brackets(alike[0], hosts):
+            one, other = (", ".join(f"{rank} on {hosts[rank]}" for rank in each) for each in (alike[0], ranks))
             raise ConfigError(
                 f"--all_reduce=hierarchical: the ranks {one} and the ranks {other} hold copies of the same weights, and"
                 " would add up their gradients in different orders: spread both over hosts in the same way, or use"
                 " --all_reduce=flat."
             )
+
+
+def _brackets(ranks: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
+    """The places in the group that are added up first, host by host; [] if all are added up at once."""
+    by_host = _by_host(ranks, hosts)
+    if len(by_host) in (1, len(ranks)):
+        return []
+    return [[ranks.index(member) for member in members] for members in by_host.values()]
 
 
 def _by_host(ranks: Sequence[int], hosts: Sequence[str]) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ A replica is a coordinate of the data and expert axes; all ranks of a replica re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -69,8 +69,9 @@ class MeshRuntime(SingleReplica):
         """The group, for sums of which workers outside of it make copies: from the same numbers, the same bits."""
         return group if group.size == self.size else group.in_order
 
-    def hierarchical(self, group: Group, workers_per_host: int) -> HierarchicalGroup:
-        """Returns the two-level all-reduce of `group`. workers_per_host: see the flag. A collective call.
+    def hierarchical(self, group: Group, workers_per_host: int, stages: Collection[int] = ()) -> HierarchicalGroup:
+        """Returns the two-level all-reduce of `group`. workers_per_host: see the flag. stages: the pipeline stages that
+        hold the weights whose gradients it sums. A collective call.
 
         Raises: ConfigError if a group has different numbers of members on its hosts, or if groups whose sums must be
           the same, bit for bit, are spread over hosts in different ways.
@@ -84,7 +85,9 @@ class MeshRuntime(SingleReplica):
             return self.group_of(ranks).in_order if group.adds_in_order else self.group_of(ranks)
 
         along = [axis for axis in AXES if len({self.mesh.coordinates(rank)[axis] for rank in group.ranks}) > 1]
-        check_hosts(self.mesh.groups(*along), hosts, are_alike=group.adds_in_order)
+        groups = self.mesh.groups(*along)
+        of_stages = [ranks for ranks in groups if self.mesh.coordinates(ranks[0])["pipe"] in stages]
+        check_hosts(groups, of_stages if group.adds_in_order else [], hosts)
         return HierarchicalGroup(group.ranks, self.rank, hosts, group_of)
 
     def collectives(self) -> dict[str, Collective]:

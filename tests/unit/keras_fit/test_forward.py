@@ -395,6 +395,8 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
             "unstacked": tf.unstack(tf.shape(x))[:2],
             "of another type": tf.unstack(tf.cast(tf.shape(x), tf.int64))[:2],
             "calculated": (2 * tf.shape(x)[0] - 1, tf.reduce_max(tf.shape(x)[1:])),
+            "parts of many": (tf.shape(x)[0] // 16, tf.shape(x)[1] // 16),
+            "lists of parts": (tf.stack([tf.shape(x)[0] // 16, 1])[0], tf.stack([tf.shape(x)[0], 1])[1]),
             "parts": (tf.shape(x)[0] // 3, tf.shape(x)[1] // 3),
             "rest": (tf.shape(x)[0] % 2, tf.shape(x)[1] % 2),
             "at most": (tf.minimum(tf.shape(x)[0], 2), tf.minimum(tf.shape(x)[1], 2)),
@@ -448,7 +450,7 @@ def test_which_sizes_differ_between_workers(layers_of_steps):
         "scan over steps": [same, differs],
         "no rows": [same, same],
     }
-    assert len(found) == 48
+    assert len(found) == 50
 
 
 class Unique(keras.layers.Embedding):
@@ -574,7 +576,7 @@ def test_a_row_for_each_row_and_rows_for_each_step(distribute, rows, layer, refu
 
     wanted = run()
     distribute(model)
-    model.call.example.inputs = tf.tile(x, [2, 1, 1]) if refused else x
+    model.call.example.inputs = tf.tile(x, [4, 1, 1]) if refused else x
     with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
         np.testing.assert_allclose(run(), wanted, atol=1e-6)
 

@@ -329,8 +329,8 @@ def test_a_callback_that_reads_the_shuffled_dataset_of_its_fit_is_refused(tmp_pa
 
 def test_a_callback_may_not_read_a_shuffled_validation_that_ends_before_its_data(tmp_path):
     for backup in backups(tmp_path):
-        for steps in (None, 1):
-            dataset = source()
+        for steps in (None, 1, "as many as are taken"):
+            dataset = source() if steps in (None, 1) else source().take(2)
             shows = keras.callbacks.LambdaCallback(
                 on_epoch_end=lambda number, logs=None, dataset=dataset: next(iter(dataset))
             )
@@ -340,7 +340,7 @@ def test_a_callback_may_not_read_a_shuffled_validation_that_ends_before_its_data
                     lambda dataset=dataset, steps=steps: {
                         "x": source(),
                         "validation_data": dataset,
-                        "validation_steps": steps,
+                        "validation_steps": steps if steps == 1 else None,
                     },
                     [shows, *backup],
                 )

@@ -161,7 +161,7 @@ def _update(
     parallel = config.parallel
     options: dict[str, Any] = {"placement": placement, "bucket_bytes": int(config.strategy.pack_mb * 2**20)}
     if parallel.all_reduce == "hierarchical":
-        options["summed_over"] = lambda group: runtime.hierarchical(group, parallel.workers_per_host)
+        options["summed_over"] = lambda group, stages: runtime.hierarchical(group, parallel.workers_per_host, stages)
     if parallel.zero:
         on_host = parallel.offload == "optimizer"
         return sharded_update(runtime, model, optimizer, parallel.zero, on_host=on_host, **options)

@@ -12,7 +12,7 @@ sums and for the norm of a step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -68,7 +68,7 @@ class MeshUpdate(DataParallel):
     Args:
       bucket_bytes: gradients travel in buckets of about this size. 0: each gradient travels on its own.
       compression: how gradients are compressed (compression.py), once compression_after steps have been made.
-      summed_over: returns, for a group, the object that sums large tensors over it.
+      summed_over: returns, for a group and the stages with its weights, the object that sums large tensors over it.
     """
 
     runtime: MeshRuntime
@@ -83,7 +83,7 @@ class MeshUpdate(DataParallel):
         bucket_bytes: int = 2**20,
         compression: str = "none",
         compression_after: int = 0,
-        summed_over: Callable[[Group], AllReduce] = lambda group: group,
+        summed_over: Callable[[Group, Collection[int]], AllReduce] = lambda group, stages: group,
     ):
         super().__init__(runtime, model, optimizer)
         self.all = list(model.trainable_variables)
@@ -98,7 +98,10 @@ class MeshUpdate(DataParallel):
             self._group_of_sum(variable, placement.parts.get(id(variable)), axes)
             for variable, axes in zip(self.trainable, sums, strict=True)
         ]
-        self._sums = {group: summed_over(group) for group in dict.fromkeys(self.groups)}
+        stages: dict[Group, set[int]] = {}
+        for variable, group in zip(self.trainable, self.groups, strict=True):
+            stages.setdefault(group, set()).update(self.stages[id(variable)])
+        self._sums = {group: summed_over(group, those) for group, those in stages.items()}
         self.buckets = make_buckets(self.trainable, self.groups, bucket_bytes // 4)
         self._copies = [
             self._count_copies(variable, placement.parts.get(id(variable)), axes)
