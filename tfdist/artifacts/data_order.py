@@ -82,18 +82,17 @@ def seeded_shuffles(adapter: Any) -> list[tf.data.Dataset]:
     return [] if read is None else seeded_shuffles_in(read)
 
 
-_KEEP_ROWS = ("BatchDataset", "MapDataset", "OptionsDataset", "PaddedBatchDataset", "ParallelBatchDataset")
-_KEEP_ROWS += ("ParallelMapDataset", "PrefetchDataset")
+_KEEP_ROWS = ("BatchDataset", "CacheDataset", "ConcatenateDataset", "FlatMapDataset", "InterleaveDataset", "MapDataset")
+_KEEP_ROWS += ("OptionsDataset", "PaddedBatchDataset", "ParallelBatchDataset", "ParallelInterleaveDataset")
+_KEEP_ROWS += ("ParallelMapDataset", "PrefetchDataset", "RestructuredDataset", "ShuffleDataset", "UnbatchDataset")
 
 
 def reads_all_rows(dataset: tf.data.Dataset) -> bool:
-    """Whether a pass over batches certainly has all rows of the shuffles in it, so that their order does not choose."""
-    if tensorflow_data.shuffles_anew(dataset):
+    """Whether a pass certainly has all rows of the shuffles in it, so that their order does not choose."""
+    if not seeded_shuffles_in(dataset):
         return True
-    kind, [*read] = tensorflow_data.kind(dataset), tensorflow_data.inputs_of(dataset)
-    whole = all(leaf.shape.rank and leaf.shape[0] is None for leaf in tf.nest.flatten(dataset.element_spec))
-    keeps = kind in _KEEP_ROWS and (whole or "Batch" not in kind)  # else the rest may be left out
-    return keeps and all(map(reads_all_rows, read)) if read else True
+    keeps_rows = tensorflow_data.kind(dataset) in _KEEP_ROWS and not tensorflow_data.drops_a_remainder(dataset)
+    return keeps_rows and all(map(reads_all_rows, tensorflow_data.inputs_of(dataset)))
 
 
 def seeded_shuffles_in(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:

@@ -180,7 +180,9 @@ class _Passes:
 
     def __init__(self, iterator: EpochIterator, end: int | None):
         self.iterator, self._end = iterator, end
-        self.reads = not _are_independent(iterator.data_adapter)
+        # If nobody knows where the data end (a callback ended every validation early), only reading finds out.
+        has_end = bool(end or iterator.data_adapter.num_batches or iterator.steps_per_epoch)
+        self.reads = not has_end or not _are_independent(iterator.data_adapter)
         self._pass: Iterator | None = None  # iterator of the current pass, and its batches still to be read
         self._unread = 0
 

@@ -27,6 +27,13 @@ def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return list(dataset._inputs())
 
 
+def drops_a_remainder(dataset: tf.data.Dataset) -> bool:
+    """Whether the dataset makes batches and leaves out a last one that is smaller. Relies on `_drop_remainder`; without
+    it some validations of which a resumed fit reads other rows would be noticed only by their results."""
+    drops = getattr(dataset, "_drop_remainder", False)
+    return bool(tf.get_static_value(drops) if isinstance(drops, tf.Tensor) else drops)
+
+
 def tell_of_iterators(listener: Callable[[tf.data.Dataset], None]) -> None:
     """From now on `listener` is called with each dataset of which Python code makes an iterator, before it is made.
     Not where a tf.function loops over a dataset, which TensorFlow does without `__iter__`."""

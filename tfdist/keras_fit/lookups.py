@@ -196,7 +196,7 @@ def judged(lookup: Lookup, table: keras.Variable | tf.Variable, calls: Collectio
         why, fix = (
             (f"the model's call fails when it is tried on other rows ({lookup.why_untold})", "let it take any number")
             if lookup.why_untold
-            else ("the size is taken in a function, a loop or a branch inside the call", "take it outside of that")
+            else ("the size is calculated from others, or in a function or branch", "take it from one shape, outside")
         )
         raise ConfigError(
             f"The model looks up rows of {table.name} by numbers made of the size of a tensor (tf.shape, ops.shape),"

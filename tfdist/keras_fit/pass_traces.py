@@ -82,22 +82,28 @@ class PassTraces:
                 first, *others = self._runs_of_known(known) if known else self._runs_of_any()
         except Exception as error:  # noqa: BLE001 - whatever Keras and TensorFlow raise for rows that are not the data's
             return Sizes({}, f"{type(error).__name__}: {first_line(error)[:200]}")
-        found: dict[str, Size] = {}
         are_equal: dict[str, bool] = {}  # in all runs
+        calculated = set[str]()  # from what is not: it may be equal by chance (n // 16), unlike a part of a shape
         for name, now in first.items():
             elsewhere = [run.get(name) for run in others]
             if all(each and each.origin_for_any_rows == now.origin_for_any_rows for each in elsewhere):
                 are_equal[name] = all(each and np.array_equal(each.value, now.value) for each in elsewhere)
-                # What is calculated from n may be equal by chance (n // 16); a part of a shape is not.
-                inputs = [each for each in now.inputs if each in found]
-                is_same = all(found[each].is_same or (now.selects and not are_equal[each]) for each in inputs)
-                found[name] = Size(now.origin, are_equal[name] and is_same)
-        return Sizes(found)
+                if any(each in calculated or not (now.selects or are_equal.get(each, True)) for each in now.inputs):
+                    calculated.add(name)
+        by_chance = {name for name in calculated if are_equal[name]}
+        return Sizes(
+            {
+                name: Size(first[name].origin, None if name in by_chance else is_equal)
+                for name, is_equal in are_equal.items()
+                if IN_PLACE not in name  # in a step other functions are computed in place, by the same names
+            }
+        )
 
     def _runs_of_any(self) -> list[_Run]:
         """Runs of a pass that takes any number of rows."""
         all_rows = self._example.rows(1, _MADE_UP)
-        return self._run(self._specs, [-(-all_rows // self._workers), all_rows, *_FEW], at_least=2)
+        numbers = dict.fromkeys([-(-all_rows // self._workers), all_rows, *_FEW])
+        return self._run(self._specs, list(numbers), at_least=2)
 
     def _runs_of_known(self, known: int) -> list[_Run]:
         """Runs of a pass that is traced anew for each number of rows that any worker has, and for that of all rows."""
@@ -162,5 +168,4 @@ def _made_of_sizes(graph: tf.Graph, scope: str) -> list[tf.Tensor]:
         is_made_of_sizes = any(of_sizes) and all(map(any, zip(of_sizes, constant, strict=True)))
         if op.name.startswith(scope) and (op.type == "Shape" or (is_made_of_sizes and not op.op_def.is_stateful)):
             found |= {each.ref(): each for each in op.outputs if may_be_size(each)}
-    # In a step other functions are computed in place, by the same names.
-    return [each for each in found.values() if IN_PLACE not in each.name]
+    return list(found.values())

@@ -26,10 +26,11 @@ _marked: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyD
 
 
 class Size(NamedTuple):
-    """A number made of sizes. Attributes: origin, see there; is_same, whether it is the same for any number of rows."""
+    """A number made of sizes. Attributes: origin, see there; is_same, whether it is the same for any number of rows,
+    None if nobody can tell."""
 
     origin: Origin
-    is_same: bool
+    is_same: bool | None
 
 
 class Sizes(NamedTuple):
@@ -110,8 +111,11 @@ def _made_of_own_rows(tensor: tf.Tensor, sizes_are_measured: bool) -> tuple[bool
             continue
         seen.add((tensor.ref(), is_size))
         differs = _differs(tensor.op)
-        if sizes_are_measured and differs is None and (is_same := _is_the_same_size(tensor)) is not None:
-            differs = not is_same
+        if sizes_are_measured and differs is None and (size := _measured_size(tensor)):
+            if size.is_same is None:
+                of_sizes = True
+                continue
+            differs = not size.is_same
         if differs and not is_size:
             return True, of_sizes
         of_sizes = of_sizes or bool(differs)
@@ -138,7 +142,7 @@ def worker_dependent_inputs(graph: tf.Graph, sizes_are_measured: bool) -> Iterat
             differing |= {
                 each.ref()
                 for each in op.outputs
-                if op in marked or not (sizes_are_measured and _is_the_same_size(each))
+                if op in marked or not (sizes_are_measured and (size := _measured_size(each)) and size.is_same)
             }
 
 
@@ -156,16 +160,16 @@ def may_be_size(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_integer and tensor.shape.rank in (0, 1)
 
 
-def _is_the_same_size(tensor: tf.Tensor) -> bool | None:
-    """Whether numbers made of sizes in a pass over own rows are the same for any number of rows; None if the tensor is
-    something else, or nobody can tell."""
+def _measured_size(tensor: tf.Tensor) -> Size | None:
+    """What is known of a number made of sizes in a pass over own rows; None if the tensor is something else, or was not
+    measured."""
     if not may_be_size(tensor):
         return None
     found = (each for each in _passes.get(tensor.graph, ()) if tensor.name.startswith(each.scope))
     if (within := next(found, None)) is None:
         return None
     measured = within.sizes().by_name.get(tensor.name.removeprefix(within.scope))
-    return measured.is_same if measured and measured.origin == origin(tensor, within.scope) else None
+    return measured if measured and measured.origin == origin(tensor, within.scope) else None
 
 
 def _are_zeros_alike(tensor: tf.Tensor) -> bool:

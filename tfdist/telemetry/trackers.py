@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tfdist.control.exit_codes import ConfigError
+from tfdist.control.exit_codes import ConfigError, TfdistError
 from tfdist.control.terminal import say
 from tfdist.plugins import check_takes, own_code, resolve
 from tfdist.telemetry.events import Event, Observer, Tell, observer_of
@@ -76,7 +76,7 @@ def make_trackers(names: str, run: Run, may_fail: bool = False) -> list[Observer
     for name in names_in(names):
         try:
             made.append(_made(name, run))
-        except ConfigError as error:
+        except TfdistError as error:
             if not may_fail:
                 raise
             say(f"WARNING: {str(error).rstrip('.')}. It is switched off, which does not end the run.")

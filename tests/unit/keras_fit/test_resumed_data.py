@@ -16,6 +16,7 @@ from tensorflow.python.eager import context
 import tfdist
 from tests.fuzz import keras_settings
 from tfdist.artifacts.backup import BackupAndRestore
+from tfdist.artifacts.data_order import reads_all_rows
 from tfdist.artifacts.data_position import _are_independent
 from tfdist.control.exit_codes import CheckpointError, ConfigError
 from tfdist.keras_fit import epoch_backup
@@ -344,6 +345,44 @@ def test_a_callback_may_not_read_a_shuffled_validation_that_ends_before_its_data
                     },
                     [shows, *backup],
                 )
+
+
+def test_which_validations_read_all_rows():
+    read = tf.data.Dataset.range(9).shuffle(9, seed=1)
+    for whole in (
+        read.batch(2),
+        read.map(lambda x: (x, None)).batch(2).cache().prefetch(1),
+        read.batch(3).unbatch(),
+        read.interleave(tf.data.Dataset.from_tensors).batch(2),
+        tf.data.Dataset.range(9).take(2).batch(2, drop_remainder=True),
+    ):
+        assert reads_all_rows(whole)
+    for part in (
+        read.take(2),
+        read.take(2).shuffle(2, seed=1).batch(2),
+        read.batch(2, drop_remainder=True),
+        read.skip(1),
+    ):
+        assert not reads_all_rows(part)
+
+
+def test_validations_that_a_callback_has_ended_are_stepped_over(tmp_path):
+    """Nobody knows where their data end."""
+
+    class Ends(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.stop_evaluating = True
+
+    def fit(*callbacks):
+        data = {"x": source(), "validation_data": source().filter(lambda *_: True)}
+        return run(lambda: data, [Ends(), *callbacks])["seen"]
+
+    expected = fit()
+    for backup in backups(tmp_path):
+        with pytest.raises(Killed):
+            fit(KilledAfter(2), *backup)
+        seen = fit(*backup)
+        assert seen and seen == expected[-len(seen) :]
 
 
 def test_a_fit_in_a_callback_of_a_fit_may_not_read_the_data_of_the_other(tmp_path):
